@@ -1,0 +1,44 @@
+# Every target sets up what it needs: see scripts/with-python. PYTHON=path names another interpreter to try first.
+#
+#   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
+#   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
+#   make test-gpu                       the GPU tests, on however many GPUs there are
+#   make bench [NPROC=n]                every program of benchmarks/, one after the other, as ranks on all GPUs
+#   make lint / make format             ruff and mypy / let ruff rewrite the files
+#   make clean                          remove .venv and all that tools left behind; runs/ stays
+
+PYTHON ?= python3
+ARGS ?=
+NPROC ?= 0
+# Tests of several ranks are processes themselves: two pytest workers keep two cores busy, more only wait for one another.
+JOBS ?= 2
+
+export PYTHON
+
+.PHONY: train test test-gpu bench lint format clean
+
+train:
+	@scripts/with-python train scripts/launch.py --nproc $(NPROC) examples/gpt2/train.py $(ARGS)
+
+test: lint
+	@scripts/with-python test -m pytest --ignore=tests/gpu -n $(JOBS) --dist=loadfile $(ARGS)
+
+test-gpu:
+	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
+
+bench:
+	@for program in benchmarks/[!_]*.py; do \
+	    echo "== $$program"; scripts/with-python run scripts/launch.py --nproc $(NPROC) $$program $(ARGS) || exit 1; done
+
+lint:
+	@scripts/with-python test -m ruff check .
+	@scripts/with-python test -m ruff format --check .
+	@scripts/with-python test -m mypy
+
+format:
+	@scripts/with-python test -m ruff check --fix .
+	@scripts/with-python test -m ruff format .
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

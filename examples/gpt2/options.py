@@ -1,0 +1,240 @@
+"""Presets and command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset:
+    """What a preset chooses; each field is also a flag that overrides it. Units: see the flags' help."""
+
+    layers: int
+    dim: int
+    heads: int
+    vocab_size: int
+    seq_len: int
+    batch_size: int
+    steps: int
+    lr: float
+    warmup: int
+    dtype: str
+    save_every: int
+    val_every: int
+    recompute: bool
+
+
+PRESETS = {
+    # Sized so that two processes on two CPU cores show a falling loss within four minutes, vocabulary included.
+    "cpu": Preset(
+        layers=6, dim=192, heads=6, vocab_size=4096, seq_len=128, batch_size=8, steps=300,
+        lr=2e-3, warmup=20, dtype="fp32", save_every=50, val_every=50, recompute=False,
+    ),
+    "gpt2": Preset(
+        layers=12, dim=768, heads=12, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
+        lr=6e-4, warmup=60, dtype="bf16", save_every=200, val_every=100, recompute=False,
+    ),
+    "medium": Preset(
+        layers=24, dim=1024, heads=16, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
+        lr=4e-4, warmup=60, dtype="bf16", save_every=200, val_every=100, recompute=False,
+    ),
+    "1.3b": Preset(
+        layers=24, dim=2048, heads=16, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
+        lr=2e-4, warmup=60, dtype="bf16", save_every=200, val_every=100, recompute=True,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(Preset):
+    """One run, fully decided. The fields beyond the preset's are the flags of the same name."""
+
+    preset: str
+    dim_ff: int
+    grad_accumulation: int
+    zero_level: int
+    offload: bool
+    compile: bool
+    data: Path | None
+    text_field: str
+    cache_dir: Path
+    save_dir: Path
+    restart: bool
+    seed: int
+    log_every: int
+    val_samples: int
+    sample_tokens: int
+    prompt: str
+
+    def model_arguments(self) -> dict[str, int]:
+        """The arguments of `GPT` that fix the shape of its parameters."""
+        return {
+            "num_layers": self.layers,
+            "vocab_size": self.vocab_size,
+            "dim_model": self.dim,
+            "dim_head": self.dim // self.heads,
+            "num_heads": self.heads,
+            "dim_ff": self.dim_ff,
+            "max_distance": self.seq_len,
+        }
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All flags. Those that a preset decides default to None here."""
+    parser = argparse.ArgumentParser(
+        description="Train a GPT-2. Start with: torchrun --standalone --nproc_per_node=2 examples/gpt2/train.py. "
+        "Start it again after an interruption and it goes on from its last checkpoint.",
+        epilog=_preset_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_model_flags(parser.add_argument_group("model"))
+    _add_training_flags(parser.add_argument_group("training"))
+    _add_file_flags(parser.add_argument_group("text and files"))
+    return parser
+
+
+def _add_model_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--preset",
+        choices=PRESETS,
+        help="sizes to start from (default: cpu on a CPU, gpt2 on a GPU); the flags below override it",
+    )
+    group.add_argument("--layers", type=_positive, help="number of transformer blocks")
+    group.add_argument("--dim", type=_positive, help="width of the model")
+    group.add_argument("--heads", type=_positive, help="number of attention heads; must divide --dim")
+    group.add_argument("--dim-ff", type=_positive, help="width inside the feed-forward layers (default: 4 x --dim)")
+    group.add_argument("--vocab-size", type=_vocabulary, help="number of tokens in the vocabulary, at least 257")
+    group.add_argument("--seq-len", type=_positive, help="tokens per sequence")
+    group.add_argument("--dtype", choices=DTYPES, help="type of parameters and computation; fp16 turns loss scaling on")
+
+
+def _add_training_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--steps", type=_positive, help="optimizer steps in all")
+    group.add_argument("--batch-size", type=_positive, help="sequences per process and micro-batch")
+    group.add_argument("--grad-accumulation", type=_positive, default=1, help="micro-batches per step (default: 1)")
+    group.add_argument(
+        "--lr", type=float, help="highest learning rate, reached after the warm-up; falls to 0 along a cosine"
+    )
+    group.add_argument("--warmup", type=int, help="steps in which the learning rate rises")
+    group.add_argument(
+        "--zero-level",
+        type=int,
+        choices=(2, 3),
+        default=3,
+        help="2 keeps gathered parameters until backward, 3 gathers them again (default: 3)",
+    )
+    group.add_argument(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="recompute activations in backward: less memory, about a third more work",
+    )
+    group.add_argument(
+        "--no-checkpoint", dest="recompute", action="store_false", help="another name for --no-recompute"
+    )
+    group.add_argument(
+        "--offload", action="store_true", help="keep the optimizer's states in host memory and update there"
+    )
+    group.add_argument("--compile", action="store_true", help="torch.compile the blocks")
+    group.add_argument(
+        "--seed", type=int, default=0, help="of initialisation and of the order of the text (default: 0)"
+    )
+
+
+def _add_file_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--data",
+        type=Path,
+        help="your own text: a text file, a .jsonl file or a folder of them (default: Python's standard library)",
+    )
+    group.add_argument("--text-field", default="text", help="field of a JSONL line that holds its text (default: text)")
+    root = Path(__file__).resolve().parents[2]
+    group.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=root / ".cache" / "gpt2",
+        help="where vocabularies and tokens are kept (default: .cache/gpt2 in the repository)",
+    )
+    group.add_argument(
+        "--save-dir", type=Path, help="checkpoints, metrics, picture, samples (default: runs/gpt2-PRESET)"
+    )
+    group.add_argument("--save-every", type=_positive, help="steps between checkpoints")
+    group.add_argument("--val-every", type=_positive, help="steps between measurements of the validation loss")
+    group.add_argument(
+        "--val-samples", type=_positive, default=128, help="held-out sequences per measurement (default: 128)"
+    )
+    group.add_argument(
+        "--log-every",
+        type=_positive,
+        default=10,
+        help="steps between lines where the output is no terminal (default: 10)",
+    )
+    group.add_argument(
+        "--sample-tokens", type=int, default=80, help="length of the text sample, 0 for none (default: 80)"
+    )
+    group.add_argument("--prompt", help="how the text sample begins (default: 'def ', nothing with --data)")
+    group.add_argument(
+        "--restart", action="store_true", help="delete what --save-dir holds of an earlier run and begin anew"
+    )
+
+
+def parse_options(arguments: Sequence[str], device_type: str) -> Options:
+    """The decided run; explains itself and exits on `--help` or on arguments that do not fit.
+
+    Args:
+        arguments: the command line without the program's name.
+        device_type: "cpu" or "cuda": chooses the preset where none is named.
+    """
+    parser = build_parser()
+    values = vars(parser.parse_args(arguments))
+    own_warmup = values["warmup"] is not None
+    values["preset"] = values["preset"] or ("gpt2" if device_type == "cuda" else "cpu")
+    for name, value in dataclasses.asdict(PRESETS[values["preset"]]).items():
+        if values[name] is None:
+            values[name] = value
+    if values["dim_ff"] is None:
+        values["dim_ff"] = 4 * values["dim"]
+    if values["save_dir"] is None:
+        values["save_dir"] = Path("runs") / f"gpt2-{values['preset']}"
+    if values["prompt"] is None:
+        values["prompt"] = "def " if values["data"] is None else ""
+    if values["dim"] % values["heads"]:
+        parser.error(f"--dim {values['dim']} is not divisible by --heads {values['heads']}")
+    if not values["lr"] > 0:
+        parser.error(f"--lr is {values['lr']}: expected a number above 0")
+    if not own_warmup:  # a short run of a preset should not need a second flag
+        values["warmup"] = min(values["warmup"], values["steps"] // 10)
+    elif not 0 <= values["warmup"] < values["steps"]:
+        parser.error(f"--warmup is {values['warmup']}: expected 0 to {values['steps'] - 1}, less than --steps")
+    return Options(**values)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not a whole number above 0")
+    return number
+
+
+def _vocabulary(text: str) -> int:
+    number = int(text)
+    if number < 257:
+        raise argparse.ArgumentTypeError(f"{number} is too small: 256 bytes and the end-of-text token need 257")
+    return number
+
+
+def _preset_table() -> str:
+    fields = [field.name for field in dataclasses.fields(Preset)]
+    lines = ["presets:"]
+    for name, preset in PRESETS.items():
+        lines.append(
+            f"  {name}: " + ", ".join(f"{field.replace('_', '-')} {getattr(preset, field)}" for field in fields)
+        )
+    return "\n".join(lines)

@@ -1,0 +1,198 @@
+"""Train a GPT-2, sharded over all processes.
+
+    torchrun --standalone --nproc_per_node=2 examples/gpt2/train.py
+
+Stop it whenever you like and start it again: it goes on from its last checkpoint. `--help` lists what can be changed.
+Read `run`, then `train_step`; the rest is called from there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import bmtrain as bmt
+from checkpointing import Checkpoints, Position, ResumeError, check_same_run, load_state
+from corpus import DataError
+from data import TokenData, TrainingSequences, rank_position
+from evaluation import batch_loss, show_sample, validate
+from models import GPT
+from options import DTYPES, Options, parse_options
+from report import Report, StepReport, peak_memory
+from together import StopRequest, prepare_data
+
+
+def run(options: Options) -> None:
+    """The whole job: text, model, optimizer, loop."""
+    data = prepare_data(options)
+    sequences = TrainingSequences(data.train, options.seq_len, options.seed)
+
+    checkpoints = Checkpoints(options.save_dir)
+    if options.restart:
+        checkpoints.clear()
+    made_with = {
+        **options.model_arguments(),
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "text": data.fingerprint[:16],
+    }
+    checkpoint = checkpoints.latest()
+    if checkpoint is not None:
+        check_same_run(checkpoint, made_with)
+
+    model = build_model(options, checkpoint)
+    optimizer, scheduler, optim_manager = build_optimizer(model, options)
+    position = Position()
+    if checkpoint is not None:
+        position = load_state(checkpoint, optim_manager)
+        # The checkpoint says how far the schedule is; how it runs on is said by this command, say with more --steps.
+        scheduler.start_lr, scheduler.warmup_iter, scheduler.end_iter = options.lr, options.warmup, options.steps
+        scheduler.step(scheduler.num_iter)
+    finished_before = position.step >= options.steps
+    stop = StopRequest()
+
+    report = Report(
+        options.save_dir,
+        first_step=position.step,
+        num_steps=options.steps,
+        log_every=options.log_every,
+        enabled=bmt.rank() == 0,
+    )
+    with report:
+        greet(report, options, data, model, checkpoint)
+        stopping = False
+        while position.step < options.steps and not stopping:
+            position = train_step(model, optimizer, optim_manager, sequences, position, options, report)
+            stopping = stop.agreed()
+            last = position.step == options.steps
+            if position.step % options.val_every == 0 or last:
+                validate(model, data, position, options, report)
+            if position.step % options.save_every == 0 or last or stopping:
+                checkpoint = checkpoints.save(position, model, optim_manager, made_with)
+                report.draw()
+        if stopping and position.step < options.steps:
+            report.say(f"stopped after step {position.step} and saved {checkpoint}: run the same command to go on.")
+        else:
+            show_sample(model, data, position, options, report)
+            words = "this run had finished before" if finished_before else "finished"
+            report.say(
+                f"{words}: {position.step} steps; see {options.save_dir}. --restart begins anew, more --steps go on."
+            )
+
+
+def train_step(
+    model: GPT,
+    optimizer: torch.optim.Optimizer,
+    optim_manager: bmt.optim.OptimManager,
+    sequences: TrainingSequences,
+    position: Position,
+    options: Options,
+    report: Report,
+) -> Position:
+    """One optimizer step on `grad_accumulation` micro-batches per rank; returns the position after it."""
+    started = time.perf_counter()
+    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=-100)
+    lr, loss_scale = optimizer.param_groups[0]["lr"], optim_manager.loss_scale
+    total = torch.zeros((), device=bmt.device())
+
+    optim_manager.zero_grad()
+    for micro in range(options.grad_accumulation):
+        first = rank_position(position.consumed, micro, options.batch_size, bmt.rank(), bmt.world_size())
+        inputs, targets = sequences.batch(first, options.batch_size)
+        loss = batch_loss(model, loss_function, inputs, targets) / options.grad_accumulation
+        optim_manager.backward(loss)
+        total += loss.detach().float()
+    grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+    optim_manager.step()
+
+    mean_loss = bmt.sum_loss(total).item()
+    samples = options.batch_size * options.grad_accumulation * bmt.world_size()
+    report.step(
+        StepReport(
+            step=position.step + 1,
+            loss=mean_loss,
+            grad_norm=float(grad_norm),
+            lr=float(lr),
+            loss_scale=float(loss_scale),
+            tokens_per_second=samples * options.seq_len / (time.perf_counter() - started),
+            memory=peak_memory(bmt.device()),
+        )
+    )
+    return Position(step=position.step + 1, consumed=position.consumed + samples)
+
+
+def build_model(options: Options, checkpoint: Path | None) -> GPT:
+    """The sharded model, freshly initialised or as the checkpoint has it."""
+    model = GPT(
+        **options.model_arguments(),
+        bias=True,
+        dtype=DTYPES[options.dtype],
+        use_checkpoint=options.recompute,
+        zero_level=options.zero_level,
+    )
+    if checkpoint is not None:
+        bmt.load(model, str(checkpoint / "model.pt"))
+    else:
+        bmt.init_parameters(model)
+    if options.compile:
+        for block in model.layers:
+            block.compile()
+    return model
+
+
+def build_optimizer(
+    model: GPT, options: Options
+) -> tuple[torch.optim.Optimizer, bmt.lr_scheduler.Cosine, bmt.optim.OptimManager]:
+    """AdamW with a warm-up and a cosine, in the manager that scales losses and steps both."""
+    named = list(model.named_parameters())
+    vectors = [parameter for name, parameter in named if is_vector(name)]
+    matrices = [parameter for name, parameter in named if not is_vector(name)]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
+    optimizer = kind(groups, lr=options.lr, betas=(0.9, 0.95))
+    scheduler = bmt.lr_scheduler.Cosine(
+        optimizer, start_lr=options.lr, warmup_iter=options.warmup, end_iter=options.steps, num_iter=0
+    )
+    # Only fp16 has so few exponent bits that small gradients vanish unless the loss is scaled.
+    optim_manager = bmt.optim.OptimManager(loss_scale=1024 if options.dtype == "fp16" else None)
+    optim_manager.add_optimizer(optimizer, scheduler)
+    return optimizer, scheduler, optim_manager
+
+
+def is_vector(name: str) -> bool:
+    """Whether a parameter is a bias or a norm's scale: those are not decayed. (Shapes do not tell: shards are flat.)"""
+    return name.endswith("bias") or "norm" in name
+
+
+def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpoint: Path | None) -> None:
+    """Say what is about to be trained, on what, and from where."""
+    report.say(
+        f"GPT-2 ({options.preset}): {options.layers} layers, {options.dim} wide, {options.dtype}, "
+        f"ZeRO-{options.zero_level} over {bmt.world_size()} process(es) on {bmt.device().type}"
+    )
+    report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
+    report.say(
+        f"going on from {checkpoint}"
+        if checkpoint is not None
+        else f"starting anew; checkpoints go to {options.save_dir}"
+    )
+
+
+def main() -> int:
+    """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that cannot be used."""
+    options = parse_options(sys.argv[1:], bmt.device().type)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    try:
+        run(options)
+    except (DataError, ResumeError) as error:
+        bmt.print_rank(f"error: {error}", file=sys.stderr, flush=True)
+        bmt.synchronize()  # or the launcher, seeing another rank end, would end rank 0 before it has spoken
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

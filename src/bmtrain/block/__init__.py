@@ -1,0 +1,1 @@
+"""Modules that are gathered together: blocks, lists of blocks, and the wrapper of whole models."""

@@ -1,0 +1,133 @@
+"""Taking the parameters of a module into storages: what goes where, and where the module finds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from bmtrain.errors import ParameterError
+from bmtrain.runtime.world import World
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.storage import ShardPolicy, Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A parameter of a module: the dict that holds it, its name there and its full name in the block."""
+
+    module: torch.nn.Module
+    name: str
+    path: str
+
+    @property
+    def value(self) -> torch.nn.Parameter:
+        found = self.module._parameters[self.name]
+        if found is None:
+            raise ParameterError(f"parameter {self.path!r} has been removed from its module")
+        return found
+
+
+class Converted:
+    """Ordinary parameters that were replaced by distributed ones, so that ties between modules survive. One per run."""
+
+    def __init__(self, world: World) -> None:
+        self.engine = world.service(Engine)
+        self._found: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedParameter]]] = {}
+
+    def remember(self, old: torch.nn.Parameter, new: DistributedParameter) -> None:
+        """`old` lives on as `new`."""
+        key = id(old)
+        self._found[key] = (weakref.ref(old, lambda _: self._found.pop(key, None) and None), weakref.ref(new))
+
+    def find(self, old: torch.nn.Parameter) -> DistributedParameter | None:
+        """The distributed parameter that replaced `old`, if one did."""
+        old_reference, new_reference = self._found.get(id(old), (None, None))
+        if old_reference is None or new_reference is None or old_reference() is not old:
+            return None
+        return new_reference()
+
+
+def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]:
+    """Every parameter slot of the modules, tied ones at each of their places."""
+    for path, module in modules:
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield Place(module, name, path + name)
+
+
+def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) -> None:
+    """Move the parameters at `places` into storages, one per dtype and trainability.
+
+    Parameters that another block owns stay with it: both blocks gather that storage. Parameters frozen from the start
+    get a storage of their own, whose gradient is never reduced.
+    """
+    for place in places:
+        known = None if isinstance(place.value, DistributedParameter) else converted.find(place.value)
+        if known is not None:
+            place.module._parameters[place.name] = known
+    groups: dict[tuple[torch.dtype, bool], dict[torch.nn.Parameter, str]] = {}
+    for place in places:
+        param = place.value
+        if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
+            continue
+        _check_device(place.path, param, converted.engine.device)
+        groups.setdefault((param.dtype, param.requires_grad), {}).setdefault(param, place.path)
+    for (dtype, _), members in groups.items():
+        _build(members, dtype, policy, converted, places)
+
+
+def _check_device(path: str, param: torch.nn.Parameter, device: torch.device) -> None:
+    if param.device.type not in ("cpu", "meta") and param.device != device:
+        raise ParameterError(
+            f"parameter {path!r} is on {param.device}, this rank computes on {device}: build the module on the CPU, on meta, or on "
+            "bmtrain.device()."
+        )
+
+
+def _build(
+    members: dict[torch.nn.Parameter, str], dtype: torch.dtype, policy: ShardPolicy, converted: Converted, places: Sequence[Place]
+) -> None:
+    """One storage for `members`; each value is dropped from its old place before the next is copied where it can be."""
+    shapes = [(path, full_shape(param)) for param, path in members.items()]
+    storage = Storage(converted.engine, shapes, dtype, policy)
+    replaced: dict[torch.nn.Parameter, DistributedParameter] = {}
+    params: list[torch.nn.Parameter] = []
+    for index, param in enumerate(members):
+        if isinstance(param, DistributedParameter):
+            if not param.never_set:
+                storage.fill(index, param.storage_of.views(param.storage_of.gather())[0])
+            else:
+                storage.fill(index, torch.empty(0, device="meta"))
+            param.move_to(storage, index)
+            params.append(param)
+            continue
+        storage.fill(index, param)
+        new = DistributedParameter.at(storage, index, param.requires_grad)
+        if param.is_meta:
+            new.mark_unset()
+        converted.remember(param, new)
+        replaced[param] = new
+        params.append(new)
+    storage.attach(params)
+    for place in places:
+        if place.value in replaced:
+            place.module._parameters[place.name] = replaced[place.value]
+
+
+def storages_at(places: Sequence[Place]) -> list[Storage]:
+    """The storages that the parameters at `places` live in, in order of first appearance."""
+    found: dict[Storage, None] = {}
+    for place in places:
+        param = place.module._parameters[place.name]
+        if isinstance(param, DistributedParameter):
+            found[param.storage_of] = None
+    return list(found)
+
+
+def full_shape(param: torch.nn.Parameter) -> torch.Size:
+    """The shape of the whole tensor."""
+    return param._original_shape if isinstance(param, DistributedParameter) else param.shape

@@ -1,0 +1,188 @@
+"""Block: a module whose parameters are sharded together and gathered while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bmtrain.block.adopt import Converted, Place, adopt, places_of, storages_at
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.unshard import Use
+
+MODES = ("BLOCK", "PIPE")
+
+
+class Block(DistributedModule):
+    """`Block(module)` computes what `module` computes, with its parameters sharded over ranks.
+
+    Args:
+        module: any module; its parameters may be plain (on the CPU, on meta or on the rank's device) or distributed. It is
+            changed in place: its parameters become this rank's slices.
+        use_checkpoint: recompute the forward pass during backward instead of keeping activations; dropout replays exactly.
+        zero_level: 3 releases full parameters after forward and gathers them again for backward, 2 keeps them in between;
+            None takes the default given to `init_distributed`.
+        mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
+        reduce_dtype: dtype in which gradients are summed over ranks; None takes the default.
+        accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
+
+    Names in the state dict, parameters, buffers and attributes are those of the inner module.
+
+    Raises:
+        NotInitializedError: before `init_distributed`.
+        ConfigurationError, ParameterError: for arguments or parameters that cannot work; the message names them.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        mode: str = "BLOCK",
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        current = world.current("Block")
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigurationError(f"Block got {type(module).__name__}: expected a torch.nn.Module.")
+        if mode not in MODES:
+            raise ConfigurationError(f"Block got mode {mode!r}: expected one of {', '.join(MODES)}.")
+        defaults = current.defaults
+        policy = ShardPolicy(
+            zero_level=defaults.zero_level if zero_level is None else zero_level,
+            reduce_dtype=reduce_dtype or defaults.reduce_dtype,
+            accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
+        )
+        inner = module._inner if isinstance(module, Block) else module
+        # A list hides the module from nn.Module, which would prefix its names; sharing its dicts shows its children as ours.
+        self._hidden = [inner]
+        self._parameters, self._buffers, self._modules = inner._parameters, inner._buffers, inner._modules
+        self._non_persistent_buffers_set = inner._non_persistent_buffers_set
+        self.training = inner.training
+        self.use_checkpoint = use_checkpoint
+        parts = list(_plain_subtree("", inner))
+        self._places = list(places_of(parts))
+        adopt(self._places, policy, current.service(Converted))
+        self._rnns = [part for _, part in parts if isinstance(part, torch.nn.RNNBase)]
+        _move_buffers(inner, current.device)
+
+    @property
+    def _inner(self) -> torch.nn.Module:
+        hidden: list[torch.nn.Module] = self._hidden
+        return hidden[0]
+
+    @property
+    def storages(self) -> Sequence[Storage]:
+        """The storages that are gathered for this block."""
+        return storages_at(self._places)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_hidden":
+                raise
+            return getattr(self._inner, name)
+
+    def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The inner module and its plain descendants; distributed modules among them save and load their own parameters."""
+        yield "", self._inner
+        for path, module in _plain_subtree("", self._inner):
+            if module is not self._inner and not isinstance(module, DistributedModule):
+                yield path, module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the inner module returns for these arguments."""
+        use = Use(self.storages)
+        if self.use_checkpoint and torch.is_grad_enabled():
+            # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
+            return checkpoint(self._run, use, False, kwargs, *args, use_reentrant=False)
+        return self._run(use, torch.is_grad_enabled(), kwargs, *args)
+
+    def _run(self, use: Use, pack: bool, kwargs: dict[str, Any], *args: Any) -> Any:
+        """Run the inner module on gathered parameters; `pack` when autograd saves tensors of this run until backward."""
+        with use.running(), self._bound(use):
+            with use.packing() if pack else contextlib.nullcontext():
+                out = self._inner(*args, **kwargs)
+            return _detached_from(use, out)
+
+    @contextlib.contextmanager
+    def _bound(self, use: Use) -> Iterator[None]:
+        """Inside, the inner modules find full tensors where their parameters are."""
+        views = use.open()
+        before: list[tuple[Place, torch.nn.Parameter]] = []
+        for place in self._places:
+            param = place.module._parameters[place.name]
+            if isinstance(param, DistributedParameter):
+                before.append((place, param))
+                place.module._parameters[place.name] = views[use.position(param.storage_of, param.index_in_storage)]  # type: ignore[assignment]
+        try:
+            self._refresh_rnns()
+            yield
+        finally:
+            for place, param in before:
+                place.module._parameters[place.name] = param
+            self._refresh_rnns()
+
+    def _refresh_rnns(self) -> None:
+        """torch's recurrent modules read their weights from a list of their own."""
+        for rnn in self._rnns:
+            rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the inner module with torch.compile's arguments; blocks of equal shape share the compiled code."""
+        self._inner.compile(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Block:
+        """Set training mode on the inner module too."""
+        super().train(mode)
+        self._inner.training = mode
+        return self
+
+    def extra_repr(self) -> str:
+        """The inner class."""
+        return f"{type(self._inner).__name__}, use_checkpoint={self.use_checkpoint}"
+
+
+CheckpointBlock = Block
+
+
+def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, Block):
+            yield from _plain_subtree(f"{path}{name}.", child)
+
+
+def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+    """Buffers follow the rank's device; one on meta gets memory and waits for reset_parameters or a checkpoint."""
+    for _, part in _plain_subtree("", module):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                part._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+
+def _detached_from(use: Use, out: Any) -> Any:
+    """Copies in place of outputs that lie in a full buffer, which other blocks will overwrite."""
+
+    def copy(value: Any) -> Any:
+        return value.clone() if isinstance(value, torch.Tensor) and use.owns(value) else value
+
+    return _map_tensors(copy, out)
+
+
+def _map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return fn(out)
+    return torch.utils._pytree.tree_map(fn, out)

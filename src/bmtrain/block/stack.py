@@ -1,0 +1,84 @@
+"""TransformerBlockList: blocks that run one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from bmtrain.block.block import Block
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+
+
+class TransformerBlockList(torch.nn.Module):
+    """`x = blocks(x, *rest)`: the first `num_hidden` arguments go from block to block, the others to every block.
+
+    Args:
+        modules: blocks, or plain modules, which are wrapped; a module listed twice shares its weights.
+        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for 1, else a tuple).
+
+    Raises:
+        ConfigurationError: for an empty or wrong `modules`, or a call with too few arguments.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
+        super().__init__()
+        if num_hidden < 1:
+            raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
+        wrapped: dict[int, Block] = {}
+        blocks = [wrap_once(module, wrapped) for module in modules]
+        self.num_hidden = num_hidden
+        for index, block in enumerate(blocks):
+            self.add_module(str(index), block)
+        plan_gathers(blocks)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return (block for block in self._modules.values() if block is not None)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self)[index]
+
+    def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
+        """Run all blocks.
+
+        Returns the hidden tensor, or a tuple of `num_hidden`. With `return_hidden_states`, additionally one stacked tensor
+        (len(self), *shape) per hidden: the input of every block.
+        """
+        count = self.num_hidden
+        if len(args) < count:
+            raise ConfigurationError(f"the block list got {len(args)} positional arguments: expected at least num_hidden={count}.")
+        hidden, rest = tuple(args[:count]), args[count:]
+        inputs: list[tuple[Any, ...]] = []
+        for block in self:
+            inputs.append(hidden)
+            out = block(*hidden, *rest, **kwargs)
+            hidden = tuple(out) if isinstance(out, tuple | list) else (out,)
+            if len(hidden) != count:
+                raise ConfigurationError(f"a block returned {len(hidden)} values: expected num_hidden={count} of them.")
+        result = hidden
+        if return_hidden_states:
+            result += tuple(torch.stack([step[place] for step in inputs]) for place in range(count))
+        return result[0] if len(result) == 1 else result
+
+
+def wrap_once(module: torch.nn.Module, wrapped: dict[int, Block]) -> Block:
+    """`module` as a Block; the same module gives the same Block."""
+    if isinstance(module, Block):
+        return module
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigurationError(f"the block list got {type(module).__name__}: expected torch.nn.Modules.")
+    if id(module) not in wrapped:
+        wrapped[id(module)] = Block(module)
+    return wrapped[id(module)]
+
+
+def plan_gathers(blocks: Iterable[Block]) -> None:
+    """Tell the schedule that these blocks run in this order, so that the first pass is prefetched too."""
+    engine = world.current("TransformerBlockList").service(Engine)
+    engine.schedule.plan([storage.residence for block in blocks for storage in block.storages])

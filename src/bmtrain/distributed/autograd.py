@@ -1,0 +1,243 @@
+"""Differentiable collectives. Gradients are those of the sum of all ranks' losses with respect to each rank's input.
+
+Every rank of the communicator must call, with equal shapes and dtypes, and must run backward through the result if any does.
+A communicator is an `Axis` of the mesh; None is the whole world.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from bmtrain.distributed import collectives
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
+
+# Sent by position, so only ever add at the end.
+_DTYPES = (
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_MAX_DIMS = 16
+
+
+def all_gather(x: torch.Tensor, comm: Axis | None = None) -> torch.Tensor:
+    """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the sum."""
+    out: torch.Tensor = _AllGather.apply(x, _axis(comm, "all_gather"))
+    return out
+
+
+def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -> torch.Tensor:
+    """This rank's part, along dim 0, of the reduction over ranks of `x` (ranks * n, ...): (n, ...). Backward all-gathers.
+
+    Raises:
+        ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks do not divide.
+    """
+    axis = _axis(comm, "reduce_scatter")
+    collectives.check_op(op)
+    if op in ("sum", "avg"):
+        out: torch.Tensor = _ReduceScatter.apply(x, axis)
+        return out / axis.size if op == "avg" else out
+    collectives.check_scatter(x, axis)
+    return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
+
+
+def all_reduce(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -> torch.Tensor:
+    """A new tensor of x's shape: the reduction of every rank's `x` by sum, avg, max, min or prod.
+
+    Where several ranks have the same extremum its gradient is shared equally among them, as torch.amax does.
+
+    Raises:
+        ConfigurationError: for an unknown `op`.
+    """
+    axis = _axis(comm, "all_reduce")
+    collectives.check_op(op)
+    out: torch.Tensor
+    if op in ("sum", "avg"):
+        out = _Sum.apply(x, axis)
+        return out / axis.size if op == "avg" else out
+    out = _Product.apply(x, axis) if op == "prod" else _Extremum.apply(x, op, axis)
+    return out
+
+
+def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None) -> torch.Tensor:
+    """The `x` of the rank at place `root`, on every rank. Backward sums the gradients of all ranks at the root.
+
+    Whether the result requires grad is decided by the root's `x`; that of the others gets a gradient of zeros.
+    """
+    axis = _axis(comm, "broadcast")
+    _check_place(root, axis, "broadcast")
+    if torch.is_grad_enabled() and x.is_floating_point() and axis.size > 1:
+        wanted = torch.tensor([x.requires_grad], dtype=torch.uint8)
+        collectives.broadcast_(wanted, root, axis)
+        x = (x if x.requires_grad else x.detach().requires_grad_()) if wanted.item() else x.detach()
+    out: torch.Tensor = _Broadcast.apply(x, root, axis)
+    return out
+
+
+def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> torch.Tensor:
+    """Send `x`, with its dtype and shape, to the rank at place `target`, which calls `recv_activations`.
+
+    Returns a 0-dim zero on x's device: backward through it waits for the gradient that the receiver's backward sends, and
+    carries it on into `x`. Ignore it where `x` needs no gradient.
+    """
+    axis = _axis(comm, "send_activations")
+    _check_place(target, axis, "send_activations")
+    if x.dim() > _MAX_DIMS or x.dtype not in _DTYPES:
+        raise ConfigurationError(f"send_activations got {x.dim()} dims of {x.dtype}: expected at most {_MAX_DIMS} dims of an ordinary dtype.")
+    wants_grad = torch.is_grad_enabled() and x.requires_grad
+    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    header[:3] = torch.tensor([_DTYPES.index(x.dtype), wants_grad, x.dim()])
+    header[3 : 3 + x.dim()] = torch.tensor(x.shape, dtype=torch.int64)
+    collectives.send(header, target, axis)
+    token: torch.Tensor = _Send.apply(x, target, axis)
+    return token
+
+
+def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
+    """What the rank at place `source` sends by `send_activations`, on this rank's device.
+
+    It requires grad if it did there (and gradients are enabled here); backward then sends the gradient back, exactly once.
+    """
+    current = world.current("recv_activations")
+    axis = _axis(comm, "recv_activations")
+    _check_place(source, axis, "recv_activations")
+    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    collectives.receive_(header, source, axis)
+    code, wants_grad, num_dims = header[:3].tolist()
+    buffer = torch.empty(header[3 : 3 + num_dims].tolist(), dtype=_DTYPES[code], device=current.device)
+    if wants_grad:
+        buffer.requires_grad_()
+    out: torch.Tensor = _Receive.apply(buffer, source, axis)
+    return out
+
+
+def _axis(comm: Axis | None, what: str) -> Axis:
+    current = world.current(what)
+    if comm is None:
+        return current.mesh.world
+    if not isinstance(comm, Axis):
+        raise ConfigurationError(f"{what} got the communicator {comm!r}: expected None for all ranks, or one of bmtrain.config[...'comm'].")
+    return comm
+
+
+def _check_place(place: int, axis: Axis, what: str) -> None:
+    if not 0 <= place < axis.size:
+        raise ConfigurationError(f"{what} got rank {place} of a communicator of {axis.size} ranks: expected 0 to {axis.size - 1}.")
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis, ctx.shape = axis, x.shape
+        return collectives.all_gather(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return reduce_scatter(grad, "sum", ctx.axis).reshape(ctx.shape), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis, ctx.shape = axis, x.shape
+        return collectives.reduce_scatter(x, "sum", axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_gather(grad, ctx.axis).reshape(ctx.shape), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return collectives.all_reduce(x, "sum", axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, "sum", ctx.axis), None
+
+
+class _Extremum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+        out = collectives.all_reduce(x, op, axis)
+        ctx.axis = axis
+        ctx.save_for_backward(x, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        x, out = ctx.saved_tensors
+        reached = (x == out).to(grad.dtype)
+        count = collectives.all_reduce(reached, "sum", ctx.axis)
+        total = collectives.all_reduce(grad, "sum", ctx.axis)
+        return torch.where(reached.bool(), total / count, torch.zeros_like(total)), None, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        ctx.save_for_backward(x)
+        return collectives.all_reduce(x, "prod", axis)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The product of the other ranks' values, not product / x: a zero anywhere leaves a gradient for its owner only."""
+        (x,) = ctx.saved_tensors
+        parts = collectives.all_gather(x, ctx.axis)
+        parts[ctx.axis.index] = 1
+        return collectives.all_reduce(grad, "sum", ctx.axis) * parts.prod(0), None
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, root: int, axis: Axis) -> torch.Tensor:
+        ctx.root, ctx.axis = root, axis
+        out = x.clone(memory_format=torch.contiguous_format)
+        collectives.broadcast_(out, root, axis)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        total = all_reduce(grad, "sum", ctx.axis)
+        return total if ctx.axis.index == ctx.root else torch.zeros_like(total), None, None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, target: int, axis: Axis) -> torch.Tensor:
+        ctx.target, ctx.axis = target, axis
+        ctx.like = x.new_empty(0), x.shape
+        collectives.send(x.contiguous(), target, axis)
+        return x.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        kind, shape = ctx.like
+        received = kind.new_empty(shape)
+        collectives.receive_(received, ctx.target, ctx.axis)
+        return received, None, None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, buffer: torch.Tensor, source: int, axis: Axis) -> torch.Tensor:
+        ctx.source, ctx.axis = source, axis
+        out = buffer.detach()
+        collectives.receive_(out, source, axis)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        collectives.send(grad.contiguous(), ctx.source, ctx.axis)
+        return None, None, None

@@ -1,0 +1,140 @@
+"""The sole caller of torch.distributed's collectives: tensors and axes in, tensors and axes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime.mesh import Axis
+
+# torch 2.13 renamed the two flat collectives and deprecated the names that 2.8 to 2.12 have.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+def check_op(op: str) -> None:
+    """ConfigurationError unless `op` is one of sum, avg, max, min, prod."""
+    if op not in OPS:
+        raise ConfigurationError(f"unknown reduction {op!r}: expected one of {', '.join(OPS)}.")
+
+
+def gather_shards(full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
+    """Fill `full` (axis.size * n,) with every rank's `shard` (n,) in rank order, on the axis's gather communicator."""
+    _all_gather_flat(full, shard, group=axis.gather_group)
+
+
+def reduce_shards(shard: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
+    """Fill `shard` (n,) with this rank's part of the sum over ranks of `full` (axis.size * n,), on the reduce communicator."""
+    _reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=axis.reduce_group)
+
+
+def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Every rank's `x`, stacked: (axis.size, *x.shape)."""
+    out = x.new_empty((axis.size, *x.shape))
+    _all_gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group)
+    return out
+
+
+def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+    """This rank's part, along dim 0, of the reduction over ranks of `x` (axis.size * n, ...): (n, ...)."""
+    check_op(op)
+    if x.dim() == 0 or x.shape[0] % axis.size:
+        raise ConfigurationError(f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 divisible by {axis.size}.")
+    if op == "avg":
+        return reduce_scatter(x, "sum", axis) / axis.size
+    if op != "sum":  # not every backend reduces and scatters by these; the whole reduction is right everywhere
+        return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
+    out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
+    _reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS[op], group=axis.group)
+    return out
+
+
+def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+    """A new tensor of x's shape: the reduction of every rank's `x`."""
+    check_op(op)
+    out = x.clone(memory_format=torch.contiguous_format)
+    all_reduce_(out, "sum" if op == "avg" else op, axis)
+    return out / axis.size if op == "avg" else out
+
+
+def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
+    """Reduce `x` in place over the axis."""
+    if axis.size > 1:
+        dist.all_reduce(x, op=OPS[op], group=axis.group)
+
+
+def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
+    """Overwrite `x` by that of the rank at place `source` of the axis."""
+    if axis.size > 1:
+        dist.broadcast(x, src=axis.ranks[source], group=axis.group)
+
+
+def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
+    """Reduce `x` in place onto the rank at place `target`; elsewhere its content is undefined afterwards."""
+    if axis.size > 1:
+        dist.reduce(x, dst=axis.ranks[target], op=OPS[op], group=axis.group)
+
+
+def send(x: torch.Tensor, target: int, axis: Axis) -> None:
+    """Send `x` to the rank at place `target` of the axis."""
+    dist.send(x, dst=axis.ranks[target], group=axis.group)
+
+
+def receive_(x: torch.Tensor, source: int, axis: Axis) -> None:
+    """Overwrite `x` by what the rank at place `source` sends."""
+    dist.recv(x, src=axis.ranks[source], group=axis.group)
+
+
+def exchange(sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis) -> None:
+    """Start all sends and receives together and wait for all, so that no order among ranks can deadlock."""
+    ops = [dist.P2POp(dist.isend, x, axis.ranks[to], group=axis.group) for x, to in sends]
+    ops += [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives]
+    for work in dist.batch_isend_irecv(ops) if ops else []:
+        work.wait()
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's picklable `value`, in rank order; travels on the CPU."""
+    if axis.size == 1:
+        return [value]
+    out: list[Any] = [None] * axis.size
+    dist.all_gather_object(out, value, group=axis.group)
+    return out
+
+
+def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
+    """The picklable `value` of the rank at place `source`."""
+    box = [value]
+    if axis.size > 1:
+        dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu"))
+    return box[0]
+
+
+def barrier(axis: Axis) -> None:
+    """Wait on the CPU until every rank of the axis is here."""
+    if axis.size > 1:
+        dist.all_reduce(torch.zeros(1), group=axis.group)
+
+
+def agree_or_raise(error: BaseException | None, what: str, axis: Axis) -> None:
+    """Raise on every rank if any rank failed: the rank's own error where it happened, a RuntimeError naming it elsewhere.
+
+    Keeps ranks together: without it the ranks that succeeded would wait for ever in the next collective.
+    """
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    failures = [(rank, message) for rank, message in zip(axis.ranks, gather_objects(text, axis), strict=True) if message]
+    if error is not None:
+        raise error
+    if failures:
+        raise RuntimeError(f"{what} failed on rank {failures[0][0]}: {failures[0][1]}")

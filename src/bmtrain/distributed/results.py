@@ -1,0 +1,55 @@
+"""Bringing ranks and their results together: a barrier, the mean loss, rows gathered from all ranks. Outside autograd."""
+
+from __future__ import annotations
+
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+
+
+def synchronize() -> None:
+    """Wait until this rank's device and every other rank have come here. Collective."""
+    current = world.current("synchronize")
+    if current.device.type != "cpu":
+        torch.cuda.synchronize(current.device)
+    collectives.barrier(current.mesh.world)
+
+
+def sum_loss(loss: torch.Tensor | float) -> torch.Tensor:
+    """The mean of `loss` over ranks (the name is historical), for the log: detached, of the loss's shape and device.
+
+    Collective. A number becomes a 0-dim float32 tensor on the rank's device. Half-precision losses are averaged in float32
+    and returned in their dtype; integers give float32, as a mean is seldom whole.
+    """
+    current = world.current("sum_loss")
+    own = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
+    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    mean = collectives.all_reduce(wide, "avg", current.mesh.world)
+    return mean.to(own.dtype) if own.is_floating_point() else mean
+
+
+def gather_result(result: torch.Tensor) -> torch.Tensor:
+    """The tensors of all ranks, concatenated along dim 0 in rank order; on the device that `result` came from. Collective.
+
+    Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors give one row each.
+
+    Raises:
+        ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
+    """
+    current = world.current("gather_result")
+    if not isinstance(result, torch.Tensor):
+        raise ConfigurationError(f"gather_result got {type(result).__name__}: expected a tensor.")
+    axis, own = current.mesh.world, result.detach().reshape(1) if result.dim() == 0 else result.detach()
+    kinds = collectives.gather_objects((tuple(own.shape), own.dtype), axis)
+    if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
+        seen = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in zip(axis.ranks, kinds, strict=True))
+        raise ConfigurationError(f"gather_result got tensors that differ in more than dim 0 ({seen}): expected equal other dims and dtypes.")
+    rows = [shape[0] for shape, _ in kinds]
+    padded = own.new_zeros((max(rows), *own.shape[1:]))
+    padded[: own.shape[0]] = own
+    # Bytes travel: not every backend moves every dtype.
+    wire = padded.contiguous().reshape(-1).view(torch.uint8)
+    stacked = collectives.all_gather(wire, axis).view(own.dtype).view(axis.size, *padded.shape)
+    return torch.cat([part[:count] for part, count in zip(stacked, rows, strict=True)])

@@ -1,0 +1,30 @@
+"""Errors that users meet. Every message names the thing, what was got, what was expected and the remedy."""
+
+from __future__ import annotations
+
+
+class NotInitializedError(RuntimeError):
+    """Something that needs the process group was used before `init_distributed`."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} needs the process group: call bmtrain.init_distributed() at the start of the program.")
+
+
+class ConfigurationError(ValueError):
+    """An argument or a combination of arguments that cannot work."""
+
+
+class ParameterError(ValueError):
+    """A parameter that cannot be sharded, initialised, loaded or optimised as asked."""
+
+
+class CheckpointError(RuntimeError):
+    """A file that cannot be written, read or matched to the model. Raised on every rank when it failed on one."""
+
+
+class StaleParameterError(RuntimeError):
+    """Parameters changed between the forward pass that used them and its backward pass."""
+
+
+class UnsupportedError(NotImplementedError):
+    """A documented name whose work is not built yet; the message says what to use instead."""

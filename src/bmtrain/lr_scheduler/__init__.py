@@ -1,0 +1,6 @@
+"""Learning rates as functions of the iteration: a linear warm-up, then one decay per class."""
+
+from bmtrain.lr_scheduler.decays import Cosine, Exponential, Linear, Noam, NoDecay
+from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
+
+__all__ = ["WarmupLRScheduler", "Noam", "NoDecay", "Linear", "Cosine", "Exponential"]

@@ -1,0 +1,115 @@
+"""The decays, each one formula. s = start_lr, w = warmup_iter, e = end_iter, n = the iteration."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
+
+
+class Noam(WarmupLRScheduler):
+    """Warm-up `s n / w**1.5`, then `s / sqrt(n)`: the schedule of "Attention is all you need" (2017), section 5.3.
+
+    Its highest learning rate is `s / sqrt(w)`. `end_iter` has no effect.
+    """
+
+    def get_lr_warmup(self, num_iter: int) -> float:
+        """`s n / w**1.5`."""
+        return self.start_lr * num_iter / self.warmup_iter**1.5
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """`s / sqrt(n)`, and `s` at n = 0, which comes here only without a warm-up."""
+        return self.start_lr / math.sqrt(max(num_iter, 1))
+
+
+class NoDecay(WarmupLRScheduler):
+    """Warm-up `s n / w`, then `s`. `end_iter` has no effect."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """`s`."""
+        return self.start_lr
+
+
+class _EndingScheduler(WarmupLRScheduler):
+    """A decay over the iterations w to e, which therefore needs e > w."""
+
+    def _progress(self, num_iter: int) -> float:
+        """`(n - w) / (e - w)`: 0 at the end of the warm-up, 1 at `end_iter`."""
+        return (num_iter - self.warmup_iter) / (self.end_iter - self.warmup_iter)
+
+    def _check(self) -> None:
+        super()._check()
+        if self.end_iter <= self.warmup_iter:
+            raise ConfigurationError(
+                f"end_iter of {type(self).__name__}: got {self.end_iter}, expected more than "
+                f"warmup_iter={self.warmup_iter}; give the iteration at which the decay ends, or take NoDecay or Noam, "
+                "which have no end."
+            )
+
+
+class Linear(_EndingScheduler):
+    """Warm-up `s n / w`, then `s (e - n) / (e - w)`, and 0 from `end_iter` on."""
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """`max(0, s (e - n) / (e - w))`."""
+        return max(0.0, self.start_lr * (1 - self._progress(num_iter)))
+
+
+class Cosine(_EndingScheduler):
+    """Warm-up `s n / w`, then `s (1 + cos(pi (n - w) / (e - w))) / 2` (SGDR, Loshchilov and Hutter 2017, eq. 5).
+
+    Beyond `end_iter` the cosine rises again, as in BMTrain and in torch's `CosineAnnealingLR`.
+    """
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """`s (1 + cos(pi (n - w) / (e - w))) / 2`."""
+        return self.start_lr * (1 + math.cos(math.pi * self._progress(num_iter))) / 2
+
+
+class Exponential(WarmupLRScheduler):
+    """Warm-up `s n / w`, then `s gamma**(n - w)`. `end_iter` has no effect.
+
+    Args:
+        optimizer: as for `WarmupLRScheduler`, like the four after it.
+        start_lr: the highest learning rate.
+        warmup_iter: length of the warm-up in iterations.
+        end_iter: not used.
+        num_iter: iteration to start from.
+        gamma: factor from one iteration to the next; 0 or more.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int,
+        num_iter: int = 0,
+        gamma: float = 0.95,
+    ) -> None:
+        self.gamma = gamma
+        super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
+
+    def get_lr_decay(self, num_iter: int) -> float:
+        """`s gamma**(n - w)`."""
+        return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the base, and `gamma`."""
+        return {**super().state_dict(), "gamma": self.gamma}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As of the base; a state without `gamma`, as BMTrain wrote it, keeps the one of the constructor."""
+        self.gamma = state_dict.get("gamma", self.gamma)
+        super().load_state_dict(state_dict)
+
+    def _check(self) -> None:
+        super()._check()
+        if not self.gamma >= 0:
+            raise ConfigurationError(
+                f"gamma: got {self.gamma}, expected 0 or more; it is the factor per iteration, for example 0.95."
+            )

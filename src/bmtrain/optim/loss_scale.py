@@ -1,0 +1,51 @@
+"""Dynamic loss scaling: large enough that small fp16 gradients survive, small enough that large ones do not overflow."""
+
+from __future__ import annotations
+
+import math
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime.log import warn
+
+
+class LossScale:
+    """The scale and the rule by which it moves.
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with growth after a run of good steps.
+    """
+
+    def __init__(
+        self, value: float, factor: float = 2.0, growth_steps: int = 1024, minimum: float = 1.0, maximum: float = math.inf
+    ) -> None:
+        if not (value > 0 and math.isfinite(value)):
+            raise ConfigurationError(f"loss_scale is {value}: expected a positive finite number, or None for no scaling.")
+        if factor <= 1 or growth_steps < 1 or not 0 < minimum <= maximum:
+            raise ConfigurationError(
+                f"loss scaling got factor={factor}, steps={growth_steps}, min={minimum}, max={maximum}: expected factor > 1, "
+                "steps >= 1 and 0 < min <= max."
+            )
+        self.factor, self.growth_steps, self.minimum, self.maximum = factor, growth_steps, minimum, maximum
+        self.value = min(max(float(value), minimum), maximum)
+        self.good_steps = 0
+
+    def shrink(self) -> None:
+        """A gradient overflowed."""
+        if self.value <= self.minimum:
+            warn(f"gradients overflow at the smallest loss scale {self.minimum}: the step is skipped; the loss may be diverging.")
+        self.value = max(self.value / self.factor, self.minimum)
+        self.good_steps = 0
+
+    def grow(self) -> None:
+        """A step was good; after enough of them in a row the scale doubles."""
+        self.good_steps += 1
+        if self.good_steps >= self.growth_steps:
+            self.value = min(self.value * self.factor, self.maximum)
+            self.good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What `load_state_dict` needs to go on."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on where the saved run was."""
+        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,0 +1,194 @@
+"""OptimManager: one object that scales the loss, runs backward, clips, steps optimizers and schedulers together."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+
+from bmtrain.errors import CheckpointError, ConfigurationError
+from bmtrain.optim import gathered
+from bmtrain.optim.adam import AdamBase
+from bmtrain.optim.clip import all_finite, clip_grad_norm
+from bmtrain.optim.finite import FiniteWatch
+from bmtrain.optim.loss_scale import LossScale
+from bmtrain.optim.runs import contiguous_runs
+from bmtrain.runtime import world
+from bmtrain.runtime.log import print_rank
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.parameter import DistributedParameter
+
+
+class OptimManager:
+    """Drives any number of optimizers, the library's or torch's.
+
+    Args:
+        loss_scale: initial loss scale for fp16 training; None turns scaling off.
+        loss_scale_factor: the scale is divided by it on overflow and multiplied after `loss_scale_steps` good steps.
+        min_loss_scale, max_loss_scale: bounds of the scale.
+        grad_scale: what the loss is divided by before backward, because gradients are summed over ranks; None is the number
+            of ranks that share the parameters, so that gradients are means.
+
+    Example:
+        manager = OptimManager(loss_scale=None)
+        manager.add_optimizer(optimizer, lr_scheduler)
+        manager.zero_grad(); manager.backward(loss); manager.clip_grad_norm(optimizer.param_groups, 1.0); manager.step()
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2,
+        loss_scale_steps: int = 1024,
+        min_loss_scale: float = 1,
+        max_loss_scale: float = math.inf,
+        grad_scale: float | None = None,
+    ) -> None:
+        current = world.current("OptimManager")
+        self._engine = current.service(Engine)
+        self._scale = None
+        if loss_scale is not None:
+            self._scale = LossScale(loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale)
+        self.grad_scale = float(self._engine.axis.size if grad_scale is None else grad_scale)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+        self._num_steps = 0
+        self._watch = FiniteWatch()
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale; 1 when there is no scaling."""
+        return self._scale.value if self._scale is not None else 1.0
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
+        """Drive `optimizer`, and its scheduler if it has one. Parameters that are not sharded are kept equal on all ranks."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigurationError(f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer.")
+        if optimizer in self.optimizers:
+            raise ConfigurationError("add_optimizer got an optimizer that it has already: add each once.")
+        self._engine.replicate(param for param in _parameters(optimizer) if not isinstance(param, DistributedParameter))
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss * loss_scale / grad_scale`: what backward runs on."""
+        return loss * (self.loss_scale / self.grad_scale)
+
+    def backward(self, loss: torch.Tensor, *, reduce_gradients: bool = True) -> None:
+        """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
+
+        Args:
+            loss: a scalar that requires grad.
+            reduce_gradients: False keeps this micro-batch's gradients on the rank; the next call with True (or `step`)
+                reduces the sum once. Costs the memory of a full gradient.
+
+        Raises:
+            ConfigurationError: for a loss that is not a scalar or does not require grad.
+        """
+        _check_loss(loss)
+        if self._scale is None:
+            self._watch.record(loss.detach(), self._num_steps + 1)
+        with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
+            self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def clip_grad_norm(self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6) -> torch.Tensor:
+        """Clip the gradients of `param_groups` together; returns their global norm, unscaled, 0-dim fp32. Collective."""
+        self._engine.backward.flush()
+        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
+
+    def step(self) -> None:
+        """Update all parameters and learning rates; on an overflow anywhere, skip both and lower the loss scale instead."""
+        self._engine.backward.flush()
+        if self._scale is not None and not self._all_finite():
+            before = self._scale.value
+            self._scale.shrink()
+            print_rank(f"gradient overflow: loss scale {before:g} -> {self._scale.value:g}, the step is skipped")
+            return
+        for optimizer in self.optimizers:
+            self._step_one(optimizer)
+        for scheduler in self.lr_schedulers:
+            if scheduler is not None:
+                scheduler.step()
+        self._num_steps += 1
+        if self._scale is not None:
+            self._scale.grow()
+
+    def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(optimizer, AdamBase):
+            optimizer.step(scale=self.loss_scale)
+            return
+        if self._scale is not None:
+            for run in contiguous_runs(_parameters(optimizer)):
+                for _, grad in run.gradients():
+                    grad.div_(self.loss_scale)
+        optimizer.step()
+
+    def _all_finite(self) -> bool:
+        params = [param for optimizer in self.optimizers for param in _parameters(optimizer)]
+        return bool(all_finite(contiguous_runs(params)).item())
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """State of all optimizers, schedulers and the loss scale; with `gather_opt` whole tensors for any world size (collective)."""
+        return {
+            "optimizers": [_optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],
+            "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
+            "loss_scale": None if self._scale is None else self._scale.state_dict(),
+            "num_steps": self._num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, at the same or (gathered) any other world size.
+
+        Raises:
+            CheckpointError: when optimizers or schedulers differ in number or shape.
+        """
+        for name, ours in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
+            if len(state.get(name, [])) != len(ours):
+                raise CheckpointError(f"the state has {len(state.get(name, []))} {name}, this manager {len(ours)}: add the same ones first.")
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            _load_optimizer(optimizer, saved)
+        for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
+            if scheduler is not None and saved is not None:
+                scheduler.load_state_dict(saved)
+        if self._scale is not None and state.get("loss_scale") is not None:
+            self._scale.load_state_dict(state["loss_scale"])
+        self._num_steps = int(state.get("num_steps", 0))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigurationError(f"backward got {got}: expected a scalar loss; take the mean or the sum first.")
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "backward got a loss that does not require grad: no trainable parameter took part in it, or it was computed under "
+            "torch.no_grad() or detached."
+        )
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str, Any]:
+    if isinstance(optimizer, AdamBase):
+        return optimizer.state_dict(gather=gather)
+    state = optimizer.state_dict()
+    if not gather:
+        return state
+    return {**state, "state": gathered.gather_states(_parameters(optimizer), state["state"]), "gathered": True}
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    if isinstance(optimizer, AdamBase) or not saved.get("gathered", False):
+        optimizer.load_state_dict(saved)
+        return
+    gathered.check_groups(optimizer.param_groups, saved)
+    optimizer.load_state_dict({**saved, "state": gathered.slice_states(_parameters(optimizer), saved["state"])})

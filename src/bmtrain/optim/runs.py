@@ -1,0 +1,111 @@
+"""Parameters that lie side by side in a shard, as one flat tensor: fewer kernels than one per parameter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Consecutive slots of a storage, or one ordinary parameter (storage None)."""
+
+    params: tuple[torch.nn.Parameter, ...]
+    storage: Storage | None
+    begin: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank, padding between the slots included (its gradient and values are zero)."""
+        return self.end - self.begin
+
+    @property
+    def values(self) -> torch.Tensor:
+        """This rank's values: (numel,)."""
+        if self.storage is None:
+            return self.params[0].detach().view(-1)
+        return self.storage.shard[self.begin : self.end]
+
+    @property
+    def version(self) -> int:
+        """Changes when the values are written in place."""
+        return self.params[0]._version if self.storage is None else self.storage.version()
+
+    def offset(self, param: torch.nn.Parameter) -> tuple[int, int]:
+        """Where the values of `param` begin and end in the run."""
+        if self.storage is None or not isinstance(param, DistributedParameter):
+            return 0, self.numel
+        piece = self.storage.piece(param.index_in_storage)
+        return piece.begin - self.begin, piece.end - self.begin
+
+    def gradients(self) -> list[tuple[Run, torch.Tensor]]:
+        """The parts of the run that have a gradient, each with it as one flat tensor (numel,)."""
+        return [(part, grad) for part in self.split(_gradient_kind) if (grad := part._gradient()) is not None]
+
+    def split(self, key: Callable[[torch.nn.Parameter], object]) -> list[Run]:
+        """Cut where `key` changes from one parameter to the next."""
+        parts: list[list[torch.nn.Parameter]] = []
+        last: object = None
+        for param in self.params:
+            kind = key(param)
+            if parts and kind == last:
+                parts[-1].append(param)
+            else:
+                parts.append([param])
+            last = kind
+        return [self] if len(parts) == 1 else [_run_of(self.storage, part) for part in parts]
+
+    def _gradient(self) -> torch.Tensor | None:
+        first = self.params[0]
+        if first.grad is None:
+            return None
+        if self.storage is None or not _is_shown(first):
+            return first.grad.reshape(-1)
+        flat = self.storage.gradient.flat
+        return None if flat is None else flat[self.begin : self.end]
+
+
+def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
+    """Group parameters, given in any order and each once, into as few runs as their places allow."""
+    by_storage: dict[Storage, list[DistributedParameter]] = {}
+    runs, seen = [], set()
+    for param in params:
+        if id(param) in seen:
+            continue
+        seen.add(id(param))
+        if isinstance(param, DistributedParameter):
+            by_storage.setdefault(param.storage_of, []).append(param)
+        else:
+            runs.append(Run((param,), None, 0, param.numel()))
+    for storage, members in by_storage.items():
+        members.sort(key=lambda param: param.index_in_storage)
+        start = 0
+        for place in range(1, len(members) + 1):
+            if place == len(members) or members[place].index_in_storage != members[place - 1].index_in_storage + 1:
+                runs.append(_run_of(storage, members[start:place]))
+                start = place
+    return runs
+
+
+def _run_of(storage: Storage | None, params: Sequence[torch.nn.Parameter]) -> Run:
+    pieces = [storage.piece(p.index_in_storage) for p in params if storage is not None and isinstance(p, DistributedParameter)]
+    if not pieces:
+        return Run(tuple(params), storage, 0, params[0].numel())
+    return Run(tuple(params), storage, pieces[0].begin, pieces[-1].end)
+
+
+def _is_shown(param: torch.nn.Parameter) -> bool:
+    return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(param, param.index_in_storage)
+
+
+def _gradient_kind(param: torch.nn.Parameter) -> object:
+    """Equal for neighbours whose gradients are one flat tensor, or that have none."""
+    if param.grad is None:
+        return "none"
+    return "shown" if _is_shown(param) else id(param)

@@ -1,0 +1,1 @@
+"""The process: its rank, device, groups, seeds and messages."""

@@ -1,0 +1,73 @@
+"""Axes of the process mesh: the ranks that share something, and the process groups they talk through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+
+from bmtrain.runtime.topology import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One line of the mesh through this rank: `size` ranks, of which this one is number `index`.
+
+    `group` carries ordinary collectives; `gather_group` and `reduce_group` are the same ranks with communicators of their
+    own, so that a gather and a reduction can be in flight at the same time.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """All axes through this rank. Axes of the same ranks are the same object."""
+
+    topology: Topology
+    world: Axis
+    pipe: Axis
+    tp: Axis
+    tp_zero: Axis
+    pp_zero: Axis
+    pp_tp_zero: Axis
+
+    @property
+    def zero(self) -> Axis:
+        """The ranks over which one parameter is sharded."""
+        return self.pp_tp_zero
+
+
+KINDS = ("world", "pipe", "tp", "tp_zero", "pp_zero", "pp_tp_zero")
+
+
+def build_mesh(topology: Topology) -> Mesh:
+    """Create the process groups of every axis. Collective over the world: all ranks create all groups in one order."""
+    axes: dict[str, Axis] = {}
+    by_partition: dict[tuple[tuple[int, ...], ...], Axis] = {}
+    for kind in KINDS:
+        partition = tuple(topology.partition(kind))
+        if partition not in by_partition:
+            by_partition[partition] = _build_axis(kind, topology.rank, partition)
+        axes[kind] = by_partition[partition]
+    return Mesh(topology, **axes)
+
+
+def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) -> Axis:
+    own = None
+    for ranks in partition:
+        groups = [dist.new_group(list(ranks)) for _ in range(3)]
+        if rank in ranks:
+            own = Axis(name, ranks, ranks.index(rank), *groups)
+    if own is None:
+        raise RuntimeError(f"rank {rank} is in no {name} group of {partition}")
+    return own

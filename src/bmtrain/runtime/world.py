@@ -1,0 +1,245 @@
+"""Start and end of the distributed run, and the one record of it. The only reader of the environment."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import datetime
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from bmtrain.errors import ConfigurationError, NotInitializedError
+from bmtrain.runtime.mesh import Mesh, build_mesh
+from bmtrain.runtime.seeding import seed_everything
+from bmtrain.runtime.topology import Topology
+
+Service = TypeVar("Service")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a Block does unless its own arguments say otherwise.
+
+    reduce_dtype: dtype in which gradients travel and are summed over ranks; None is the parameter's own.
+    accumulate_dtype: dtype in which gradients of several micro-batches add up; None is the parameter's own.
+    num_buffers: full buffers kept ready for each size of ZeRO-3 block.
+    """
+
+    zero_level: int = 3
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    num_buffers: int = 3
+
+    def __post_init__(self) -> None:
+        if self.zero_level not in (2, 3):
+            raise ConfigurationError(f"zero_level is {self.zero_level!r}: expected 2 (keep full parameters until backward) or 3 (release them).")
+        for name in ("reduce_dtype", "accumulate_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ConfigurationError(f"{name} is {dtype!r}: expected a floating point torch.dtype or None.")
+        if self.num_buffers < 2:
+            raise ConfigurationError(f"num_buffers is {self.num_buffers}: expected at least 2, one in use and one being filled.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """This process in the run: place, device, axes, defaults, and the services built on them."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    seed: int
+    mesh: Mesh
+    defaults: Defaults
+    pipe_enabled: bool
+    num_micro_batches: int
+    services: dict[object, object] = dataclasses.field(default_factory=dict)
+
+    def service(self, factory: Callable[[World], Service]) -> Service:
+        """The one object that `factory(world)` makes in this run, made on first use and gone with the run."""
+        if factory not in self.services:
+            self.services[factory] = factory(self)
+        return cast(Service, self.services[factory])
+
+
+class _Process:
+    """Holder of the current world: one per interpreter."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.registered = False
+
+
+_PROCESS = _Process()
+
+
+def is_initialized() -> bool:
+    """True between `init_distributed` and the end of the run."""
+    return _PROCESS.world is not None
+
+
+def current(what: str = "this call") -> World:
+    """The running world; NotInitializedError naming `what` before `init_distributed`."""
+    if _PROCESS.world is None:
+        raise NotInitializedError(what)
+    return _PROCESS.world
+
+
+def rank() -> int:
+    """This process's number in the world; 0 before `init_distributed`."""
+    return _PROCESS.world.rank if _PROCESS.world else 0
+
+
+def world_size() -> int:
+    """Number of processes; 1 before `init_distributed`."""
+    return _PROCESS.world.world_size if _PROCESS.world else 1
+
+
+def device() -> torch.device:
+    """The device this rank computes on: its CUDA device, or the CPU where there is none."""
+    return _PROCESS.world.device if _PROCESS.world else _pick_device(int(os.environ.get("LOCAL_RANK", "0")), None)
+
+
+def init_distributed(
+    init_method: str = "env://",
+    seed: int = 0,
+    zero_level: int = 3,
+    pipe_size: int = -1,
+    num_micro_batches: int | None = None,
+    tp_size: int = 1,
+    *,
+    device: str | torch.device | None = None,
+    timeout: float = 1800.0,
+    reduce_dtype: torch.dtype | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    num_buffers: int = 3,
+) -> None:
+    """Join the run: read the launcher's environment, choose the device, build the groups, set the seeds.
+
+    Args:
+        init_method: rendezvous as torch.distributed understands it; "env://" without a launcher is a world of one process.
+        seed: seeds torch, random and numpy alike on every rank, so that all ranks initialise the same model.
+        zero_level: 2 or 3, the default of every Block.
+        pipe_size: pipeline stages; -1 for no pipeline.
+        num_micro_batches: micro-batches of the pipeline, by default as many as stages.
+        tp_size: ranks that share each tensor-parallel layer.
+        device: "cpu" or "cuda" to override the choice (CUDA where there is any).
+        timeout: seconds a collective may wait for the other ranks.
+        reduce_dtype, accumulate_dtype, num_buffers: see `Defaults`.
+
+    Raises:
+        RuntimeError: on a second call.
+        ConfigurationError: when the sizes do not divide the world or an environment variable is malformed.
+    """
+    if _PROCESS.world is not None:
+        raise RuntimeError("init_distributed was called a second time: call it once, at the start of the program.")
+    defaults = Defaults(
+        zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers
+    )
+    number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
+    local_rank = _environment_number("LOCAL_RANK", number)
+    local_size = _environment_number("LOCAL_WORLD_SIZE", size)
+    topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
+    chosen = _pick_device(local_rank, device)
+    _join(init_method, number, size, chosen, timeout)
+    _PROCESS.world = World(
+        rank=number,
+        world_size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        device=chosen,
+        seed=seed,
+        mesh=build_mesh(topology),
+        defaults=defaults,
+        pipe_enabled=pipe_size > 0,
+        num_micro_batches=num_micro_batches or max(pipe_size, 1),
+    )
+    seed_everything(seed)
+    if not _PROCESS.registered:
+        _PROCESS.registered = True
+        atexit.register(shutdown)
+        sys.excepthook = _leave_loudly
+
+
+def shutdown() -> None:
+    """Leave the run: close what was opened. Called by itself at the end of the program; safe to call twice."""
+    world, _PROCESS.world = _PROCESS.world, None
+    if world is None:
+        return
+    world.services.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _environment_number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.strip().lstrip("-").isdigit():
+        raise ConfigurationError(f"the environment variable {name} is {text!r}: expected a whole number; start the program with torchrun.")
+    return int(text)
+
+
+def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
+    kind = torch.device(wanted).type if wanted is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise ConfigurationError(f"device {wanted!r} is not supported: expected 'cpu' or 'cuda'.")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigurationError(
+            f"local rank {local_rank} has no GPU of its own: this machine shows {count}; start at most {count} processes per machine."
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _join(init_method: str, number: int, size: int, chosen: torch.device, timeout: float) -> None:
+    """Start torch.distributed. CPU tensors always travel by Gloo: agreements between ranks must not wait for the device."""
+    cuda = chosen.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if cuda:
+        torch.cuda.set_device(chosen)
+    limit = datetime.timedelta(seconds=timeout)
+    if size == 1 and init_method == "env://":
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        return
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if init_method == "env://" and name not in os.environ:
+            raise ConfigurationError(f"WORLD_SIZE is {size} but {name} is not set: start the program with torchrun, which sets it.")
+    dist.init_process_group(backend, init_method=init_method, rank=number, world_size=size, timeout=limit)
+
+
+def _leave_loudly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print this rank's traceback at once and end the process at once.
+
+    An orderly interpreter exit would first wait for collectives that the other ranks never join; leaving now lets the
+    launcher stop them within seconds, with the guilty traceback printed first.
+    """
+    world = _PROCESS.world
+    lines = traceback.format_exception(kind, error, trace)
+    if world is None or world.world_size == 1:
+        sys.__excepthook__(kind, error, trace)
+        return
+    sys.stdout.flush()
+    sys.stderr.write(f"[rank {world.rank}] this rank failed; the run ends.\n" + "".join(lines))
+    sys.stderr.flush()
+    os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+
+def environment(name: str, default: str) -> str:
+    """An environment variable, for the few other places that need one."""
+    return os.environ.get(name, default)
+
+
+def describe() -> dict[str, Any]:
+    """Versions and devices of this process, for reports and benchmark records."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu, "world_size": world_size(), "cpus": os.cpu_count()}

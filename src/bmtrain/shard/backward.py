@@ -1,0 +1,171 @@
+"""What one backward pass leaves to do at its end: reductions to wait for, flags to agree on, `.grad` to show."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.transport import Transport
+
+
+class OpenUse(Protocol):
+    """A use of gathered parameters that backward has begun to read."""
+
+    @property
+    def is_droppable(self) -> bool:
+        """Whether nothing will end this use by itself (all its parameters are frozen) and no code is running in it."""
+
+    def drop(self) -> None:
+        """Let go of the full buffers."""
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward pass on this thread, recomputation included."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Backward:
+    """The current backward pass. Joined by gradients as they arrive; finished by autograd itself when the pass is over."""
+
+    def __init__(self, transport: Transport, on_finish: Callable[[], None]) -> None:
+        self._transport, self._on_finish = transport, on_finish
+        self._gradients: list[Gradient] = []
+        self._waiting: list[Gradient] = []  # their gradients are kept on this rank for now
+        self._uses: list[OpenUse] = []
+        self._task = -1
+        self._deferring = False
+        self._replicated: list[weakref.ref[torch.nn.Parameter]] = []
+        self._incoming: dict[int, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Backward passes inside keep gradients on this rank; the first one outside, or `flush`, reduces them all."""
+        before, self._deferring = self._deferring, True
+        try:
+            yield
+        finally:
+            self._deferring = before
+
+    def begin_use(self, use: OpenUse) -> None:
+        """Backward reads `use` from now on; uses of frozen parameters that it has left behind are dropped."""
+        self._join()
+        for other in [u for u in self._uses if u is not use and u.is_droppable]:
+            other.drop()
+            self._uses.remove(other)
+        if use not in self._uses:
+            self._uses.append(use)
+
+    def end_use(self, use: OpenUse) -> None:
+        """All gradients of `use` are computed."""
+        use.drop()
+        if use in self._uses:
+            self._uses.remove(use)
+
+    def add(self, gradient: Gradient, grads: Sequence[torch.Tensor | None]) -> None:
+        """Reduce one full gradient of a storage."""
+        self._join()
+        if not gradient.is_open:
+            gradient.open()
+            self._gradients.append(gradient)
+        gradient.add(grads, defer=self._deferring)
+
+    def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Sum the gradients of ordinary parameters over ranks from now on, and start all ranks from rank 0's values."""
+        axis = self._transport.axis
+        known = {id(reference()) for reference in self._replicated}
+        for param in params:
+            if id(param) in known or axis.size == 1:
+                continue
+            known.add(id(param))
+            collectives.broadcast_(param.data, 0, axis)
+            self._replicated.append(weakref.ref(param))
+            param.register_hook(self._collector(weakref.ref(param)))
+
+    def finish(self) -> None:
+        """End the pass. Called by autograd after the last node; harmless when nothing is open."""
+        self._task = -1
+        for use in self._uses:
+            use.drop()
+        self._uses.clear()
+        if not self._deferring:
+            self._flush_deferred()
+        self._close()
+        self._on_finish()
+
+    def flush(self) -> None:
+        """Reduce what `deferring` kept back, when no later backward pass did. Collective."""
+        if self._waiting:
+            self._flush_deferred()
+            self._close()
+
+    def _flush_deferred(self) -> None:
+        for gradient in self._waiting:
+            if gradient not in self._gradients:
+                gradient.open()
+                self._gradients.append(gradient)
+            gradient.flush()
+        self._waiting.clear()
+
+    def _close(self) -> None:
+        """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""
+        self._waiting += [gradient for gradient in self._gradients if gradient.has_deferred]
+        done = [gradient for gradient in self._gradients if not gradient.has_deferred]
+        for gradient in self._gradients:
+            gradient.is_open = False
+        touched = self._agree([gradient.touched for gradient in done])
+        self._transport.wait_for_reductions()
+        for gradient, flags in zip(done, touched, strict=False):
+            gradient.close(flags)
+        self._reduce_replicated(touched[-1])
+        self._gradients.clear()
+
+    def _join(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task in (self._task, -1):
+            return
+        if self._task != -1:
+            # A pass inside a pass (reentrant checkpointing), or one that an exception ended: what is there is shown now, as
+            # plain autograd leaves in `.grad` what it had added before.
+            self.finish()
+        self._task = task
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[no-untyped-call]
+
+    def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
+        def collect(grad: torch.Tensor) -> torch.Tensor:
+            # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass, the same on every rank.
+            self._join()
+            key = id(reference())
+            self._incoming[key] = self._incoming[key] + grad if key in self._incoming else grad
+            return torch.zeros_like(grad)
+
+        return collect
+
+    def _agree(self, touched: list[list[bool]]) -> list[list[bool]]:
+        """Flags true on any rank; the last list is that of the replicated parameters. Travels on the CPU, no device waits."""
+        replicated = [reference() for reference in self._replicated]
+        flags = [*touched, [param is not None and id(param) in self._incoming for param in replicated]]
+        axis = self._transport.axis
+        if axis.size == 1:
+            return flags
+        wire = torch.tensor([flag for group in flags for flag in group], dtype=torch.uint8)
+        if wire.numel():
+            collectives.all_reduce_(wire, "max", axis)
+        values = iter(wire.bool().tolist())
+        return [[next(values) for _ in group] for group in flags]
+
+    def _reduce_replicated(self, touched: Sequence[bool]) -> None:
+        for reference, used in zip(self._replicated, touched, strict=True):
+            param = reference()
+            if param is None or not used:
+                continue
+            incoming = self._incoming.get(id(param))
+            total = torch.zeros_like(param) if incoming is None else incoming.contiguous()
+            total = collectives.all_reduce(total, "sum", self._transport.axis)
+            param.grad = total if param.grad is None else param.grad.add_(total)
+        self._incoming.clear()

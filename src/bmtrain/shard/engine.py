@@ -1,0 +1,69 @@
+"""What all storages of a run share: streams, rings, the gather schedule and the current backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from bmtrain.distributed.streams import make_streams
+from bmtrain.runtime.world import World
+from bmtrain.shard.backward import Backward
+from bmtrain.shard.residence import Residence
+from bmtrain.shard.ring import Ring
+from bmtrain.shard.schedule import Phase, Schedule
+from bmtrain.shard.transport import Transport
+
+
+class Engine:
+    """One per run, reached by `world.service(Engine)`."""
+
+    def __init__(self, world: World) -> None:
+        self.device = world.device
+        self.defaults = world.defaults
+        self.axis = world.mesh.zero
+        self.transport = Transport(self.axis, make_streams(world.device))
+        self.schedule: Schedule[Residence] = Schedule()
+        self.backward = Backward(self.transport, self._end_of_backward)
+        # Ties gathered views to the graph; every gather may share it because nothing is ever accumulated into it.
+        self.leaf = torch.zeros((), device=world.device, requires_grad=True)
+        self._rings: dict[tuple[int, torch.dtype], Ring] = {}
+        self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
+
+    def ring(self, numel: int, dtype: torch.dtype) -> Ring:
+        """The ring of all ZeRO-3 storages whose full buffer has this size."""
+        if (numel, dtype) not in self._rings:
+            self._rings[numel, dtype] = Ring(numel, dtype, self.device, self.defaults.num_buffers)
+        return self._rings[numel, dtype]
+
+    def register(self, residence: Residence) -> None:
+        """Take part in the schedule."""
+        self._residences.add(residence)
+
+    def acquire(self, residence: Residence, phase: Phase) -> torch.Tensor:
+        """The full buffer of `residence`, with the gather of its expected successor started behind it."""
+        if phase is Phase.FORWARD and self.schedule.begins_pass(residence, phase):
+            self._begin_forward()
+        following = self.schedule.observe(residence, phase)
+        full = residence.acquire(phase)
+        if following is not None:
+            following.prefetch(phase)
+        return full
+
+    def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Keep ordinary parameters the same on all ranks: rank 0's values, gradients summed."""
+        self.backward.replicate(params)
+
+    def num_ring_buffers(self) -> int:
+        """Full buffers allocated in all rings."""
+        return sum(ring.num_buffers for ring in self._rings.values())
+
+    def _begin_forward(self) -> None:
+        self.transport.fence()
+        for residence in self._residences:
+            residence.forget_prefetched()
+
+    def _end_of_backward(self) -> None:
+        self.schedule.restart()
+        self._begin_forward()

@@ -1,0 +1,157 @@
+"""The gradient of one storage: this rank's part of the sum over ranks, and its views in the parameters' `.grad`."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from bmtrain.shard.layout import Layout
+from bmtrain.shard.transport import Transport
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GradientPolicy:
+    """Dtypes of a storage's gradient: of the parameters, on the wire and in the sum over micro-batches."""
+
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+
+
+class Gradient:
+    """Collects full gradients of a storage during backward passes; afterwards each parameter's `.grad` is its slice.
+
+    Life of one backward pass: `open` (look what the user left in `.grad`), `add` any number of times, then `close`.
+    Values of parameters whose `.grad` is None count as zero, so clearing gradients is as cheap as the user's loop makes it.
+    """
+
+    def __init__(
+        self, layout: Layout, params: Sequence[weakref.ref[torch.nn.Parameter]], policy: GradientPolicy, device: torch.device,
+        transport: Transport,
+    ) -> None:
+        self.layout, self.policy = layout, policy
+        self._params, self._device, self._transport = params, device, transport
+        self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
+        self._public: torch.Tensor | None = None  # the same in the parameters' dtype: what `.grad` shows
+        self._views: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._live = [False] * len(layout.slots)
+        self._touched = [False] * len(layout.slots)
+        self._deferred: torch.Tensor | None = None
+        self._empty = True
+        self.is_open = False
+
+    @property
+    def flat(self) -> torch.Tensor | None:
+        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype. None before the first."""
+        return self._public
+
+    @property
+    def touched(self) -> list[bool]:
+        """Per slot: whether this backward pass has produced a gradient for it on this rank."""
+        return list(self._touched)
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether gradients wait on this rank for a later reduction."""
+        return self._deferred is not None
+
+    def open(self) -> None:
+        """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
+        self.is_open = True
+        self._allocate()
+        for index, reference in enumerate(self._params):
+            param = reference()
+            grad = param.grad if param is not None else None
+            self._live[index] = grad is not None
+            if grad is not None:
+                self._take_over(index, grad)
+        self._empty = not any(self._live)
+        if not self._empty:
+            for index, live in enumerate(self._live):
+                if not live and self._total is not None:
+                    self._slice(self._total, index).zero_()
+        if self._deferred is None:
+            self._touched = [False] * len(self._live)
+
+    def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> None:
+        """Add one full gradient, a tensor per slot or None for zeros. `defer` keeps it on this rank until a later call."""
+        self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
+        full = self._concatenate(grads)
+        if defer:
+            self._deferred = full.to(self.policy.accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
+            return
+        if self._deferred is not None:
+            full = self._deferred.add_(full).to(self.policy.reduce_dtype)
+            self._deferred = None
+        self._reduce(full)
+
+    def flush(self) -> None:
+        """Reduce what was deferred."""
+        if self._deferred is not None:
+            full, self._deferred = self._deferred.to(self.policy.reduce_dtype), None
+            self._reduce(full)
+
+    def close(self, touched: Sequence[bool]) -> None:
+        """End the pass: show the sum in `.grad` of parameters that got a gradient on any rank (`touched`) or had one before."""
+        self.is_open = False
+        if self._total is None or self._public is None:
+            return
+        if self._public is not self._total:
+            self._public.copy_(self._total)
+        for index, reference in enumerate(self._params):
+            param = reference()
+            if param is not None and param.requires_grad and (self._live[index] or touched[index]):
+                param.grad = self._views[index]
+                self._versions[index] = self._views[index]._version
+
+    def shows(self, param: torch.nn.Parameter, index: int) -> bool:
+        """True if `param.grad` is the slice that this object wrote."""
+        return bool(self._views) and param.grad is self._views[index]
+
+    def _allocate(self) -> None:
+        if self._total is not None:
+            return
+        policy, numel = self.policy, self.layout.shard_numel
+        with torch.inference_mode(False):
+            self._total = torch.zeros(numel, dtype=policy.accumulate_dtype, device=self._device)
+            same = policy.accumulate_dtype == policy.dtype
+            self._public = self._total if same else torch.zeros(numel, dtype=policy.dtype, device=self._device)
+            self._views = [self._slice(self._public, index) for index in range(len(self._params))]
+        self._versions = [-1] * len(self._params)
+
+    def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        piece = self.layout.piece(index, self._transport.axis.index)
+        return flat[piece.begin : piece.end]
+
+    def _take_over(self, index: int, grad: torch.Tensor) -> None:
+        """Make the sum equal to what the user left in `.grad`, if that is not what `close` put there."""
+        view = self._views[index]
+        untouched = grad is view and view._version == self._versions[index]
+        if untouched or self._total is None:
+            return
+        if grad is not view:
+            view.copy_(grad)
+        if self._public is not self._total:
+            self._slice(self._total, index).copy_(view)
+
+    def _concatenate(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """One flat tensor in reduce_dtype with zeros in padding and in place of missing gradients."""
+        dtype, parts, end = self.policy.reduce_dtype, [], 0
+        for slot, grad in zip(self.layout.slots, grads, strict=True):
+            if slot.offset > end:
+                parts.append(torch.zeros(slot.offset - end, dtype=dtype, device=self._device))
+            parts.append(torch.zeros(slot.numel, dtype=dtype, device=self._device) if grad is None else grad.reshape(-1).to(dtype))
+            end = slot.end
+        if self.layout.numel > end:
+            parts.append(torch.zeros(self.layout.numel - end, dtype=dtype, device=self._device))
+        return torch.cat(parts)
+
+    def _reduce(self, full: torch.Tensor) -> None:
+        if self._total is None:
+            raise RuntimeError("a gradient was reduced before it was opened")
+        self._transport.reduce(self._total, full, accumulate=not self._empty)
+        self._empty = False

@@ -1,0 +1,104 @@
+"""Initial values that do not depend on the world size, made one full tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.errors import ParameterError
+from bmtrain.runtime import seeding, world
+from bmtrain.shard.parameter import DistributedParameter
+
+
+def initialize(module: torch.nn.Module) -> None:
+    """Run every `init_method`, and `reset_parameters` of modules whose parameters were made on the meta device.
+
+    Every rank draws the full values from rank 0's random state and keeps its slice.
+
+    Raises:
+        ParameterError: for a parameter that has no values and nothing to make them.
+    """
+    done: set[DistributedParameter] = set()
+    with _same_random_state():
+        module.apply(lambda owner: _reset(owner, done))  # children first, in the order of a plain constructor
+        for name, param in module.named_parameters():
+            if isinstance(param, DistributedParameter) and param not in done:
+                _run_init_method(name, param)
+
+
+def _run_init_method(name: str, param: DistributedParameter) -> None:
+    if param.init_method is not None:
+        full = torch.empty(param._original_shape, dtype=param.dtype, device=param.device)
+        with torch.no_grad():
+            param.init_method(full)
+        param.set_full(full)
+    elif param.never_set:
+        raise ParameterError(
+            f"parameter {name!r} was made on the meta device and has no values: give it an init_method, give its module a "
+            "reset_parameters method, or load a checkpoint."
+        )
+
+
+def _reset(owner: torch.nn.Module, done: set[DistributedParameter]) -> None:
+    """Let `owner` reset itself on full tensors if any of its own parameters has no values and no init_method."""
+    reset = reset_method(owner)
+    waiting = [
+        param
+        for param in owner._parameters.values()
+        if isinstance(param, DistributedParameter) and param.never_set and param.init_method is None
+    ]
+    if reset is None or not waiting:
+        return
+    with full_parameters(owner, done):
+        reset()
+
+
+def reset_method(owner: torch.nn.Module) -> Callable[[], object] | None:
+    """`reset_parameters`, or `_reset_parameters` as torch.nn.MultiheadAttention calls it."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(type(owner), name, None)
+        if callable(method):
+            return lambda: method(owner)
+    return None
+
+
+@contextlib.contextmanager
+def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> Iterator[None]:
+    """Inside, the distributed parameters of `owner` and its plain children are full, uninitialised nn.Parameters."""
+    places = [
+        (module._parameters, name, param)
+        for module in owner.modules()
+        for name, param in module._parameters.items()
+        if isinstance(param, DistributedParameter)
+    ]
+    stand_ins = {
+        param: torch.nn.Parameter(torch.zeros(param._original_shape, dtype=param.dtype, device=param.device)) for _, _, param in places
+    }
+    try:
+        for parameters, name, param in places:
+            parameters[name] = stand_ins[param]
+        yield
+    finally:
+        for parameters, name, param in places:
+            parameters[name] = param
+    for param, full in stand_ins.items():
+        param.set_full(full)
+        done.add(param)
+
+
+@contextlib.contextmanager
+def _same_random_state() -> Iterator[None]:
+    """All ranks draw what rank 0 would; a rank that had its own random state before gets it back."""
+    current = world.current("init_parameters")
+    own = seeding.get_random_state(current.device)
+    shared = collectives.broadcast_object(own, 0, current.mesh.world)
+    alike = all(torch.equal(own[key], shared[key]) for key in own)
+    seeding.set_random_state(shared, current.device)
+    try:
+        yield
+    finally:
+        if not alike:
+            seeding.set_random_state(own, current.device)

@@ -1,0 +1,198 @@
+"""DistributedParameter: a parameter of which this rank holds a slice of the flattened tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bmtrain.errors import ParameterError, UnsupportedError
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.unshard import Use
+
+Initializer = Callable[[torch.Tensor], object]
+
+
+class ParameterInitializer:
+    """An initialisation to run later: calling it with the full tensor runs `fn(tensor, *args, **kwargs)`."""
+
+    def __init__(self, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        self.fn, self.args, self.kwargs = fn, args, kwargs
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self.fn(tensor, *self.args, **self.kwargs)
+
+
+class DistributedParameter(torch.nn.Parameter):
+    """An nn.Parameter whose data is this rank's 1-D slice of the flattened full tensor.
+
+    Element-wise optimizers, parameter groups and clipping work on it as on any parameter; `.grad` is the same slice of the
+    gradient, summed over ranks.
+
+    Args:
+        data: the full tensor, on any device, the same on every rank; a meta tensor allocates only the slice.
+        requires_grad: whether to train it.
+        init_method: called with the full tensor by `init_parameters`.
+        group: a name under which `grouped_parameters` lists it.
+        tp_mode, tp_split_dim: tensor parallelism (not built yet: tp_mode=True raises UnsupportedError when tp_size > 1).
+    """
+
+    _storage: Storage
+    _index: int
+    _original_shape: torch.Size
+    _init_method: Initializer | None
+    _never_set: bool
+    group: str | None
+
+    def __new__(
+        cls,
+        data: torch.Tensor,
+        requires_grad: bool = True,
+        init_method: Initializer | None = None,
+        group: str | None = None,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
+    ) -> DistributedParameter:
+        current = world.current("DistributedParameter")
+        if not isinstance(data, torch.Tensor):
+            raise ParameterError(f"DistributedParameter got {type(data).__name__}: expected a tensor, for example torch.empty(rows, columns).")
+        if tp_mode and current.mesh.tp.size > 1:
+            raise UnsupportedError("tensor-parallel parameters are not available yet: use tp_size=1.")
+        defaults = current.defaults
+        policy = ShardPolicy(zero_level=2, reduce_dtype=defaults.reduce_dtype, accumulate_dtype=defaults.accumulate_dtype)
+        storage = Storage(current.service(Engine), [("parameter", data.shape)], data.dtype, policy, adoptable=True)
+        storage.fill(0, data)
+        param = cls.at(storage, 0, requires_grad)
+        param._init_method, param.group = init_method, group
+        param._never_set = data.is_meta
+        storage.attach([param])
+        return param
+
+    @classmethod
+    def at(cls, storage: Storage, index: int, requires_grad: bool) -> DistributedParameter:
+        """The parameter of one slot of a storage."""
+        param = torch.Tensor._make_subclass(cls, storage.local(index), requires_grad)
+        param._storage, param._index = storage, index
+        param._original_shape = torch.Size(storage.layout.slots[index].shape)
+        param._init_method, param.group = None, None
+        param._never_set = False
+        return param
+
+    def move_to(self, storage: Storage, index: int) -> None:
+        """Live in another storage from now on; its slot must already hold the values."""
+        self.data = storage.local(index)
+        self.grad = None
+        self._storage, self._index = storage, index
+
+    @property
+    def storage_of(self) -> Storage:
+        """The storage this parameter lives in."""
+        return self._storage
+
+    @property
+    def index_in_storage(self) -> int:
+        """Its slot there."""
+        return self._index
+
+    @property
+    def init_method(self) -> Initializer | None:
+        """What `init_parameters` calls with the full tensor."""
+        return self._init_method
+
+    @property
+    def never_set(self) -> bool:
+        """True while a parameter made from a meta tensor has no values yet."""
+        return self._never_set
+
+    def gather(self) -> torch.Tensor:
+        """The full tensor, differentiable: its gradient is summed over ranks into this slice. Collective."""
+        use = Use([self._storage])
+        with use.running():
+            view = use.open()[self._index]
+            return view if self._storage.residence.survives_forward else view.clone()
+
+    def gather_all(self) -> torch.Tensor:
+        """The full tensor with the tensor-parallel split undone too."""
+        return self.gather()
+
+    def tp_gather(self) -> torch.Tensor:
+        """This rank's slice with the tensor-parallel split undone; without tensor parallelism the slice itself."""
+        return self
+
+    def set_full(self, value: torch.Tensor) -> None:
+        """Take this rank's slice of the full tensor `value`."""
+        if tuple(value.shape) != tuple(self._original_shape):
+            raise ParameterError(f"a parameter of shape {tuple(self._original_shape)} got values of shape {tuple(value.shape)}.")
+        piece = self._storage.piece(self._index)
+        self.set_slice(value.detach().reshape(-1)[piece.start : piece.stop])
+
+    def set_slice(self, values: torch.Tensor) -> None:
+        """Take the values of this rank's slice, (numel of the slice,)."""
+        with torch.no_grad():
+            self.copy_(values)
+        self.mark_set()
+
+    def mark_unset(self) -> None:
+        """The parameter waits for `init_parameters` or a checkpoint."""
+        self._never_set = True
+
+    def mark_set(self) -> None:
+        """The parameter has values now."""
+        self._never_set = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
+        if id(self) not in memo:
+            _copy_storage(self._storage, memo)
+        found: DistributedParameter = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParameterError(
+            "a DistributedParameter is one slice of a tensor and cannot be pickled: save the model with bmtrain.save or its state_dict()."
+        )
+
+
+def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
+    """Copy a storage with all its parameters; they stay together, as in the original."""
+    shapes = [(slot.name, torch.Size(slot.shape)) for slot in source.layout.slots]
+    target = Storage(source.engine, shapes, source.dtype, source.policy, adoptable=source.adoptable)
+    target.shard.copy_(source.shard)
+    params = []
+    for index, old in enumerate(source.params):
+        trainable = old is not None and old.requires_grad
+        new = DistributedParameter.at(target, index, trainable)
+        if isinstance(old, DistributedParameter):
+            new._init_method, new.group, new._never_set = copy.copy(old._init_method), old.group, old._never_set
+            memo[id(old)] = new
+        params.append(new)
+    target.attach(params)
+    memo[id(target)] = params  # keeps all alive until the copy is complete
+
+
+def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full tensor on the CPU) for each parameter, one storage gathered at a time. Collective."""
+    held: tuple[Storage, torch.Tensor] | None = None
+    for name, param in params:
+        if not isinstance(param, DistributedParameter):
+            yield name, param.detach().cpu()
+            continue
+        storage = param.storage_of
+        if held is None or held[0] is not storage:
+            held = None  # frees the last buffer before the next is made
+            held = (storage, storage.gather())
+        slot = storage.layout.slots[param.index_in_storage]
+        view = held[1][slot.offset : slot.end].view(slot.shape)
+        yield name, view.clone() if view.device.type == "cpu" else view.cpu()
+
+
+def grouped_parameters(module: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
+    """(group name, parameters) for each `group` given to the DistributedParameters of `module`; others are under None."""
+    groups: dict[str | None, list[torch.nn.Parameter]] = {}
+    for param in module.parameters():
+        name = param.group if isinstance(param, DistributedParameter) else None
+        groups.setdefault(name, []).append(param)
+    yield from groups.items()

@@ -1,0 +1,71 @@
+"""Preallocated full buffers that storages of one size take turns in."""
+
+from __future__ import annotations
+
+import torch
+
+
+class RingBuffer:
+    """One full buffer. `owner` is the token of the storage whose values it holds; `free` is the event of its last reader."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.owner: object | None = None
+        self.free: torch.Event | None = None
+        self.held = False
+
+    def alias(self) -> torch.Tensor:
+        """The same memory as a tensor with a version counter of its own: refilling it is not an in-place change to autograd."""
+        return alias(self.tensor)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory as the contiguous `tensor`, unknown to its version counter and graph."""
+    out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+    return out
+
+
+class Ring:
+    """Up to `capacity` buffers of one size, taken least-recently-released first among those nobody holds.
+
+    When all are held (nested blocks, say), one more is made and dropped again when given back. A size that only one
+    storage has keeps no buffer between uses: it would hold memory that no other block can share.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_members = 0
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._buffers: list[RingBuffer] = []  # least recently released first
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers allocated now."""
+        return len(self._buffers)
+
+    @property
+    def num_kept(self) -> int:
+        """Buffers that stay allocated when nobody holds them."""
+        return min(self.capacity, self.num_members) if self.num_members > 1 else 0
+
+    def take(self, owner: object) -> RingBuffer:
+        """A buffer for `owner` to fill once its `free` event has passed; held until given back."""
+        free = [b for b in self._buffers if not b.held]
+        if free and (len(self._buffers) >= self.num_kept):
+            buffer = free[0]
+        else:
+            with torch.inference_mode(False):  # memory that outlives this call must be usable in training too
+                buffer = RingBuffer(torch.empty(self._numel, dtype=self._dtype, device=self._device))
+            self._buffers.append(buffer)
+        buffer.owner, buffer.held = owner, True
+        return buffer
+
+    def give_back(self, buffer: RingBuffer, last_read: torch.Event | None) -> None:
+        """The holder has issued its last read, before the event `last_read`. The values stay until the buffer is taken again."""
+        buffer.held, buffer.free = False, last_read
+        self._buffers.remove(buffer)
+        if len(self._buffers) < self.num_kept:
+            self._buffers.append(buffer)
+        else:
+            buffer.owner = None

@@ -1,0 +1,114 @@
+"""A storage: one flat group of parameters of one dtype, of which this rank keeps a shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from bmtrain.errors import ConfigurationError, ParameterError
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.gradient import Gradient, GradientPolicy
+from bmtrain.shard.layout import Layout, Piece
+from bmtrain.shard.residence import Alias, Kept, Residence, Ringed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardPolicy:
+    """How a storage is sharded and in which dtypes its gradient travels; None means the parameters' dtype."""
+
+    zero_level: int = 3
+    reduce_dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero_level not in (2, 3):
+            raise ConfigurationError(
+                f"zero_level is {self.zero_level!r}: expected 2 (keep full parameters until backward) or 3 (release them)."
+            )
+
+
+class VersionOf:
+    """Counts in-place writes to the parameters of a storage and to its shard."""
+
+    def __init__(self, shard: torch.Tensor, params: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
+        self._shard, self._params = shard, params
+
+    def __call__(self) -> int:
+        live = (reference() for reference in self._params)
+        return self._shard._version + sum(param._version for param in live if param is not None)
+
+
+class Storage:
+    """Owner of a shard, its gradient, and the residence of the full buffer."""
+
+    def __init__(
+        self, engine: Engine, shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, policy: ShardPolicy, *, adoptable: bool = False
+    ) -> None:
+        if not dtype.is_floating_point:
+            raise ParameterError(f"parameter {shapes[0][0]!r} has dtype {dtype}: only floating point parameters are sharded; register it as a buffer.")
+        self.engine, self.dtype, self.policy = engine, dtype, policy
+        self.adoptable = adoptable  # made for one parameter by itself, which a block may move into a storage of its own
+        self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], engine.axis.size)
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=engine.device)
+        self._params: list[weakref.ref[torch.nn.Parameter]] = []
+        wire = GradientPolicy(
+            dtype=dtype, reduce_dtype=policy.reduce_dtype or dtype, accumulate_dtype=policy.accumulate_dtype or dtype
+        )
+        self.gradient = Gradient(self.layout, self._params, wire, engine.device, engine.transport)
+        self.residence = self._make_residence()
+        engine.register(self.residence)
+
+    def _make_residence(self) -> Residence:
+        engine, version = self.engine, VersionOf(self.shard, self._params)
+        if engine.axis.size == 1:
+            return Alias(self.shard)
+        if self.policy.zero_level == 2:
+            return Kept(self.shard, engine.transport, version)
+        return Ringed(self.shard, engine.transport, version, engine.ring(self.layout.numel, self.dtype))
+
+    def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Name the parameter objects of all slots, in order. Their `.data` must be the local slices."""
+        self._params.extend(weakref.ref(param) for param in params)
+
+    @property
+    def params(self) -> list[torch.nn.Parameter | None]:
+        """The parameter objects of the slots; None where the program has dropped one."""
+        return [reference() for reference in self._params]
+
+    def piece(self, index: int) -> Piece:
+        """What this rank owns of slot `index`."""
+        return self.layout.piece(index, self.engine.axis.index)
+
+    def local(self, index: int) -> torch.Tensor:
+        """This rank's 1-D slice of slot `index`: a view of the shard."""
+        piece = self.piece(index)
+        return self.shard[piece.begin : piece.end]
+
+    def fill(self, index: int, value: torch.Tensor) -> None:
+        """Copy this rank's part of the full tensor `value` into the shard; a meta tensor leaves NaN, to be seen if never set."""
+        piece = self.piece(index)
+        if value.is_meta:
+            self.local(index).fill_(float("nan"))
+        else:
+            self.local(index).copy_(value.detach().reshape(-1)[piece.start : piece.stop])
+
+    def version(self) -> int:
+        """A number that changes when a parameter is written in place."""
+        return VersionOf(self.shard, self._params)()
+
+    def views(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The full buffer's tensors, one per slot."""
+        return [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+
+    def gather(self) -> torch.Tensor:
+        """A new full buffer (layout.numel,), outside autograd and schedule. Collective."""
+        full = self.shard.new_empty(self.layout.numel)
+        if self.engine.axis.size == 1:
+            return full.copy_(self.shard)
+        self.engine.transport.fence()
+        event = self.engine.transport.gather(full, self.shard, None)
+        self.engine.transport.streams.compute_waits(event)
+        return full

@@ -1,0 +1,172 @@
+"""The spine: full parameters out of shards going forward, full gradients into shards coming back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bmtrain.errors import StaleParameterError
+from bmtrain.shard.backward import in_backward
+from bmtrain.shard.schedule import Phase
+from bmtrain.shard.storage import Storage
+
+
+class Unshard(torch.autograd.Function):
+    """Gathered views of the slots of some storages. Backward reduces the gradients of all of them at once.
+
+    Full parameters are not leaves of the graph: autograd has nothing to accumulate and nothing keeps a full buffer alive.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, use: Use) -> tuple[torch.Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        views = use.views()
+        ctx.mark_non_differentiable(*(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable))
+        return tuple(views)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+        ctx.use.end(grads)
+        return None, None
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A saved tensor that is part of a full buffer: where to find it once the buffer is gathered again."""
+
+    storage: Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Use:
+    """One call of a module that reads some storages: holds their full buffers while anything may read them.
+
+    The same object serves the forward pass, its recomputation and its backward pass, and dies with the graph.
+    """
+
+    def __init__(self, storages: Sequence[Storage]) -> None:
+        self._storages = storages
+        self._full: dict[Storage, torch.Tensor] = {}
+        self._running = 0
+        self._first: dict[Storage, int] = {}
+        for storage in storages:
+            self._first[storage] = sum(len(other.layout.slots) for other in self._first)
+        self._versions = [storage.version() for storage in storages]
+        params = [param for storage in storages for param in storage.params]
+        self.trainable = [param is not None and param.requires_grad for param in params]
+
+    @property
+    def is_droppable(self) -> bool:
+        """No gradient will end this use, and no module is running in it."""
+        return not any(self.trainable) and not self._running
+
+    def open(self) -> list[torch.Tensor]:
+        """Gather and return one view per slot of all storages, tied to the graph where gradients are wanted."""
+        if not self._storages:
+            return []
+        if torch.is_grad_enabled() and any(self.trainable):
+            return list(Unshard.apply(self._storages[0].engine.leaf, self))  # type: ignore[no-untyped-call]
+        return self.views()
+
+    def position(self, storage: Storage, index: int) -> int:
+        """Where slot `index` of `storage` is among the views."""
+        return self._first[storage] + index
+
+    def views(self) -> list[torch.Tensor]:
+        """One view per slot of all storages, outside the graph."""
+        return [view for storage in self._storages for view in storage.views(self.hold(storage))]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While a module computes with the views."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._after_run()
+
+    def hold(self, storage: Storage) -> torch.Tensor:
+        """The full buffer of `storage`, gathered if need be."""
+        full = self._full.get(storage)
+        if full is None:
+            backward = in_backward()
+            if backward:
+                self._check_versions()
+                storage.engine.backward.begin_use(self)
+            full = storage.engine.acquire(storage.residence, Phase.BACKWARD if backward else Phase.FORWARD)
+            self._full[storage] = full
+        return full
+
+    def drop(self) -> None:
+        """Let go of all full buffers."""
+        while self._full:
+            storage, _ = self._full.popitem()
+            storage.residence.release()
+
+    def _after_run(self) -> None:
+        """Forward is over: what backward will read is kept (ZeRO-2) or gathered again (ZeRO-3)."""
+        if in_backward() or self._running:
+            return
+        for storage in list(self._full):
+            if not storage.residence.survives_forward or not torch.is_grad_enabled():
+                del self._full[storage]
+                storage.residence.release()
+
+    def end(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Backward has computed the gradients of all slots: give the buffers back and reduce."""
+        self._check_versions()
+        backward = self._storages[0].engine.backward
+        backward.end_use(self)
+        for storage, start in self._first.items():
+            own = slice(start, start + len(storage.layout.slots))
+            if any(self.trainable[own]):
+                backward.add(storage.gradient, grads[own])
+
+    def packing(self) -> contextlib.AbstractContextManager[object]:
+        """Saved tensors inside the body do not keep released buffers alive: they are found again by place."""
+        if all(storage.residence.survives_forward for storage in self._storages):
+            return contextlib.nullcontext()
+        owners = {
+            self.hold(storage).untyped_storage().data_ptr(): storage
+            for storage in self._storages
+            if not storage.residence.survives_forward
+        }
+        def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
+            storage = owners.get(tensor.untyped_storage().data_ptr())
+            if storage is None:
+                return tensor
+            return Packed(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+
+    def _unpack(self, saved: torch.Tensor | Packed) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        full = self.hold(saved.storage)
+        if full.dtype != saved.dtype:
+            full = full.view(saved.dtype)
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies in a buffer that is taken from this use when it ends."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(full.untyped_storage().data_ptr() == address for full in self._full.values())
+
+    def _check_versions(self) -> None:
+        for storage, version in zip(self._storages, self._versions, strict=True):
+            if storage.version() != version:
+                names = ", ".join(slot.name for slot in storage.layout.slots[:3])
+                raise StaleParameterError(
+                    f"parameters ({names}, ...) were changed in place after the forward pass that this backward pass belongs to: "
+                    "call backward before the optimizer's step, or run the forward pass again."
+                )

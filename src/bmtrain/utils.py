@@ -1,0 +1,72 @@
+"""Small helpers of training scripts: a moving average, and titled print-outs on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, SupportsFloat, TextIO
+
+import rich.box
+import rich.console
+import rich.panel
+import rich.table
+import rich.text
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+
+
+class AverageRecorder:
+    """Exponential moving average with the bias correction of Adam (Kingma and Ba, 2015, section 3).
+
+    After values v_1 ... v_t it is `(1 - alpha) sum_i alpha**(t - i) v_i / (1 - alpha**t)`: a weighted mean of what was
+    recorded. `start_value` is what `value` says before the first record; from then on it has no weight.
+
+    Args:
+        alpha: weight of the past, in [0, 1).
+        start_value: the value before anything is recorded.
+
+    Raises:
+        ConfigurationError: `alpha` outside [0, 1).
+    """
+
+    def __init__(self, alpha: float = 0.9, start_value: float = 0) -> None:
+        if not 0 <= alpha < 1:
+            raise ConfigurationError(f"alpha: got {alpha}, expected 0 <= alpha < 1; 0.9 averages over about 10 values.")
+        self.alpha = alpha
+        self._start_value = float(start_value)
+        self._sum = 0.0
+        self._past_weight = 1.0  # alpha**t
+
+    @property
+    def value(self) -> float:
+        """The average, or `start_value` before the first record."""
+        if self._past_weight == 1.0:
+            return self._start_value
+        return self._sum / (1 - self._past_weight)
+
+    def record(self, v: SupportsFloat) -> None:
+        """Take in one more value: a number, or a tensor with one element."""
+        self._sum = self.alpha * self._sum + (1 - self.alpha) * float(v)
+        self._past_weight *= self.alpha
+
+
+def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
+    """Print on rank 0 a line with `title` and under it `content`, if any, as it prints itself; to stdout or `file`."""
+    heading = rich.text.Text(title)
+    if content is None:
+        _print(rich.panel.Panel(heading, box=rich.box.HORIZONTALS), file)
+    else:
+        _print(rich.panel.Panel(rich.text.Text(str(content)), box=rich.box.HORIZONTALS, title=heading), file)
+
+
+def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
+    """Print on rank 0 a line with `title` and under it the keys and values of `content`; to stdout or `file`."""
+    table = rich.table.Table.grid(padding=(0, 2))
+    for key, value in content.items():
+        table.add_row(rich.text.Text(str(key)), rich.text.Text(str(value)))
+    _print(rich.panel.Panel(table, box=rich.box.HORIZONTALS, title=rich.text.Text(title)), file)
+
+
+def _print(what: rich.console.RenderableType, file: TextIO | None) -> None:
+    if world.rank() == 0:
+        rich.console.Console(file=file).print(what)

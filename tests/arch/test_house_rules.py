@@ -1,0 +1,121 @@
+"""Rules of the house that the syntax tree can show; each is tried on a line that breaks it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.arch.source import Module, dotted, modules, parse
+
+Rule = Callable[[Module], Iterator[ast.AST]]
+
+
+def asserts(module: Module) -> Iterator[ast.AST]:
+    """`assert` vanishes under -O and teaches nobody: raise an error with name, got, expected, remedy."""
+    return (node for node in ast.walk(module.tree) if isinstance(node, ast.Assert))
+
+
+def global_state(module: Module) -> Iterator[ast.AST]:
+    """`global`: every fact has one owner, handed over by constructor."""
+    return (node for node in ast.walk(module.tree) if isinstance(node, ast.Global))
+
+
+def late_attributes(module: Module) -> Iterator[ast.AST]:
+    """`hasattr` and `setattr`: every attribute exists after `__init__`."""
+    return _calls(module, {"hasattr", "setattr"})
+
+
+def dropped_errors(module: Module) -> Iterator[ast.AST]:
+    """`except ...: pass`: an error caught and dropped."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ExceptHandler) and all(isinstance(step, ast.Pass) for step in node.body):
+            yield node
+
+
+def device_names(module: Module) -> Iterator[ast.AST]:
+    """`"cuda"` written out: only runtime/ chooses a device."""
+    if module.room == "runtime":
+        return
+    for node in ast.walk(module.tree):
+        text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+        if text == "cuda" or text.startswith("cuda:"):
+            yield node
+
+
+def environment(module: Module) -> Iterator[ast.AST]:
+    """`os.environ` or `os.getenv`: runtime/world.py is the sole reader of the environment."""
+    if str(module.path) == "bmtrain/runtime/world.py":
+        return
+    names = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and dotted(node) in names:
+            yield node
+        if isinstance(node, ast.ImportFrom) and any(f"{node.module}.{alias.name}" in names for alias in node.names):
+            yield node
+
+
+def transport(module: Module) -> Iterator[ast.AST]:
+    """`torch.distributed.x` without an import of it: only runtime/ and distributed/ speak to it."""
+    if module.in_bmtrain and module.room in {"runtime", "distributed"}:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed":
+            yield node
+
+
+def bare_functions(module: Module) -> Iterator[ast.AST]:
+    """A function with an argument or a result that is not annotated."""
+    for function in module.functions():
+        arguments = function.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument]
+        bare = [argument for argument in named + starred if argument.annotation is None]
+        if function.returns is None or [argument for argument in bare if argument.arg not in {"self", "cls"}]:
+            yield function
+
+
+def silent_modules(module: Module) -> Iterator[ast.AST]:
+    """A module that does not open with what it holds."""
+    if not ast.get_docstring(module.tree):
+        yield module.tree
+
+
+def _calls(module: Module, names: set[str]) -> Iterator[ast.AST]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and dotted(node.func) in names:
+            yield node
+
+
+# Each rule with lines that break it.
+RULES: dict[Rule, list[str]] = {
+    asserts: ["assert x"],
+    global_state: ["def f():\n    global x"],
+    late_attributes: ["hasattr(x, 'y')", "setattr(x, 'y', 1)"],
+    dropped_errors: ["try:\n    f()\nexcept ValueError:\n    pass"],
+    device_names: ["x.to('cuda')", "y = 'cuda:0'"],
+    environment: ["os.environ['RANK']", "from os import environ", "os.getenv('RANK')"],
+    transport: ["torch.distributed.barrier()"],
+    bare_functions: ["def f(x): ...", "def f(x: int): ...", "def f(*xs) -> None: ...", "def f(*, x) -> None: ..."],
+    silent_modules: ["x = 1"],
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_source_keeps_the_rule(rule: Rule) -> None:
+    """No file of src/ breaks it."""
+    found = [module.where(node, str(rule.__doc__)) for module in modules() for node in rule(module)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("rule", "line"), [(rule, line) for rule, lines in RULES.items() for line in lines])
+def test_the_rule_finds_what_breaks_it(rule: Rule, line: str) -> None:
+    """A rule that cannot fail proves nothing."""
+    assert list(rule(parse(line, "bmtrain/shard/somewhere.py")))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_rule_lets_good_code_pass(rule: Rule) -> None:
+    """An annotated method of a documented module breaks nothing."""
+    text = '"""What it holds."""\nclass A:\n    def f(self, x: int, *y: int) -> str:\n        return "cudagraph"\n'
+    assert not list(rule(parse(text, "bmtrain/shard/somewhere.py")))

@@ -1,0 +1,46 @@
+"""What `import bmtrain` costs, and that it does nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.arch.source import ROOT
+
+BUDGET_S = 0.3
+
+MEASURE = """
+import time
+import torch
+start = time.perf_counter()
+import bmtrain
+print(time.perf_counter() - start)
+"""
+
+INSPECT = """
+import torch
+threads = torch.get_num_threads()
+import bmtrain
+print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), torch.get_num_threads() == threads)
+"""
+
+
+def in_a_fresh_process(program: str) -> str:
+    """What `program` prints when it is run by this interpreter alone."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_import_is_cheap() -> None:
+    """At most 0.3 s on top of `import torch`: the least of three, as other processes share the cores."""
+    seconds = min(float(in_a_fresh_process(MEASURE)) for _ in range(3))
+    assert seconds <= BUDGET_S, (
+        f"import bmtrain takes {seconds:.2f} s after import torch, expected at most {BUDGET_S} s"
+    )
+
+
+def test_import_does_nothing() -> None:
+    """No process group, no CUDA context, no change of the number of threads."""
+    assert in_a_fresh_process(INSPECT) == "False False True"

@@ -1,0 +1,118 @@
+"""Imports point down the table of docs/architecture.md or stay in a folder: absolute, at the top, not to the root."""
+
+from __future__ import annotations
+
+import pytest
+from tests.arch.source import ROOT, Module, modules, parse, within
+
+LAYERS = (
+    {"errors", "version"},
+    {"runtime"},
+    {"distributed", "kernels"},
+    {"shard"},
+    {"block", "nn", "loss", "optim", "lr_scheduler", "checkpoint", "inspect", "benchmark", "utils"},
+    {"__init__", "__main__"},
+)
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+
+# Who may call torch.distributed: the start of the process group and the one room of collectives.
+TRANSPORT = {"runtime", "distributed"}
+# Folders of this repository that are no part of the packages.
+OUTSIDE = ("examples", "tests", "benchmarks", "scripts")
+
+
+def offences(module: Module) -> list[str]:
+    """Every import of `module` that breaks a rule, with the rule."""
+    return [
+        module.where(imported, f"imports {imported.module}: {rule}")
+        for imported in module.imports()
+        if (rule := _broken_rule(module, imported.module, imported.late))
+    ]
+
+
+def _broken_rule(module: Module, name: str, late: bool) -> str:
+    if name.startswith("."):
+        return "write the absolute name"
+    if within(name, *OUTSIDE):
+        return "the packages know nothing of the repository around them"
+    if not module.in_bmtrain:
+        return "import at the top of the file" if late else ""
+    if within(name, "model_center"):
+        return "bmtrain never imports model_center"
+    if within(name, "triton"):
+        return "" if module.room == "kernels" else "Triton stays in kernels/"
+    if late and not (module.room == "kernels" and within(name, "bmtrain.kernels")):
+        return "import at the top of the file, not late, conditionally or under TYPE_CHECKING"
+    if within(name, "torch.distributed") and module.room not in TRANSPORT:
+        return "only runtime/ and distributed/ speak to torch.distributed"
+    return _wrong_direction(module.room, name) if within(name, "bmtrain") else ""
+
+
+def _wrong_direction(room: str, name: str) -> str:
+    if name == "bmtrain":
+        return "name the module, not the package root"
+    target = name.split(".")[1]
+    if target == room:
+        return ""
+    if target not in LEVEL:
+        return f"{target} has no place in the layer table"
+    if LEVEL[target] >= LEVEL[room]:
+        return f"{room} may not look up or sideways at {target}"
+    return ""
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: str(module.path))
+def test_imports_keep_the_rules(module: Module) -> None:
+    """No import of any file breaks a rule."""
+    assert not offences(module), "\n".join(offences(module))
+
+
+def test_every_room_has_a_layer() -> None:
+    """A new folder or file must be given its place in the table."""
+    rooms = {module.room for module in modules() if module.in_bmtrain}
+    assert rooms <= LEVEL.keys(), f"not in the layer table: {sorted(rooms - LEVEL.keys())}"
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "complaint"),
+    [
+        ("bmtrain/shard/a.py", "from bmtrain.optim.adam import Adam", "up or sideways"),
+        ("bmtrain/kernels/a.py", "import bmtrain.distributed.collectives", "up or sideways"),
+        ("bmtrain/loss/a.py", "from bmtrain.optim import adam", "up or sideways"),
+        ("bmtrain/errors.py", "from bmtrain.version import __version__", "up or sideways"),
+        ("bmtrain/block/a.py", "from bmtrain import init_distributed", "package root"),
+        ("bmtrain/block/a.py", "from .schedule import order", "absolute"),
+        ("bmtrain/block/a.py", "def f():\n    import math", "late"),
+        ("bmtrain/block/a.py", "if TYPE_CHECKING:\n    from bmtrain.shard.storage import Storage", "TYPE_CHECKING"),
+        ("bmtrain/shard/a.py", "import torch.distributed as dist", "torch.distributed"),
+        ("bmtrain/shard/a.py", "import triton", "Triton"),
+        ("bmtrain/shard/a.py", "import model_center", "never imports"),
+        ("bmtrain/shard/a.py", "import examples.minimal", "around them"),
+        ("bmtrain/shard/a.py", "from bmtrain.misc import thing", "no place"),
+    ],
+)
+def test_a_bad_import_is_found(path: str, line: str, complaint: str) -> None:
+    """Each rule does fail on what it forbids."""
+    assert complaint in "".join(offences(parse(line, path)))
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("bmtrain/shard/a.py", "from bmtrain.distributed.collectives import gather"),
+        ("bmtrain/shard/a.py", "from bmtrain.shard.layout import Layout"),
+        ("bmtrain/kernels/a.py", "def f():\n    import triton\n    from bmtrain.kernels import adam_triton"),
+        ("bmtrain/runtime/a.py", "import torch.distributed as dist"),
+        ("bmtrain/__init__.py", "from bmtrain.optim.manager import OptimManager"),
+        ("model_center/a.py", "import bmtrain as bmt"),
+    ],
+)
+def test_a_good_import_passes(path: str, line: str) -> None:
+    """No rule forbids what the table allows."""
+    assert not offences(parse(line, path))
+
+
+def test_the_table_is_that_of_the_documentation() -> None:
+    """docs/architecture.md names every room of the table."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert not [room for room in LEVEL if room not in text]

@@ -1,0 +1,86 @@
+"""The helper that all tests of several ranks stand on."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+
+import bmtrain as bmt
+from tests.ranks.runner import RankFailure, run_ranks
+
+
+def place(offset: int) -> tuple[int, int, torch.Tensor]:
+    return bmt.rank() + offset, bmt.world_size(), torch.full((2,), float(bmt.rank()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    results = run_ranks(place, world_size, 10)
+    assert [result[:2] for result in results] == [(10 + rank, world_size) for rank in range(world_size)]
+    assert [result[2].tolist() for result in results] == [[rank, rank] for rank in range(world_size)]
+
+
+def fail_on_one(guilty: int) -> None:
+    if bmt.rank() == guilty:
+        raise KeyError("spam")
+    torch.distributed.barrier()
+
+
+def test_the_first_error_is_raised_and_the_others_are_ended() -> None:
+    begin = time.monotonic()
+    with pytest.raises(KeyError, match="spam") as caught:
+        run_ranks(fail_on_one, 3, 2)
+    assert "rank 2 of 3 failed" in str(caught.value.__cause__)
+    assert "fail_on_one" in str(caught.value.__cause__)
+    assert time.monotonic() - begin < 20
+
+
+def hang_on_one() -> None:
+    print("on my way", bmt.rank())
+    if bmt.rank() == 1:
+        time.sleep(100)
+
+
+def test_a_hanging_rank_is_shown_and_killed() -> None:
+    with pytest.raises(RankFailure, match=r"(?s)on my way 1.*hang_on_one"):
+        run_ranks(hang_on_one, 2, timeout=3)
+
+
+def die_on_one() -> None:
+    if bmt.rank() == 1:
+        os._exit(7)
+    torch.distributed.barrier()
+
+
+def test_a_dead_rank_is_reported() -> None:
+    with pytest.raises((RankFailure, RuntimeError)):
+        run_ranks(die_on_one, 2)
+
+
+def warn() -> None:
+    warnings.warn("mind the gap", stacklevel=1)
+
+
+def test_warnings_are_errors() -> None:
+    with pytest.raises(UserWarning, match="mind the gap"):
+        run_ranks(warn, 1)
+
+
+def not_joined() -> tuple[bool, str]:
+    return bmt.is_initialized(), os.environ["RANK"]
+
+
+def test_the_function_may_join_by_itself() -> None:
+    assert run_ranks(not_joined, 2, join=False) == [(False, "0"), (False, "1")]
+
+
+def default_level() -> int:
+    return bmt.runtime.world.current().defaults.zero_level
+
+
+def test_arguments_of_init_are_handed_on() -> None:
+    assert run_ranks(default_level, 1, init={"zero_level": 2}) == [2]
