@@ -27,7 +27,8 @@ def main() -> None:
         # Ranks that share few cores lose more by each starting a thread per core than they gain.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    os.execv(sys.executable, [*torchrun, options.program, *options.arguments])
+    # Behind "--" torchrun does not take an argument of the program for an abbreviation of its own.
+    os.execv(sys.executable, [*torchrun, "--", options.program, *options.arguments])
 
 
 if __name__ == "__main__":

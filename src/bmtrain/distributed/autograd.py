@@ -41,7 +41,8 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
     if op in ("sum", "avg"):
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
-    collectives.check_scatter(x, axis)
+    if x.dim() == 0 or x.shape[0] % axis.size:
+        raise ConfigurationError(f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 divisible by {axis.size}.")
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
@@ -108,10 +109,10 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
     collectives.receive_(header, source, axis)
     code, wants_grad, num_dims = header[:3].tolist()
+    # Nothing here requires grad by itself; the anchor makes the result do so, and never gets a gradient.
+    anchor = torch.zeros((), device=current.device, requires_grad=bool(wants_grad))
     buffer = torch.empty(header[3 : 3 + num_dims].tolist(), dtype=_DTYPES[code], device=current.device)
-    if wants_grad:
-        buffer.requires_grad_()
-    out: torch.Tensor = _Receive.apply(buffer, source, axis)
+    out: torch.Tensor = _Receive.apply(anchor, buffer, source, axis)
     return out
 
 
@@ -230,14 +231,14 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, buffer: torch.Tensor, source: int, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, buffer: torch.Tensor, source: int, axis: Axis) -> torch.Tensor:
         ctx.source, ctx.axis = source, axis
-        out = buffer.detach()
-        collectives.receive_(out, source, axis)
-        return out.view_as(out)
+        collectives.receive_(buffer, source, axis)
+        ctx.mark_dirty(buffer)
+        return buffer
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
         collectives.send(grad.contiguous(), ctx.source, ctx.axis)
-        return None, None, None
+        return None, None, None, None

@@ -1,0 +1,151 @@
+"""Time and bandwidth of the collectives that training stands on, by message size."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import rich.console
+import rich.table
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.distributed.results import synchronize
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
+
+MIN_SIZE = 1024
+WARM_UPS = 2
+BUDGET_S = 0.2  # measuring one size takes about this long, or one call if that takes longer
+MAX_CALLS = 50
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table.
+
+    size: bytes of the full message (what a gather returns, a reduction takes, a send sends).
+    seconds: of one call, the mean over calls, of the slowest rank.
+    bandwidth: bytes per second that each rank sends and receives, what the links must carry: size * (ranks - 1) / ranks
+        per call for the collectives, size for a send.
+    """
+
+    size: int
+    seconds: float
+    bandwidth: float
+
+
+def all_gather(max_size: int | None = None) -> list[Row]:
+    """Print and return time and bandwidth of gathering a full buffer of each size. Collective.
+
+    Args:
+        max_size: bytes of the largest full buffer; by default 1 GiB on a GPU, 16 MiB on a CPU.
+    """
+
+    def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
+        shard = torch.zeros(numel // axis.size, dtype=torch.float16, device=device)
+        full = torch.empty(shard.numel() * axis.size, dtype=torch.float16, device=device)
+        return lambda: collectives.gather_shards(full, shard, axis)
+
+    return _measure("all_gather", prepare, _share, max_size)
+
+
+def reduce_scatter(max_size: int | None = None) -> list[Row]:
+    """Print and return time and bandwidth of reducing a full buffer of each size. Collective; arguments as all_gather."""
+
+    def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
+        shard = torch.empty(numel // axis.size, dtype=torch.float16, device=device)
+        full = torch.zeros(shard.numel() * axis.size, dtype=torch.float16, device=device)
+        return lambda: collectives.reduce_shards(shard, full, axis)
+
+    return _measure("reduce_scatter", prepare, _share, max_size)
+
+
+def send_recv(max_size: int | None = None) -> list[Row]:
+    """Print and return time and bandwidth of every rank sending a message to the next in a ring, and receiving the last one's.
+
+    Collective; arguments as all_gather. One rank alone has nobody to send to: the table is empty.
+    """
+
+    def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None] | None:
+        if axis.size == 1:
+            return None
+        out = torch.zeros(numel, dtype=torch.float16, device=device)
+        into = torch.empty_like(out)
+        following, previous = (axis.index + 1) % axis.size, (axis.index - 1) % axis.size
+        return lambda: collectives.exchange([(out, following)], [(into, previous)], axis)
+
+    return _measure("send_recv", prepare, lambda axis: 1.0, max_size)
+
+
+def _share(axis: Axis) -> float:
+    return (axis.size - 1) / axis.size
+
+
+def _measure(
+    what: str,
+    prepare: Callable[[int, Axis, torch.device], Callable[[], None] | None],
+    share: Callable[[Axis], float],
+    max_size: int | None,
+) -> list[Row]:
+    current = world.current(f"benchmark.{what}")
+    axis, device = current.mesh.world, current.device
+    limit = max_size if max_size is not None else (2**24 if device.type == "cpu" else 2**30)
+    if limit < MIN_SIZE:
+        raise ConfigurationError(f"benchmark.{what} got max_size={limit} bytes: expected at least {MIN_SIZE}.")
+    rows = []
+    size = MIN_SIZE
+    while size <= limit:
+        call = prepare(size // torch.float16.itemsize, axis, device)
+        if call is None:
+            break
+        seconds = _time(call, axis)
+        rows.append(Row(size=size, seconds=seconds, bandwidth=size * share(axis) / seconds))
+        size *= 2
+    if current.rank == 0:
+        _print(what, rows, axis)
+    return rows
+
+
+def _time(call: Callable[[], None], axis: Axis) -> float:
+    """Seconds of one call on the slowest rank."""
+    for _ in range(WARM_UPS):
+        single = _seconds_of(call, 1)
+    # Every rank must make the same number of calls.
+    single = max(collectives.gather_objects(single, axis))
+    calls = min(max(int(BUDGET_S / max(single, 1e-9)), 1), MAX_CALLS)
+    return max(max(collectives.gather_objects(_seconds_of(call, calls), axis)), 1e-9)
+
+
+def _seconds_of(call: Callable[[], None], calls: int) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    _wait_for_device()
+    return (time.perf_counter() - begin) / calls
+
+
+def _wait_for_device() -> None:
+    device = world.current("benchmark").device
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)
+
+
+def _print(what: str, rows: list[Row], axis: Axis) -> None:
+    table = rich.table.Table(title=f"{what}, {axis.size} ranks")
+    for name in ("size", "time", "bandwidth"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(_size_text(row.size), f"{row.seconds * 1e6:,.1f} us", f"{row.bandwidth / 1e9:,.3f} GB/s")
+    rich.console.Console().print(table)
+
+
+def _size_text(size: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size //= 1024
+    return f"{size} {unit}"

@@ -1,0 +1,54 @@
+"""What of a model belongs into a file: every parameter and persistent buffer, under each of its plain names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from bmtrain.shard.parameter import DistributedParameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of the model and the names it has there; several where it is tied."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole tensor."""
+        return tuple(self.tensor._original_shape if isinstance(self.tensor, DistributedParameter) else self.tensor.shape)
+
+
+def entries(model: torch.nn.Module) -> list[Entry]:
+    """Every parameter and persistent buffer of the model, in the order of its state dict; tied ones once."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in _named(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return [Entry(tuple(found), tensors[key]) for key, found in names.items()]
+
+
+def names_in_order(model: torch.nn.Module) -> list[str]:
+    """Every name, as a state dict lists them."""
+    return [name for name, _ in _named(model)]
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = path + "." if path else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield prefix + name, param
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer

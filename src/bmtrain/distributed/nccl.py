@@ -1,0 +1,164 @@
+"""`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, on torch.distributed groups (NCCL on a GPU, Gloo on a CPU).
+
+Sources and destinations are contiguous tensors, or storages as BMTrain passed them; they are read as flat vectors and only
+their numbers of elements must fit. A communicator is an `Axis`, `bmtrain.config["comm"]` for example; ranks are places in it.
+"""
+
+from __future__ import annotations
+
+
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.world import World
+
+Buffer = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+
+
+class _Batch:
+    """Sends and receives between groupStart and groupEnd. One per run."""
+
+    def __init__(self, current: World) -> None:
+        self.depth = 0
+        self._sends: dict[Axis, list[tuple[torch.Tensor, int]]] = {}
+        self._receives: dict[Axis, list[tuple[torch.Tensor, int]]] = {}
+
+    def add_send(self, x: torch.Tensor, peer: int, axis: Axis) -> None:
+        self._sends.setdefault(axis, []).append((x, peer))
+        self._receives.setdefault(axis, [])
+
+    def add_receive(self, x: torch.Tensor, peer: int, axis: Axis) -> None:
+        self._receives.setdefault(axis, []).append((x, peer))
+        self._sends.setdefault(axis, [])
+
+    def run(self) -> None:
+        """Start and finish all, one communicator after the other."""
+        sends, receives = self._sends, self._receives
+        self._sends, self._receives = {}, {}
+        for axis in sends:
+            collectives.exchange(sends[axis], receives[axis], axis)
+
+
+def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:  # noqa: N802 (the names are BMTrain's)
+    """`dst` = the reduction of every rank's `src` by `op` (sum, avg, max, min, prod)."""
+    source, target = _pair(src, dst, 1, 1, "allReduce", reduces=True)
+    _write(target, collectives.all_reduce(source, op, comm))
+
+
+def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:  # noqa: N802
+    """`dst` (ranks * n,) = every rank's `src` (n,), in rank order."""
+    source, target = _pair(src, dst, comm.size, 1, "allGather")
+    _write(target, collectives.all_gather(source, comm).view(-1))
+
+
+def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:  # noqa: N802
+    """`dst` (n,) = this rank's part of the reduction by `op` of every rank's `src` (ranks * n,)."""
+    source, target = _pair(src, dst, 1, comm.size, "reduceScatter", reduces=True)
+    _write(target, collectives.reduce_scatter(source, op, comm))
+
+
+def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
+    """`dst` = the `src` of rank `root`; elsewhere `src` is not read."""
+    source, target = _pair(src, dst, 1, 1, "broadcast")
+    if comm.index == root:
+        _write(target, source)
+    with torch.no_grad():
+        collectives.broadcast_(target, root, comm)
+
+
+def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
+    """`dst` on rank `root` = the reduction of every rank's `src` by `op`; elsewhere `dst` is not written."""
+    source, target = _pair(src, dst, 1, 1, "reduce", reduces=True)
+    collectives.check_op(op)
+    total = source.clone()
+    collectives.reduce_(total, root, "sum" if op == "avg" else op, comm)
+    if comm.index == root:
+        _write(target, total / comm.size if op == "avg" else total)
+
+
+def send(src: Buffer, peer: int, comm: Axis) -> None:
+    """Send `src` to rank `peer`, which must receive as many elements of the same dtype."""
+    batch, source = _batch("send"), _flat(src, "send")
+    if batch.depth:
+        batch.add_send(source, peer, comm)
+    else:
+        collectives.send(source, peer, comm)
+
+
+def recv(dst: Buffer, peer: int, comm: Axis) -> None:
+    """Fill `dst` with what rank `peer` sends; between groupStart and groupEnd it is filled at groupEnd."""
+    batch, target = _batch("recv"), _flat(dst, "recv")
+    if batch.depth:
+        batch.add_receive(target, peer, comm)
+    else:
+        collectives.receive_(target, peer, comm)
+
+
+def groupStart() -> None:  # noqa: N802
+    """From here on sends and receives wait for the matching groupEnd, which runs them together. Groups may be nested."""
+    _batch("groupStart").depth += 1
+
+
+def groupEnd() -> None:  # noqa: N802
+    """Run what has been sent and received since the outermost groupStart, without deadlock whatever the order."""
+    batch = _batch("groupEnd")
+    if batch.depth == 0:
+        raise ConfigurationError("groupEnd was called without a groupStart before it.")
+    batch.depth -= 1
+    if batch.depth == 0:
+        batch.run()
+
+
+def commCount(comm: Axis) -> int:  # noqa: N802
+    """Number of ranks of a communicator."""
+    return comm.size
+
+
+def commRank(comm: Axis) -> int:  # noqa: N802
+    """This rank's place in a communicator."""
+    return comm.index
+
+
+def commDestroy(comm: Axis) -> None:  # noqa: N802
+    """Accepted from BMTrain programs: communicators belong to the run and are closed at its end."""
+
+
+def _batch(what: str) -> _Batch:
+    return world.current(f"nccl.{what}").service(_Batch)
+
+
+def _flat(buffer: Buffer, what: str) -> torch.Tensor:
+    """A 1-D tensor over the same memory."""
+    if isinstance(buffer, torch.Tensor):
+        if not buffer.is_contiguous():
+            raise ConfigurationError(f"nccl.{what} got a tensor of strides {buffer.stride()}: expected a contiguous one; call .contiguous().")
+        return buffer.detach().view(-1)
+    if isinstance(buffer, torch.UntypedStorage):
+        return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)
+    if isinstance(buffer, torch.TypedStorage):
+        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)  # type: ignore[call-overload,no-any-return]
+    raise ConfigurationError(f"nccl.{what} got {type(buffer).__name__}: expected a tensor or a storage.")
+
+
+def _pair(src: Buffer, dst: Buffer, times: int, parts: int, what: str, *, reduces: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Source and destination, flat; the destination has times / parts as many elements as the source."""
+    source, target = _flat(src, what), _flat(dst, what)
+    if source.dtype != target.dtype:
+        raise ConfigurationError(f"nccl.{what} got {source.dtype} to be written to {target.dtype}: expected the same dtype.")
+    if source.numel() * times != target.numel() * parts:
+        raise ConfigurationError(
+            f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: expected {source.numel() * times / parts:g}."
+        )
+    if reduces and (isinstance(src, torch.UntypedStorage) or isinstance(dst, torch.UntypedStorage)):
+        raise ConfigurationError(f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: pass the tensor or its typed storage.")
+    return source, target
+
+
+def _write(target: torch.Tensor, values: torch.Tensor) -> None:
+    if target.data_ptr() != values.data_ptr():
+        target.copy_(values)
+
+
