@@ -3,7 +3,7 @@
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
 #   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
 #   make test-gpu                       the GPU tests, on however many GPUs there are
-#   make bench [NPROC=n]                every program of benchmarks/, one after the other, as ranks on all GPUs
+#   make bench ARGS="..."               compare backends (benchmarks/compare.py says how; ARGS="--help" lists the arguments)
 #   make lint / make format             ruff and mypy / let ruff rewrite the files
 #   make clean                          remove .venv and all that tools left behind; runs/ stays
 
@@ -27,13 +27,13 @@ test-gpu:
 	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
 
 bench:
-	@for program in benchmarks/[!_]*.py; do \
-	    echo "== $$program"; scripts/with-python run scripts/launch.py --nproc $(NPROC) $$program $(ARGS) || exit 1; done
+	@scripts/with-python run benchmarks/compare.py --commit "$$(git describe --always --dirty)" $(ARGS)
 
 lint:
 	@scripts/with-python test -m ruff check .
 	@scripts/with-python test -m ruff format --check .
 	@scripts/with-python test -m mypy
+	@MYPYPATH=benchmarks scripts/with-python test -m mypy benchmarks  # apart: examples/ has a `models` too
 
 format:
 	@scripts/with-python test -m ruff check --fix .

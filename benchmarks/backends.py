@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import bmtrain as bmt
 from models import GPT, Shape, initialise
@@ -53,9 +55,6 @@ class FSDP2(Backend):
     """torch's fully_shard with mixed precision: fp32 shards, bf16 compute and reduction, fused AdamW."""
 
     def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         offload = CPUOffloadPolicy() if args.offload else OffloadPolicy()
         with torch.device("meta"):

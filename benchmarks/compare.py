@@ -1,7 +1,8 @@
-"""Run several backends on the same machine one after another and write one JSON file with machine, versions and commit.
+r"""Run several backends on the same machine one after another and write one JSON file with machine, versions and commit.
 
 python benchmarks/compare.py --gpus 4 --name 13b --commit $(git rev-parse HEAD) \
-    --run "--backend fsdp2 --shape 13b --batch 8 24 --compile --recompute" --run "--backend bmtrain --shape 13b --batch 8 24 --compile"
+    --run "--backend fsdp2 --shape 13b --batch 8 24 --compile --recompute" \
+    --run "--backend bmtrain --shape 13b --batch 8 24 --compile"
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ HERE = pathlib.Path(__file__).parent
 def machine() -> dict[str, object]:
     """What the numbers were measured on."""
     return {
-        "gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(), "cpu": platform.processor() or platform.machine(),
+        "gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(), "cpu": platform.machine(),
         "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }  # fmt: skip

@@ -15,9 +15,9 @@ import time
 
 import torch
 import torch.distributed as dist
+from backends import BACKENDS, Backend
 
 import bmtrain as bmt
-from backends import BACKENDS, Backend
 from models import SHAPES, Shape
 
 # NVIDIA's figure for dense bf16 on H100 and H200: what MFU is a fraction of.
@@ -74,7 +74,9 @@ def write_profile(backend: Backend, shape: Shape, batch: int, path: str) -> None
         backend.step(ids, ids)
         torch.cuda.synchronize()
     if dist.get_rank() == 0:
-        pathlib.Path(path).write_text(profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70))
+        pathlib.Path(path).write_text(
+            profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70)
+        )
 
 
 def main() -> None:

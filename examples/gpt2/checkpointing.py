@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.deterministic as torch_deterministic
 
 import bmtrain as bmt
 
@@ -68,11 +69,7 @@ class Checkpoints:
         bmt.synchronize()
 
     def save(
-        self,
-        position: Position,
-        model: torch.nn.Module,
-        optim_manager: bmt.optim.OptimManager,
-        made_with: Mapping[str, Any],
+        self, position: Position, model: torch.nn.Module, optim_manager: bmt.optim.OptimManager, made_with: Mapping[str, Any]
     ) -> Path:
         """Write a checkpoint; the earlier ones stay valid until it is complete."""
         final = self.folder / f"step-{position.step:08d}"
@@ -107,9 +104,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def _complete(self) -> list[Path]:
-        return sorted(
-            path for path in self.folder.glob("step-*") if path.suffix != PARTIAL and (path / "run.json").exists()
-        )
+        return sorted(path for path in self.folder.glob("step-*") if path.suffix != PARTIAL and (path / "run.json").exists())
 
 
 def read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -123,9 +118,7 @@ def check_same_run(checkpoint: Path, made_with: Mapping[str, Any]) -> None:
     before = read_facts(checkpoint)["made_with"]
     names = sorted({*before, *made_with})
     differing = [
-        f"{name} was {before.get(name)} and is {made_with.get(name)}"
-        for name in names
-        if before.get(name) != made_with.get(name)
+        f"{name} was {before.get(name)} and is {made_with.get(name)}" for name in names if before.get(name) != made_with.get(name)
     ]
     if differing:
         raise ResumeError(
@@ -146,6 +139,13 @@ def load_state(checkpoint: Path, optim_manager: bmt.optim.OptimManager) -> Posit
         _set_random_states(torch.load(checkpoint / _random_file(), weights_only=True))
     facts = read_facts(checkpoint)
     return Position(step=facts["step"], consumed=facts["consumed"])
+
+
+def choose_repeatable_kernels() -> None:
+    """On GPUs, sum in the same order each time; the faster backward of attention, above all, does not."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
+    torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid, costs time
 
 
 def write_whole(path: Path, text: str) -> None:

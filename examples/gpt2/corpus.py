@@ -48,9 +48,7 @@ class Corpus:
         parts = [str(FORMAT), self.text_field]
         for path in self.files:
             facts = path.stat()
-            parts.append(
-                f"{path.relative_to(self.root).as_posix()} {facts.st_size} {facts.st_mtime_ns if self.own else 0}"
-            )
+            parts.append(f"{path.relative_to(self.root).as_posix()} {facts.st_size} {facts.st_mtime_ns if self.own else 0}")
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def documents(self) -> Iterator[Document]:
@@ -62,9 +60,7 @@ class Corpus:
         limit = self._document_limit()
         for path in self.files:
             name = path.relative_to(self.root).as_posix()
-            stream = (
-                _json_lines(path, name, self.text_field) if path.suffix == ".jsonl" else _text_pieces(path, name, limit)
-            )
+            stream = _json_lines(path, name, self.text_field) if path.suffix == ".jsonl" else _text_pieces(path, name, limit)
             try:
                 for document in stream:
                     if document.text.strip():
@@ -72,8 +68,7 @@ class Corpus:
             except UnicodeDecodeError as error:
                 if self.own:
                     raise DataError(
-                        f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): "
-                        "convert it or leave it out."
+                        f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): convert it or leave it out."
                     ) from error
 
     def _document_limit(self) -> int:
@@ -89,8 +84,7 @@ def standard_library() -> Corpus:
     files = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
     if not files:
         raise DataError(
-            f"no .py files under {root}, where this Python says its standard library is: "
-            "give your own text with --data PATH."
+            f"no .py files under {root}, where this Python says its standard library is: give your own text with --data PATH."
         )
     return Corpus(root=root, files=tuple(files), own=False)
 
@@ -109,9 +103,7 @@ def own_text(path: Path, text_field: str = "text") -> Corpus:
         files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
         corpus = Corpus(root=path, files=tuple(files), text_field=text_field)
     if not corpus.files:
-        raise DataError(
-            f"--data {path} holds no text: expected files ending in {', '.join(SUFFIXES)} somewhere in this folder."
-        )
+        raise DataError(f"--data {path} holds no text: expected files ending in {', '.join(SUFFIXES)} somewhere in this folder.")
     if all(file.stat().st_size == 0 for file in corpus.files):
         raise DataError(f"--data {path} is empty: {len(corpus.files)} file(s) of 0 bytes.")
     return corpus
@@ -144,8 +136,7 @@ def _json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
                 raise DataError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}.") from error
             if not isinstance(record, dict):
                 raise DataError(
-                    f"{path}, line {number} is a JSON {type(record).__name__}: "
-                    f"expected an object with the field {field!r}."
+                    f"{path}, line {number} is a JSON {type(record).__name__}: expected an object with the field {field!r}."
                 )
             if not isinstance(record.get(field), str):
                 fields = ", ".join(repr(key) for key in record) or "none"

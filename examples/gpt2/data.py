@@ -98,11 +98,7 @@ def open_cache(folder: Path) -> TokenData:
     facts = json.loads((folder / "facts.json").read_text())
     train, valid = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "valid"))
     return TokenData(
-        tokenizer=tokenizer,
-        train=train,
-        valid=valid,
-        end_of_text=tokenizer.token_to_id(END_OF_TEXT),
-        fingerprint=facts["fingerprint"],
+        tokenizer=tokenizer, train=train, valid=valid, end_of_text=facts["end_of_text"], fingerprint=facts["fingerprint"]
     )
 
 
@@ -172,9 +168,7 @@ def _write_tokens(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokeniz
     done = 0
     with (folder / "train.raw").open("wb") as train, (folder / "valid.raw").open("wb") as valid:
         for batch in _document_batches(corpus):
-            for document, encoding in zip(
-                batch, tokenizer.encode_batch([_clean(doc.text) for doc in batch]), strict=True
-            ):
+            for document, encoding in zip(batch, tokenizer.encode_batch([_clean(doc.text) for doc in batch]), strict=True):
                 part = "train" if name_hash(document.name) > split.held_out else "valid"
                 tokens = np.concatenate([np.array(encoding.ids, dtype), end])
                 (train if part == "train" else valid).write(tokens.tobytes())
@@ -184,7 +178,7 @@ def _write_tokens(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokeniz
             yield f"turning text into tokens: {min(done / split.total_bytes, 1):.0%}"
     for part, count in counts.items():
         _raw_to_npy(folder / f"{part}.raw", folder / f"{part}.npy", dtype, count)
-    facts = {"fingerprint": digest.hexdigest(), "vocab_size": tokenizer.get_vocab_size(), "tokens": counts}
+    facts = {"fingerprint": digest.hexdigest(), "end_of_text": int(end[0]), "tokens": counts}
     (folder / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -242,9 +236,7 @@ class TrainingSequences:
         return cut(self.tokens, [self.sequence(position + i) for i in range(batch_size)], self.seq_len)
 
 
-def validation_batches(
-    tokens: Tokens, seq_len: int, batch_size: int, rank: int, world_size: int, limit: int
-) -> Iterator[Batch]:
+def validation_batches(tokens: Tokens, seq_len: int, batch_size: int, rank: int, world_size: int, limit: int) -> Iterator[Batch]:
     """This rank's share of at most `limit` held-out sequences, spread evenly over the held-out text.
 
     All ranks get equally many batches of equal size, since they call the model together; what fills the last ones up

@@ -27,9 +27,7 @@ def validate(model: GPT, data: TokenData, position: Position, options: Options, 
     loss_function = bmt.loss.FusedCrossEntropy(ignore_index=IGNORED, reduction="sum")
     model.eval()
     sums = torch.zeros(2, device=bmt.device())  # loss, tokens
-    batches = validation_batches(
-        data.valid, options.seq_len, options.batch_size, bmt.rank(), bmt.world_size(), options.val_samples
-    )
+    batches = validation_batches(data.valid, options.seq_len, options.batch_size, bmt.rank(), bmt.world_size(), options.val_samples)
     for inputs, targets in batches:
         sums[0] += batch_loss(model, loss_function, inputs, targets)
         sums[1] += (targets != IGNORED).sum()
@@ -43,14 +41,7 @@ def validate(model: GPT, data: TokenData, position: Position, options: Options, 
 
 @torch.no_grad()
 def write_text(
-    model: GPT,
-    data: TokenData,
-    prompt: str,
-    *,
-    num_tokens: int,
-    seq_len: int,
-    temperature: float = 0.8,
-    top_k: int = 40,
+    model: GPT, data: TokenData, prompt: str, *, num_tokens: int, seq_len: int, temperature: float = 0.8, top_k: int = 40
 ) -> str:
     """The prompt and up to `num_tokens` tokens that the model adds, until it ends the text.
 

@@ -34,8 +34,8 @@ class Preset:
 PRESETS = {
     # Sized so that two processes on two CPU cores show a falling loss within four minutes, vocabulary included.
     "cpu": Preset(
-        layers=6, dim=192, heads=6, vocab_size=4096, seq_len=128, batch_size=8, steps=300,
-        lr=2e-3, warmup=20, dtype="fp32", save_every=50, val_every=50, recompute=False,
+        layers=4, dim=128, heads=4, vocab_size=4096, seq_len=128, batch_size=4, steps=700,
+        lr=4e-3, warmup=40, dtype="fp32", save_every=100, val_every=100, recompute=False,
     ),
     "gpt2": Preset(
         layers=12, dim=768, heads=12, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
@@ -62,6 +62,7 @@ class Options(Preset):
     zero_level: int
     offload: bool
     compile: bool
+    deterministic: bool
     data: Path | None
     text_field: str
     cache_dir: Path
@@ -102,9 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--preset",
-        choices=PRESETS,
-        help="sizes to start from (default: cpu on a CPU, gpt2 on a GPU); the flags below override it",
+        "--preset", choices=PRESETS, help="sizes to start from (default: cpu on a CPU, gpt2 on a GPU); the flags below override it"
     )
     group.add_argument("--layers", type=_positive, help="number of transformer blocks")
     group.add_argument("--dim", type=_positive, help="width of the model")
@@ -119,9 +118,7 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--steps", type=_positive, help="optimizer steps in all")
     group.add_argument("--batch-size", type=_positive, help="sequences per process and micro-batch")
     group.add_argument("--grad-accumulation", type=_positive, default=1, help="micro-batches per step (default: 1)")
-    group.add_argument(
-        "--lr", type=float, help="highest learning rate, reached after the warm-up; falls to 0 along a cosine"
-    )
+    group.add_argument("--lr", type=float, help="highest learning rate, reached after the warm-up; falls to 0 along a cosine")
     group.add_argument("--warmup", type=int, help="steps in which the learning rate rises")
     group.add_argument(
         "--zero-level",
@@ -136,16 +133,16 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="recompute activations in backward: less memory, about a third more work",
     )
-    group.add_argument(
-        "--no-checkpoint", dest="recompute", action="store_false", help="another name for --no-recompute"
-    )
-    group.add_argument(
-        "--offload", action="store_true", help="keep the optimizer's states in host memory and update there"
-    )
+    group.add_argument("--no-checkpoint", dest="recompute", action="store_false", help="another name for --no-recompute")
+    group.add_argument("--offload", action="store_true", help="keep the optimizer's states in host memory and update there")
     group.add_argument("--compile", action="store_true", help="torch.compile the blocks")
     group.add_argument(
-        "--seed", type=int, default=0, help="of initialisation and of the order of the text (default: 0)"
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="on GPUs, kernels that repeat bit by bit, so that a resumed run does too (default: on; off is a little faster)",
     )
+    group.add_argument("--seed", type=int, default=0, help="of initialisation and of the order of the text (default: 0)")
 
 
 def _add_file_flags(group: argparse._ArgumentGroup) -> None:
@@ -162,27 +159,16 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
         default=root / ".cache" / "gpt2",
         help="where vocabularies and tokens are kept (default: .cache/gpt2 in the repository)",
     )
-    group.add_argument(
-        "--save-dir", type=Path, help="checkpoints, metrics, picture, samples (default: runs/gpt2-PRESET)"
-    )
+    group.add_argument("--save-dir", type=Path, help="checkpoints, metrics, picture, samples (default: runs/gpt2-PRESET)")
     group.add_argument("--save-every", type=_positive, help="steps between checkpoints")
     group.add_argument("--val-every", type=_positive, help="steps between measurements of the validation loss")
+    group.add_argument("--val-samples", type=_positive, default=128, help="held-out sequences per measurement (default: 128)")
     group.add_argument(
-        "--val-samples", type=_positive, default=128, help="held-out sequences per measurement (default: 128)"
+        "--log-every", type=_positive, default=10, help="steps between lines where the output is no terminal (default: 10)"
     )
-    group.add_argument(
-        "--log-every",
-        type=_positive,
-        default=10,
-        help="steps between lines where the output is no terminal (default: 10)",
-    )
-    group.add_argument(
-        "--sample-tokens", type=int, default=80, help="length of the text sample, 0 for none (default: 80)"
-    )
+    group.add_argument("--sample-tokens", type=int, default=80, help="length of the text sample, 0 for none (default: 80)")
     group.add_argument("--prompt", help="how the text sample begins (default: 'def ', nothing with --data)")
-    group.add_argument(
-        "--restart", action="store_true", help="delete what --save-dir holds of an earlier run and begin anew"
-    )
+    group.add_argument("--restart", action="store_true", help="delete what --save-dir holds of an earlier run and begin anew")
 
 
 def parse_options(arguments: Sequence[str], device_type: str) -> Options:
@@ -234,7 +220,5 @@ def _preset_table() -> str:
     fields = [field.name for field in dataclasses.fields(Preset)]
     lines = ["presets:"]
     for name, preset in PRESETS.items():
-        lines.append(
-            f"  {name}: " + ", ".join(f"{field.replace('_', '-')} {getattr(preset, field)}" for field in fields)
-        )
+        lines.append(f"  {name}: " + ", ".join(f"{field.replace('_', '-')} {getattr(preset, field)}" for field in fields))
     return "\n".join(lines)

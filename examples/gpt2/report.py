@@ -81,22 +81,16 @@ class Report:
         self.console = Console(highlight=False, soft_wrap=True)
         self.terminal = enabled and self.console.is_terminal
         self.metrics = Metrics(folder / "metrics.jsonl", first_step) if enabled else None
-        self.bar = Progress(
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
-            console=self.console,
-            disable=not self.terminal,
-        )
+        # The bar comes last: what does not fit into a narrow terminal is cut off.
+        columns = (MofNCompleteColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20))
+        self.bar = Progress(*columns, console=self.console, disable=not self.terminal)
         self.task = self.bar.add_task("", total=num_steps, completed=first_step)
 
     def __enter__(self) -> Report:
         self.bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.bar.stop()
 
     def step(self, report: StepReport) -> None:
@@ -104,11 +98,8 @@ class Report:
         if self.metrics is None:
             return
         self.metrics.add(dataclasses.asdict(report))
-        words = (
-            f"loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  lr {report.lr:.1e}  "
-            f"{report.tokens_per_second:,.0f} tokens/s  {report.memory / 2**30:.2f} GiB  "
-            f"{self._time_left(report.step)} left"
-        )
+        speed = f"{report.tokens_per_second:,.0f} tokens/s  {report.memory / 2**30:.2f} GiB"
+        words = f"loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  {speed}  {self._time_left(report.step)} left"
         self.bar.update(self.task, completed=report.step, description=words)
         last = report.step == self.num_steps
         if not self.terminal and (report.step % self.log_every == 0 or last or report.step == self.first_step + 1):

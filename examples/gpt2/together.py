@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import signal
+import time
 from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
@@ -15,6 +17,7 @@ from data import TokenData, build_cache, cache_folder, open_cache
 from options import Options
 
 _WORKING, _DONE, _FAILED = 0, 1, 2
+_SECONDS_BETWEEN_LINES = 3.0
 
 
 def rank_zero_first(work: Generator[str, None, str]) -> str:
@@ -29,6 +32,7 @@ def rank_zero_first(work: Generator[str, None, str]) -> str:
     """
     state, text = _WORKING, ""
     error: Exception | None = None
+    shown = -math.inf
     while state == _WORKING:
         if bmt.rank() == 0:
             try:
@@ -38,8 +42,9 @@ def rank_zero_first(work: Generator[str, None, str]) -> str:
             except Exception as failure:  # whatever it is, the others must not wait for ever
                 state, text, error = _FAILED, str(failure), failure
         state = _from_rank_zero(state)
-        if state == _WORKING:
+        if state == _WORKING and time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
             bmt.print_rank(f"  {text}", flush=True)
+            shown = time.monotonic()
     text = _text_from_rank_zero(text)
     if error is not None:
         raise error

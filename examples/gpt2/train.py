@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import bmtrain as bmt
-from checkpointing import Checkpoints, Position, ResumeError, check_same_run, load_state
+from checkpointing import Checkpoints, Position, ResumeError, check_same_run, choose_repeatable_kernels, load_state
 from corpus import DataError
 from data import TokenData, TrainingSequences, rank_position
 from evaluation import batch_loss, show_sample, validate
@@ -33,12 +33,7 @@ def run(options: Options) -> None:
     checkpoints = Checkpoints(options.save_dir)
     if options.restart:
         checkpoints.clear()
-    made_with = {
-        **options.model_arguments(),
-        "dtype": options.dtype,
-        "seed": options.seed,
-        "text": data.fingerprint[:16],
-    }
+    made_with = {**options.model_arguments(), "dtype": options.dtype, "seed": options.seed, "text": data.fingerprint[:16]}
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
         check_same_run(checkpoint, made_with)
@@ -55,11 +50,7 @@ def run(options: Options) -> None:
     stop = StopRequest()
 
     report = Report(
-        options.save_dir,
-        first_step=position.step,
-        num_steps=options.steps,
-        log_every=options.log_every,
-        enabled=bmt.rank() == 0,
+        options.save_dir, first_step=position.step, num_steps=options.steps, log_every=options.log_every, enabled=bmt.rank() == 0
     )
     with report:
         greet(report, options, data, model, checkpoint)
@@ -78,9 +69,7 @@ def run(options: Options) -> None:
         else:
             show_sample(model, data, position, options, report)
             words = "this run had finished before" if finished_before else "finished"
-            report.say(
-                f"{words}: {position.step} steps; see {options.save_dir}. --restart begins anew, more --steps go on."
-            )
+            report.say(f"{words}: {position.step} steps; see {options.save_dir}. --restart begins anew, more --steps go on.")
 
 
 def train_step(
@@ -143,9 +132,7 @@ def build_model(options: Options, checkpoint: Path | None) -> GPT:
     return model
 
 
-def build_optimizer(
-    model: GPT, options: Options
-) -> tuple[torch.optim.Optimizer, bmt.lr_scheduler.Cosine, bmt.optim.OptimManager]:
+def build_optimizer(model: GPT, options: Options) -> tuple[torch.optim.Optimizer, bmt.lr_scheduler.Cosine, bmt.optim.OptimManager]:
     """AdamW with a warm-up and a cosine, in the manager that scales losses and steps both."""
     named = list(model.named_parameters())
     vectors = [parameter for name, parameter in named if is_vector(name)]
@@ -174,16 +161,14 @@ def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpo
         f"ZeRO-{options.zero_level} over {bmt.world_size()} process(es) on {bmt.device().type}"
     )
     report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
-    report.say(
-        f"going on from {checkpoint}"
-        if checkpoint is not None
-        else f"starting anew; checkpoints go to {options.save_dir}"
-    )
+    report.say(f"going on from {checkpoint}" if checkpoint is not None else f"starting anew; checkpoints go to {options.save_dir}")
 
 
 def main() -> int:
     """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that cannot be used."""
     options = parse_options(sys.argv[1:], bmt.device().type)
+    if options.deterministic:
+        choose_repeatable_kernels()
     bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
     try:
         run(options)

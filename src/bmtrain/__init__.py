@@ -1,11 +1,57 @@
-"""Sharded training of big transformers with the code of a single-GPU program."""
-from bmtrain import optim
-from bmtrain.runtime.world import init_distributed, rank, world_size, device, is_initialized
-from bmtrain.runtime.log import print_rank, see_memory
-from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
-from bmtrain.shard.module import DistributedModule
+"""Sharded training of big transformers with the code of a single-GPU program: the public names.
+
+Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole model in `BMTrainModelWrapper`), train with
+`optim.OptimManager`, keep with `save` and `load`.
+"""
+
+from bmtrain import benchmark, distributed, loss, lr_scheduler, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
-from bmtrain import lr_scheduler, loss
+from bmtrain.checkpoint import load, save
+from bmtrain.distributed import nccl
+from bmtrain.distributed.results import gather_result, sum_loss, synchronize
 from bmtrain.optim import optim_step
+from bmtrain.runtime.config import config
+from bmtrain.runtime.log import print_rank, see_memory
+from bmtrain.runtime.world import device, init_distributed, is_initialized, rank, world_size
+from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
+from bmtrain.utils import print_block, print_dict
+from bmtrain.version import __version__
+
+__all__ = [
+    "BMTrainModelWrapper",
+    "Block",
+    "CheckpointBlock",
+    "DistributedModule",
+    "DistributedParameter",
+    "ParameterInitializer",
+    "TransformerBlockList",
+    "__version__",
+    "benchmark",
+    "config",
+    "device",
+    "distributed",
+    "gather_result",
+    "grouped_parameters",
+    "init_distributed",
+    "init_parameters",
+    "is_initialized",
+    "load",
+    "loss",
+    "lr_scheduler",
+    "nccl",
+    "optim",
+    "optim_step",
+    "print_block",
+    "print_dict",
+    "print_rank",
+    "rank",
+    "save",
+    "see_memory",
+    "sum_loss",
+    "synchronize",
+    "utils",
+    "world_size",
+]

@@ -1,8 +1,8 @@
 """Running a function on several ranks: `run_ranks(fn, world_size, *args)`, the one way tests start processes.
 
-Every call gets fresh processes, so that a test that hangs, dies or leaves state behind spoils nothing else. They are forked
-from a server that has imported torch and bmtrain already (multiprocessing's "forkserver"), which makes a rank cost some
-hundredths of a second instead of the seconds of an import.
+Every call gets fresh processes, so that a test that hangs, dies or leaves state behind spoils nothing else. They are
+forked from a server that has imported torch and bmtrain already (multiprocessing's "forkserver"), which makes a rank
+cost some hundredths of a second instead of the seconds of an import.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from bmtrain.runtime import world
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 60.0
+# What ranks would else import themselves, some of it at the first optimizer step or meta tensor, seconds each.
+PRELOADED = ["pytest", "torch", "torch._dynamo", "torch._meta_registrations", "safetensors.torch", "tests.ranks.runner"]
 GRACE_S = 2.0  # how long the other ranks may go on after one has failed
 
 
@@ -84,10 +86,11 @@ def run_ranks(
         init: arguments of `init_distributed`, `zero_level` for example.
         join: False leaves the call of `init_distributed` to `fn`; the environment is set all the same.
 
-    Returns the ranks' results in rank order. If a rank raises, its exception (that of the first one, if it pickles) is raised here with the
-    rank's traceback as its cause; a rank that hangs or dies is a RankFailure with all that the ranks printed. Warnings are
-    errors on the ranks too.
+    Returns the ranks' results in rank order. If a rank raises, the exception of the first one is raised here (if it
+    pickles), with the rank's traceback as its cause; a rank that hangs or dies is a RankFailure with all that the ranks
+    printed. Warnings are errors on the ranks too.
     """
+    __tracebackhide__ = True
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         jobs = [
@@ -101,14 +104,18 @@ def run_ranks(
             for rank in range(world_size)
         ]
         running = [_start(job) for job in jobs]
+        outcomes: list[_Outcome] = []
         try:
             outcomes = _collect(running, time.monotonic() + timeout + GRACE_S)
         finally:
-            for process, pipe in running:
-                _end(process)
+            all_well = len(outcomes) == world_size and not any(outcome.trace for outcome in outcomes)
+            codes = [_end(process, timeout if all_well else GRACE_S) for process, _ in running]
+            for _, pipe in running:
                 pipe.close()
         printed = "".join(_read_log(job) for job in jobs)
-    return _results(outcomes, running, printed)
+    if all_well and any(codes):
+        raise RankFailure(f"the ranks returned, but their processes ended with exit codes {codes}:\n{printed}")
+    return _results(outcomes, world_size, printed)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -129,7 +136,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 def _context() -> multiprocessing.context.ForkServerContext:
     """The fork server, started at the first call. It inherits the environment that this sets for it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "torch", "torch.distributed", "tests.ranks.runner"])
+    context.set_forkserver_preload(PRELOADED)
     changed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
@@ -176,25 +183,27 @@ def _collect(running: Sequence[tuple[ForkServerProcess, connection.Connection]],
     return outcomes
 
 
-def _end(process: ForkServerProcess) -> None:
-    """Wait for an orderly end, then kill."""
-    process.join(GRACE_S)
+def _end(process: ForkServerProcess, patience: float) -> int | None:
+    """Wait for an orderly end, then kill. Returns the exit code."""
+    process.join(patience)
     if process.is_alive():
         process.kill()
         process.join()
+    return process.exitcode
 
 
-def _results(outcomes: Sequence[_Outcome], running: Sequence[object], printed: str) -> list[Any]:
+def _results(outcomes: Sequence[_Outcome], world_size: int, printed: str) -> list[Any]:
+    __tracebackhide__ = True
     failed = sorted((outcome for outcome in outcomes if outcome.trace), key=lambda outcome: outcome.when)
     if failed:
         first = failed[0]
-        cause = RankFailure(f"rank {first.rank} of {len(running)} failed:\n{first.trace}{printed}")
+        cause = RankFailure(f"rank {first.rank} of {world_size} failed:\n{first.trace}{printed}")
         if first.error:
             raise pickle.loads(first.error) from cause
         raise cause
-    late = sorted(set(range(len(running))) - {outcome.rank for outcome in outcomes})
+    late = sorted(set(range(world_size)) - {outcome.rank for outcome in outcomes})
     if late:
-        raise RankFailure(f"ranks {late} of {len(running)} did not end in time; the stacks of those that hang:\n{printed}")
+        raise RankFailure(f"ranks {late} of {world_size} did not end in time; the stacks of those that hang:\n{printed}")
     if printed:
         sys.stdout.write(printed)
     return [pickle.loads(outcome.value) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]

@@ -8,9 +8,10 @@ import warnings
 
 import pytest
 import torch
+from tests.ranks.runner import RankFailure, run_ranks
 
 import bmtrain as bmt
-from tests.ranks.runner import RankFailure, run_ranks
+from bmtrain.runtime import world
 
 
 def place(offset: int) -> tuple[int, int, torch.Tensor]:
@@ -79,7 +80,7 @@ def test_the_function_may_join_by_itself() -> None:
 
 
 def default_level() -> int:
-    return bmt.runtime.world.current().defaults.zero_level
+    return world.current().defaults.zero_level
 
 
 def test_arguments_of_init_are_handed_on() -> None:

@@ -39,9 +39,7 @@ def data(example: tuple[ModuleType, ModuleType]) -> ModuleType:
 
 
 def write_text(path: Path, num_lines: int = 2000) -> Path:
-    path.write_text(
-        "".join(f"line {i}: the value of {i * i} is {i % 7} — née\n" for i in range(num_lines)), encoding="utf-8"
-    )
+    path.write_text("".join(f"line {i}: the value of {i * i} is {i % 7} — née\n" for i in range(num_lines)), encoding="utf-8")
     return path
 
 
@@ -129,9 +127,7 @@ def test_few_files_are_cut_at_line_ends_and_lose_nothing(corpus: ModuleType, tmp
     assert len({document.name for document in documents}) == len(documents)
 
 
-def test_held_out_documents_are_whole_and_decode_to_their_text(
-    corpus: ModuleType, data: ModuleType, tmp_path: Path
-) -> None:
+def test_held_out_documents_are_whole_and_decode_to_their_text(corpus: ModuleType, data: ModuleType, tmp_path: Path) -> None:
     text = corpus.own_text(write_text(tmp_path / "a.txt"))
     tokens = cached(data, text, tmp_path / "cache")
     split = data.split_documents(text)
@@ -148,12 +144,8 @@ def test_held_out_documents_are_whole_and_decode_to_their_text(
         assert [tokens.tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == documents  # type: ignore[attr-defined]
 
 
-def test_text_that_spells_the_end_of_text_token_does_not_end_it(
-    corpus: ModuleType, data: ModuleType, tmp_path: Path
-) -> None:
-    path = _file(
-        tmp_path / "a.jsonl", "".join(json.dumps({"text": f"a <|endoftext|> b {i}"}) + "\n" for i in range(50))
-    )
+def test_text_that_spells_the_end_of_text_token_does_not_end_it(corpus: ModuleType, data: ModuleType, tmp_path: Path) -> None:
+    path = _file(tmp_path / "a.jsonl", "".join(json.dumps({"text": f"a <|endoftext|> b {i}"}) + "\n" for i in range(50)))
     tokens = cached(data, corpus.own_text(path), tmp_path / "cache")
     counts = [int((ids == tokens.end_of_text).sum()) for ids in (tokens.train, tokens.valid)]  # type: ignore[attr-defined]
     assert sum(counts) == 50

@@ -12,9 +12,7 @@ from layers.linear import Linear
 class Attention(bmt.DistributedModule):
     """Every position attends to itself and to those before it: (batch, seq, dim_model) in and out."""
 
-    def __init__(
-        self, dim_model: int, dim_head: int, num_heads: int, bias: bool = True, dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, dim_model: int, dim_head: int, num_heads: int, bias: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.dim_head = dim_head
         self.num_heads = num_heads

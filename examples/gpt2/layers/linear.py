@@ -12,12 +12,7 @@ class Linear(bmt.DistributedModule):
     """x @ weight.T + bias over the last dimension: (..., in_features) -> (..., out_features)."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        init_std: float = 0.02,
+        self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None, init_std: float = 0.02
     ) -> None:
         super().__init__()
         self.weight = bmt.DistributedParameter(

@@ -12,13 +12,7 @@ class TransformerBlock(bmt.DistributedModule):
     """One layer: x + attention(norm(x)), then x + feedforward(norm(x))."""
 
     def __init__(
-        self,
-        dim_model: int,
-        dim_head: int,
-        num_heads: int,
-        dim_ff: int,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
+        self, dim_model: int, dim_head: int, num_heads: int, dim_ff: int, bias: bool = True, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.norm_attention = Layernorm(dim_model, bias=bias, dtype=dtype)
@@ -76,9 +70,7 @@ class GPT(bmt.DistributedModule):
         )
         self.norm = Layernorm(dim_model, bias=bias, dtype=dtype)
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Score the next token at every position.
 
         Args:

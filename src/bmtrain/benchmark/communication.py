@@ -53,7 +53,7 @@ def all_gather(max_size: int | None = None) -> list[Row]:
 
 
 def reduce_scatter(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of reducing a full buffer of each size. Collective; arguments as all_gather."""
+    """Print and return time and bandwidth of reducing a full buffer of each size. Collective; see all_gather."""
 
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
         shard = torch.empty(numel // axis.size, dtype=torch.float16, device=device)
@@ -64,9 +64,9 @@ def reduce_scatter(max_size: int | None = None) -> list[Row]:
 
 
 def send_recv(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of every rank sending a message to the next in a ring, and receiving the last one's.
+    """Print and return time and bandwidth of every rank sending a message to the next one in a ring.
 
-    Collective; arguments as all_gather. One rank alone has nobody to send to: the table is empty.
+    Collective; see all_gather. One rank alone has nobody to send to: the table is empty.
     """
 
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None] | None:
@@ -116,7 +116,7 @@ def _time(call: Callable[[], None], axis: Axis) -> float:
     # Every rank must make the same number of calls.
     single = max(collectives.gather_objects(single, axis))
     calls = min(max(int(BUDGET_S / max(single, 1e-9)), 1), MAX_CALLS)
-    return max(max(collectives.gather_objects(_seconds_of(call, calls), axis)), 1e-9)
+    return max(*collectives.gather_objects(_seconds_of(call, calls), axis), 1e-9)
 
 
 def _seconds_of(call: Callable[[], None], calls: int) -> float:

@@ -128,6 +128,13 @@ def storages_at(places: Sequence[Place]) -> list[Storage]:
     return list(found)
 
 
+def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
+    """Buffers of `module` itself follow the rank's device; one on meta gets memory and waits for a reset or a checkpoint."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.device != device:
+            module._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+
 def full_shape(param: torch.nn.Parameter) -> torch.Size:
     """The shape of the whole tensor."""
     return param._original_shape if isinstance(param, DistributedParameter) else param.shape

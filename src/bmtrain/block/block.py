@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bmtrain.block.adopt import Converted, Place, adopt, places_of, storages_at
+from bmtrain.block.adopt import Converted, Place, adopt, move_buffers, places_of, storages_at
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
@@ -75,7 +75,8 @@ class Block(DistributedModule):
         self._places = list(places_of(parts))
         adopt(self._places, policy, current.service(Converted))
         self._rnns = [part for _, part in parts if isinstance(part, torch.nn.RNNBase)]
-        _move_buffers(inner, current.device)
+        for _, part in parts:
+            move_buffers(part, current.device)
 
     @property
     def _inner(self) -> torch.nn.Module:
@@ -126,7 +127,8 @@ class Block(DistributedModule):
             param = place.module._parameters[place.name]
             if isinstance(param, DistributedParameter):
                 before.append((place, param))
-                place.module._parameters[place.name] = views[use.position(param.storage_of, param.index_in_storage)]  # type: ignore[assignment]
+                view = views[use.position(param.storage_of, param.index_in_storage)]
+                place.module._parameters[place.name] = view  # type: ignore[assignment]
         try:
             self._refresh_rnns()
             yield
@@ -163,14 +165,6 @@ def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, to
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Block):
             yield from _plain_subtree(f"{path}{name}.", child)
-
-
-def _move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    """Buffers follow the rank's device; one on meta gets memory and waits for reset_parameters or a checkpoint."""
-    for _, part in _plain_subtree("", module):
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.device != device:
-                part._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
 
 
 def _detached_from(use: Use, out: Any) -> Any:

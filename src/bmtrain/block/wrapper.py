@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from bmtrain.block.adopt import Converted
+from bmtrain.block.adopt import Converted, move_buffers
 from bmtrain.block.block import Block
 from bmtrain.block.stack import plan_gathers
 from bmtrain.errors import ConfigurationError
@@ -20,7 +20,7 @@ from bmtrain.shard.parameter import DistributedParameter
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def BMTrainModelWrapper(model: Module) -> Module:  # noqa: N802 (the name is BMTrain's)
+def BMTrainModelWrapper(model: Module) -> Module:
     """Shard every parameter of any nn.Module and return a module of the same class.
 
     Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping the current; other
@@ -111,15 +111,13 @@ class _Wrapping:
                 new = DistributedParameter(param.data, requires_grad=param.requires_grad)
                 self._converted.remember(param, new)
             module._parameters[name] = new
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(self._world.device)
+        move_buffers(module, self._world.device)
 
 
 def _twin(module: torch.nn.Module) -> torch.nn.Module:
     """A module over the same state whose class gathers parameters when they are read. `module` itself keeps its class."""
     kind = type(module)
     twin_kind = types.new_class(f"Distributed{kind.__name__}", (DistributedModule, kind))
-    twin = twin_kind.__new__(twin_kind)
+    twin: torch.nn.Module = object.__new__(twin_kind)
     twin.__dict__ = module.__dict__
-    return cast(torch.nn.Module, twin)
+    return twin

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def agree(error: str | None, axis: Axis, cause: BaseException | None = None) -> None:
-    """CheckpointError on every rank of the axis if any brings an `error`: its own, or that of the first rank with one."""
+    """Raise CheckpointError on every rank if any brings an `error`: its own, or else the first rank's. Collective."""
     errors = collectives.gather_objects(error, axis)
     if error is not None:
         raise CheckpointError(error) from cause
@@ -23,13 +23,14 @@ def agree(error: str | None, axis: Axis, cause: BaseException | None = None) -> 
 
 
 def attempt(step: Callable[[], T], axis: Axis) -> T:
-    """`step()` on every rank. A CheckpointError or OSError of any rank is a CheckpointError on all."""
+    """`step()` on every rank. An error of any rank is a CheckpointError on all."""
     result: T | None = None
     error: str | None = None
     cause: BaseException | None = None
     try:
         result = step()
-    except (CheckpointError, OSError) as failure:
-        error, cause = str(failure), failure
+    except Exception as failure:  # whatever it is, the other ranks must hear of it before they wait for this one
+        cause = failure
+        error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
     agree(error, axis, cause)
     return result  # type: ignore[return-value]  # None only if `step` returned it

@@ -25,7 +25,8 @@ class Entry:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole tensor."""
-        return tuple(self.tensor._original_shape if isinstance(self.tensor, DistributedParameter) else self.tensor.shape)
+        tensor = self.tensor
+        return tuple(tensor._original_shape if isinstance(tensor, DistributedParameter) else tensor.shape)
 
 
 def entries(model: torch.nn.Module) -> list[Entry]:

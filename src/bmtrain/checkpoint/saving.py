@@ -20,19 +20,19 @@ from bmtrain.shard.storage import Storage
 def save(model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> Writing:
     """Write all parameters and persistent buffers of `model` as full CPU tensors under plain names. Collective.
 
-    Rank 0 writes `<file>.tmp` beside the file and renames it when every byte is on the disk: whatever happens, `file` is
-    either the old one or the new one. The values are those of the moment of the call. Rank 0 needs host memory for the whole
-    model, the other ranks for one storage.
+    Rank 0 writes `<file>.tmp` beside the file and renames it when every byte is on the disk: whatever happens, `file`
+    is either the old one or the new one. The values are those of the moment of the call. Rank 0 needs host memory for
+    the whole model, the other ranks for one storage.
 
     Args:
         model: any module, its parameters distributed or not.
-        file: a name ending in .safetensors gives that format (of tied names one is written, the others in its metadata); any
-            other a `torch.save`d dict. Its folder must exist.
+        file: a name ending in .safetensors gives that format (of tied names one is written, the others in its
+            metadata); any other a `torch.save`d dict. Its folder must exist.
         non_blocking: return once the values are copied to host memory; rank 0 writes them in the background, and the
             interpreter waits for it at its end.
 
-    Returns a handle whose `wait()` returns when the file is there. A failure in the background is printed at once and raised
-    by `wait()` or by the next save or load.
+    Returns a handle whose `wait()` returns when the file is there. A failure in the background is printed at once and
+    raised by `wait()` or by the next save or load.
 
     Raises:
         CheckpointError: on every rank, if the file cannot be written; the previous one is intact.

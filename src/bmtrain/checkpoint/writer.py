@@ -95,7 +95,7 @@ class Writer:
 
 
 def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put a checkpoint at `path`: written beside it, flushed to the disk, renamed. On an error nothing is left behind."""
+    """Put a checkpoint at `path`: written beside it, flushed to the disk, renamed. An error leaves nothing behind."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         if path.suffix == ".safetensors":
@@ -162,7 +162,6 @@ def _flush_to_disk(path: pathlib.Path) -> None:
 
 def _explain(path: pathlib.Path, error: BaseException) -> str:
     before = "the file that was there before is intact" if path.exists() else "nothing was left behind"
-    reason = f"{error.strerror}" if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    plain = error.strerror if isinstance(error, OSError) else None
+    reason = plain or f"{type(error).__name__}: {error}"
     return f"cannot save to {path}: {reason}; {before}. Free some space or choose another folder, and save again."
-
-

@@ -1,7 +1,7 @@
 """Differentiable collectives. Gradients are those of the sum of all ranks' losses with respect to each rank's input.
 
-Every rank of the communicator must call, with equal shapes and dtypes, and must run backward through the result if any does.
-A communicator is an `Axis` of the mesh; None is the whole world.
+Every rank of the communicator must call, with equal shapes and dtypes, and must run backward through the result if
+any does. A communicator is an `Axis` of the mesh; None is the whole world.
 """
 
 from __future__ import annotations
@@ -18,9 +18,19 @@ from bmtrain.runtime.mesh import Axis
 
 # Sent by position, so only ever add at the end.
 _DTYPES = (
-    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.bool, torch.complex64, torch.complex128,
-)  # fmt: skip
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
 _MAX_DIMS = 16
 
 
@@ -31,7 +41,7 @@ def all_gather(x: torch.Tensor, comm: Axis | None = None) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -> torch.Tensor:
-    """This rank's part, along dim 0, of the reduction over ranks of `x` (ranks * n, ...): (n, ...). Backward all-gathers.
+    """This rank's part, along dim 0, of the reduction of `x` (ranks * n, ...): (n, ...). Backward all-gathers.
 
     Raises:
         ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks do not divide.
@@ -42,7 +52,9 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
         out: torch.Tensor = _ReduceScatter.apply(x, axis)
         return out / axis.size if op == "avg" else out
     if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ConfigurationError(f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 divisible by {axis.size}.")
+        raise ConfigurationError(
+            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 to be a multiple."
+        )
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
@@ -82,13 +94,15 @@ def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None) -> torch.Ten
 def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> torch.Tensor:
     """Send `x`, with its dtype and shape, to the rank at place `target`, which calls `recv_activations`.
 
-    Returns a 0-dim zero on x's device: backward through it waits for the gradient that the receiver's backward sends, and
-    carries it on into `x`. Ignore it where `x` needs no gradient.
+    Returns a 0-dim zero on x's device: backward through it waits for the gradient that the receiver's backward sends,
+    and carries it on into `x`. Ignore it where `x` needs no gradient.
     """
     axis = _axis(comm, "send_activations")
     _check_place(target, axis, "send_activations")
     if x.dim() > _MAX_DIMS or x.dtype not in _DTYPES:
-        raise ConfigurationError(f"send_activations got {x.dim()} dims of {x.dtype}: expected at most {_MAX_DIMS} dims of an ordinary dtype.")
+        raise ConfigurationError(
+            f"send_activations got {x.dim()} dims of {x.dtype}: expected at most {_MAX_DIMS} dims of an ordinary dtype."
+        )
     wants_grad = torch.is_grad_enabled() and x.requires_grad
     header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
     header[:3] = torch.tensor([_DTYPES.index(x.dtype), wants_grad, x.dim()])
@@ -101,7 +115,8 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
 def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     """What the rank at place `source` sends by `send_activations`, on this rank's device.
 
-    It requires grad if it did there (and gradients are enabled here); backward then sends the gradient back, exactly once.
+    It requires grad if it did there (and gradients are enabled here); backward then sends the gradient back, exactly
+    once.
     """
     current = world.current("recv_activations")
     axis = _axis(comm, "recv_activations")
@@ -121,7 +136,9 @@ def _axis(comm: Axis | None, what: str) -> Axis:
     if comm is None:
         return current.mesh.world
     if not isinstance(comm, Axis):
-        raise ConfigurationError(f"{what} got the communicator {comm!r}: expected None for all ranks, or one of bmtrain.config[...'comm'].")
+        raise ConfigurationError(
+            f"{what} got the communicator {comm!r}: expected None for all ranks, or one of bmtrain.config such as config['comm']."
+        )
     return comm
 
 
@@ -191,7 +208,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The product of the other ranks' values, not product / x: a zero anywhere leaves a gradient for its owner only."""
+        """The product of the other ranks' values, not product / x: a rank with the only zero has a gradient."""
         (x,) = ctx.saved_tensors
         parts = collectives.all_gather(x, ctx.axis)
         parts[ctx.axis.index] = 1

@@ -50,7 +50,9 @@ def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
     """This rank's part, along dim 0, of the reduction over ranks of `x` (axis.size * n, ...): (n, ...)."""
     check_op(op)
     if x.dim() == 0 or x.shape[0] % axis.size:
-        raise ConfigurationError(f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 divisible by {axis.size}.")
+        raise ConfigurationError(
+            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 divisible by {axis.size}."
+        )
     if op == "avg":
         return reduce_scatter(x, "sum", axis) / axis.size
     if op != "sum":  # not every backend reduces and scatters by these; the whole reduction is right everywhere

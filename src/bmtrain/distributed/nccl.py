@@ -1,11 +1,11 @@
 """`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, on torch.distributed groups (NCCL on a GPU, Gloo on a CPU).
 
-Sources and destinations are contiguous tensors, or storages as BMTrain passed them; they are read as flat vectors and only
-their numbers of elements must fit. A communicator is an `Axis`, `bmtrain.config["comm"]` for example; ranks are places in it.
+Sources and destinations are contiguous tensors, or storages as BMTrain passed them; they are read as flat vectors and
+only their numbers of elements must fit. A communicator is an `Axis`, `bmtrain.config["comm"]` for example; ranks are
+places in it.
 """
 
 from __future__ import annotations
-
 
 import torch
 
@@ -42,19 +42,19 @@ class _Batch:
             collectives.exchange(sends[axis], receives[axis], axis)
 
 
-def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:  # noqa: N802 (the names are BMTrain's)
+def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` = the reduction of every rank's `src` by `op` (sum, avg, max, min, prod)."""
     source, target = _pair(src, dst, 1, 1, "allReduce", reduces=True)
     _write(target, collectives.all_reduce(source, op, comm))
 
 
-def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:  # noqa: N802
+def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:
     """`dst` (ranks * n,) = every rank's `src` (n,), in rank order."""
     source, target = _pair(src, dst, comm.size, 1, "allGather")
     _write(target, collectives.all_gather(source, comm).view(-1))
 
 
-def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:  # noqa: N802
+def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` (n,) = this rank's part of the reduction by `op` of every rank's `src` (ranks * n,)."""
     source, target = _pair(src, dst, 1, comm.size, "reduceScatter", reduces=True)
     _write(target, collectives.reduce_scatter(source, op, comm))
@@ -97,12 +97,12 @@ def recv(dst: Buffer, peer: int, comm: Axis) -> None:
         collectives.receive_(target, peer, comm)
 
 
-def groupStart() -> None:  # noqa: N802
-    """From here on sends and receives wait for the matching groupEnd, which runs them together. Groups may be nested."""
+def groupStart() -> None:
+    """From here on sends and receives wait for the matching groupEnd, which runs them together. May be nested."""
     _batch("groupStart").depth += 1
 
 
-def groupEnd() -> None:  # noqa: N802
+def groupEnd() -> None:
     """Run what has been sent and received since the outermost groupStart, without deadlock whatever the order."""
     batch = _batch("groupEnd")
     if batch.depth == 0:
@@ -112,17 +112,17 @@ def groupEnd() -> None:  # noqa: N802
         batch.run()
 
 
-def commCount(comm: Axis) -> int:  # noqa: N802
+def commCount(comm: Axis) -> int:
     """Number of ranks of a communicator."""
     return comm.size
 
 
-def commRank(comm: Axis) -> int:  # noqa: N802
+def commRank(comm: Axis) -> int:
     """This rank's place in a communicator."""
     return comm.index
 
 
-def commDestroy(comm: Axis) -> None:  # noqa: N802
+def commDestroy(comm: Axis) -> None:
     """Accepted from BMTrain programs: communicators belong to the run and are closed at its end."""
 
 
@@ -134,31 +134,36 @@ def _flat(buffer: Buffer, what: str) -> torch.Tensor:
     """A 1-D tensor over the same memory."""
     if isinstance(buffer, torch.Tensor):
         if not buffer.is_contiguous():
-            raise ConfigurationError(f"nccl.{what} got a tensor of strides {buffer.stride()}: expected a contiguous one; call .contiguous().")
+            raise ConfigurationError(
+                f"nccl.{what} got a tensor of strides {buffer.stride()}: expected a contiguous one; call .contiguous()."
+            )
         return buffer.detach().view(-1)
     if isinstance(buffer, torch.UntypedStorage):
         return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)
     if isinstance(buffer, torch.TypedStorage):
-        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)  # type: ignore[call-overload,no-any-return]
+        return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)
     raise ConfigurationError(f"nccl.{what} got {type(buffer).__name__}: expected a tensor or a storage.")
 
 
-def _pair(src: Buffer, dst: Buffer, times: int, parts: int, what: str, *, reduces: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(
+    src: Buffer, dst: Buffer, times: int, parts: int, what: str, *, reduces: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Source and destination, flat; the destination has times / parts as many elements as the source."""
     source, target = _flat(src, what), _flat(dst, what)
     if source.dtype != target.dtype:
         raise ConfigurationError(f"nccl.{what} got {source.dtype} to be written to {target.dtype}: expected the same dtype.")
     if source.numel() * times != target.numel() * parts:
         raise ConfigurationError(
-            f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: expected {source.numel() * times / parts:g}."
+            f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: "
+            f"expected {source.numel() * times / parts:g}."
         )
     if reduces and (isinstance(src, torch.UntypedStorage) or isinstance(dst, torch.UntypedStorage)):
-        raise ConfigurationError(f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: pass the tensor or its typed storage.")
+        raise ConfigurationError(
+            f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: expected a tensor or typed storage."
+        )
     return source, target
 
 
 def _write(target: torch.Tensor, values: torch.Tensor) -> None:
     if target.data_ptr() != values.data_ptr():
         target.copy_(values)
-
-

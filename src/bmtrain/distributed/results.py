@@ -1,12 +1,34 @@
-"""Bringing ranks and their results together: a barrier, the mean loss, rows gathered from all ranks. Outside autograd."""
+"""Bringing ranks and their results together: a barrier, the mean loss, rows of all ranks. Outside autograd."""
 
 from __future__ import annotations
+
+import weakref
 
 import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.runtime.world import World
+
+
+class LastLoss:
+    """The loss most recently averaged for the log, while the program still holds it. One per run.
+
+    BMTrain's README calls `optim_manager.backward()` without the loss, right after `sum_loss(loss)`: this is that loss.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._loss: weakref.ref[torch.Tensor] | None = None
+
+    def remember(self, loss: torch.Tensor) -> None:
+        """`loss` is the one that a backward without argument means."""
+        self._loss = weakref.ref(loss)
+
+    def take(self) -> torch.Tensor | None:
+        """That loss, once."""
+        loss, self._loss = self._loss, None
+        return loss() if loss is not None else None
 
 
 def synchronize() -> None:
@@ -20,10 +42,12 @@ def synchronize() -> None:
 def sum_loss(loss: torch.Tensor | float) -> torch.Tensor:
     """The mean of `loss` over ranks (the name is historical), for the log: detached, of the loss's shape and device.
 
-    Collective. A number becomes a 0-dim float32 tensor on the rank's device. Half-precision losses are averaged in float32
-    and returned in their dtype; integers give float32, as a mean is seldom whole.
+    Collective. A number becomes a 0-dim float32 tensor on the rank's device. Half-precision losses are averaged in
+    float32 and returned in their dtype; integers give float32, as a mean is seldom whole.
     """
     current = world.current("sum_loss")
+    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+        current.service(LastLoss).remember(loss)
     own = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
     wide = own.to(torch.promote_types(own.dtype, torch.float32))
     mean = collectives.all_reduce(wide, "avg", current.mesh.world)
@@ -31,7 +55,7 @@ def sum_loss(loss: torch.Tensor | float) -> torch.Tensor:
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, concatenated along dim 0 in rank order; on the device that `result` came from. Collective.
+    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`. Collective.
 
     Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors give one row each.
 
@@ -45,9 +69,13 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     kinds = collectives.gather_objects((tuple(own.shape), own.dtype), axis)
     if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
         seen = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in zip(axis.ranks, kinds, strict=True))
-        raise ConfigurationError(f"gather_result got tensors that differ in more than dim 0 ({seen}): expected equal other dims and dtypes.")
+        raise ConfigurationError(
+            f"gather_result got tensors that differ in more than dim 0 ({seen}): expected equal other dims and dtypes."
+        )
     rows = [shape[0] for shape, _ in kinds]
     padded = own.new_zeros((max(rows), *own.shape[1:]))
+    if padded.numel() == 0:
+        return own.new_empty((sum(rows), *own.shape[1:]))
     padded[: own.shape[0]] = own
     # Bytes travel: not every backend moves every dtype.
     wire = padded.contiguous().reshape(-1).view(torch.uint8)

@@ -59,9 +59,7 @@ class CrossEntropyRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, valid: torch.Tensor, row_loss: RowLoss
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, valid: torch.Tensor, row_loss: RowLoss) -> torch.Tensor:
         """Logits in any floating dtype, target (rows,) int64 in [0, V) also where not valid, valid (rows,) bool."""
         smoothing, num_classes = row_loss.label_smoothing, logits.shape[1]
         highest = logits.amax(1).to(_arithmetic(logits))
@@ -142,13 +140,10 @@ class FusedCrossEntropy(torch.nn.Module):
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them.")
         if not 0 <= label_smoothing <= 1:
-            raise ConfigurationError(
-                f"label_smoothing: got {label_smoothing}, expected a share between 0 and 1; 0 means none."
-            )
+            raise ConfigurationError(f"label_smoothing: got {label_smoothing}, expected a share between 0 and 1; 0 means none.")
         if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
             raise ConfigurationError(
-                f"weight: got {_describe(weight)}, expected a floating-point tensor of shape (classes,); "
-                "give one weight per class."
+                f"weight: got {_describe(weight)}, expected a floating-point tensor of shape (classes,); give one weight per class."
             )
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index

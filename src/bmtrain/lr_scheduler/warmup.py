@@ -72,12 +72,7 @@ class WarmupLRScheduler(abc.ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule as plain numbers; with them `load_state_dict` continues it in another process."""
-        return {
-            "start_lr": self.start_lr,
-            "warmup_iter": self.warmup_iter,
-            "end_iter": self.end_iter,
-            "num_iter": self.num_iter,
-        }
+        return {"start_lr": self.start_lr, "warmup_iter": self.warmup_iter, "end_iter": self.end_iter, "num_iter": self.num_iter}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved schedule whole, and write its learning rate into the optimizer.

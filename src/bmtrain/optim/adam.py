@@ -50,16 +50,15 @@ class RunState:
 class AdamBase(torch.optim.Optimizer):
     """What the two Adams share: groups, state layout, state dicts, and the loss scale of 0.1.x programs."""
 
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, hold_steps: int, maximize: bool,
-        scale: float | None, scale_factor: float, scale_steps: int,
+    def __init__(  # noqa: PLR0913 (BMTrain's arguments)
+        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0, hold_steps: int = 0, *, maximize: bool = False,
+        scale: float | None = None, scale_factor: float = 2, scale_steps: int = 1024,
     ) -> None:  # fmt: skip
         current = world.current(type(self).__name__)
         _check(lr, betas, eps, weight_decay, hold_steps)
-        defaults = {
-            "lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "hold_steps": hold_steps, "maximize": maximize,
-        }  # fmt: skip
-        super().__init__(params, defaults)
+        decay = {"weight_decay": weight_decay, "hold_steps": hold_steps, "maximize": maximize}
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, **decay})
         flat = [param for group in self.param_groups for param in group["params"]]
         for param in flat:
             if param.device != current.device:
@@ -110,6 +109,9 @@ class AdamBase(torch.optim.Optimizer):
         """Update the part `piece` of `run`."""
         raise NotImplementedError
 
+    def _make_state(self, run: Run) -> RunState:
+        return RunState(run, self._state_device())
+
     def _state_device(self) -> torch.device:
         """Where the state lives."""
         return self._engine.device
@@ -135,10 +137,9 @@ class AdamBase(torch.optim.Optimizer):
         """Give every parameter its state as views of flat tensors; state that exists already is copied in."""
         if self._runs:
             return
-        device = self._state_device()
         for number, group in enumerate(self.param_groups):
             for run in contiguous_runs(param for param in group["params"]):
-                state = RunState(run, device)
+                state = self._make_state(run)
                 for param in run.params:
                     old = dict(self.state[param])
                     views = state.views(*run.offset(param))
@@ -148,8 +149,8 @@ class AdamBase(torch.optim.Optimizer):
                     self.state[param] = {"step": int(old.get("step", 0)), **views}
                 self._runs.append((number, run, state))
 
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:  # type: ignore[override]
-        """The optimizer's state: this rank's slices, or with `gather` whole CPU tensors that fit any world size. Collective then."""
+    def state_dict(self, gather: bool = False) -> dict[str, Any]:
+        """The optimizer's state: this rank's slices, or with `gather` (collective) whole CPU tensors for any world size."""
         self._lay_out()
         state: dict[str, Any] = super().state_dict()
         if not gather:
@@ -193,12 +194,6 @@ class AdamOptimizer(AdamBase):
         ConfigurationError: for hyperparameters out of range.
     """
 
-    def __init__(
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0,
-        hold_steps: int = 0, *, maximize: bool = False, scale: float | None = None, scale_factor: float = 2, scale_steps: int = 1024,
-    ) -> None:  # fmt: skip
-        super().__init__(params, lr, betas, eps, weight_decay, hold_steps, maximize, scale, scale_factor, scale_steps)
-
     def _update(self, group: dict[str, Any], run: Run, state: RunState, piece: Run, grad: torch.Tensor, scale: float) -> None:
         own = slice(piece.begin - run.begin, piece.end - run.begin)
         settings = self._settings(group, piece, scale)
@@ -212,4 +207,4 @@ def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: floa
     limits |= {"weight_decay": weight_decay >= 0, "hold_steps": hold_steps >= 0}
     for name, good in limits.items():
         if not good:
-            raise ConfigurationError(f"{name} is out of range: expected lr, eps, weight_decay, hold_steps >= 0 and 0 <= betas < 1.")
+            raise ConfigurationError(f"{name} is out of range: expected 0 <= betas < 1 and nothing else below 0.")

@@ -29,7 +29,7 @@ class FiniteWatch:
         good = bool(flag)
         if not good and not self._was_bad:
             warn(
-                f"the loss of step {step} is NaN or infinite, and without loss scaling the step is applied all the same: look at the "
+                f"the loss of step {step} is NaN or infinite, and without loss scaling the step is applied all the same: see the "
                 "data and the learning rate of that step, or resume from an earlier checkpoint."
             )
         self._was_bad = not good

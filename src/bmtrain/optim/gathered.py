@@ -23,7 +23,9 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
         if isinstance(param, DistributedParameter) and index in states:
             by_storage.setdefault(param.storage_of, []).append(index)
         elif index in states:
-            whole[index] = {name: value.detach().cpu().clone() if _is_tensor(value) else value for name, value in states[index].items()}
+            whole[index] = {
+                name: value.detach().cpu().clone() if _is_tensor(value) else value for name, value in states[index].items()
+            }
     for storage, members in by_storage.items():
         names = dict.fromkeys(name for index in members for name, value in states[index].items() if _is_slice(params[index], value))
         for name in names:
@@ -63,7 +65,7 @@ def slice_states(params: Sequence[torch.nn.Parameter], states: States) -> States
         piece = param.storage_of.piece(param.index_in_storage)
         local[index] = {}
         for name, value in state.items():
-            if not _is_tensor(value) or value.dim() == 0 and param._original_shape != torch.Size([]):
+            if not _is_tensor(value) or (value.dim() == 0 and param._original_shape != torch.Size([])):
                 local[index][name] = value
                 continue
             if value.shape != param._original_shape:

@@ -17,9 +17,7 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
 
     With a loss scale, gradients that overflow on any rank make all ranks skip the step and lower `optimizer.scale`.
     """
-    if not isinstance(optimizer, AdamBase):
-        optimizer.step()
-    elif optimizer.scale == 1 and optimizer.dynamic_scale.minimum == 1 and not _is_half(optimizer):
+    if not isinstance(optimizer, AdamBase) or (optimizer.scale == 1 and not _has_fp16(optimizer)):
         optimizer.step()
     elif bool(all_finite(contiguous_runs(parameters_of(optimizer.param_groups))).item()):
         optimizer.step(scale=optimizer.scale)
@@ -33,5 +31,5 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
         lr_scheduler.step()
 
 
-def _is_half(optimizer: AdamBase) -> bool:
+def _has_fp16(optimizer: AdamBase) -> bool:
     return any(param.dtype == torch.float16 for param in parameters_of(optimizer.param_groups))

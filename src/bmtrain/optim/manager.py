@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim import gathered
 from bmtrain.optim.adam import AdamBase
@@ -56,6 +57,7 @@ class OptimManager:
         self.lr_schedulers: list[Any] = []
         self._num_steps = 0
         self._watch = FiniteWatch()
+        self._last_loss = current.service(LastLoss)
 
     @property
     def loss_scale(self) -> float:
@@ -76,22 +78,22 @@ class OptimManager:
         """`loss * loss_scale / grad_scale`: what backward runs on."""
         return loss * (self.loss_scale / self.grad_scale)
 
-    def backward(self, loss: torch.Tensor, *, reduce_gradients: bool = True) -> None:
+    def backward(self, loss: torch.Tensor | None = None, *, reduce_gradients: bool = True) -> None:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
 
         Args:
-            loss: a scalar that requires grad.
+            loss: a scalar that requires grad; None means the one last given to `sum_loss`, as in BMTrain's README.
             reduce_gradients: False keeps this micro-batch's gradients on the rank; the next call with True (or `step`)
                 reduces the sum once. Costs the memory of a full gradient.
 
         Raises:
             ConfigurationError: for a loss that is not a scalar or does not require grad.
         """
-        _check_loss(loss)
+        loss = _checked(self._last_loss.take() if loss is None else loss)
         if self._scale is None:
             self._watch.record(loss.detach(), self._num_steps + 1)
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
-            self.scale_loss(loss).backward()  # type: ignore[no-untyped-call]
+            self.scale_loss(loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers."""
@@ -135,7 +137,7 @@ class OptimManager:
         return bool(all_finite(contiguous_runs(params)).item())
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """State of all optimizers, schedulers and the loss scale; with `gather_opt` whole tensors for any world size (collective)."""
+        """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole tensors for any world size."""
         return {
             "optimizers": [_optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
@@ -151,7 +153,9 @@ class OptimManager:
         """
         for name, ours in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state.get(name, [])) != len(ours):
-                raise CheckpointError(f"the state has {len(state.get(name, []))} {name}, this manager {len(ours)}: add the same ones first.")
+                raise CheckpointError(
+                    f"the state has {len(state.get(name, []))} {name}, this manager {len(ours)}: add the same ones first."
+                )
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             _load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
@@ -166,7 +170,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _check_loss(loss: Any) -> None:
+def _checked(loss: Any) -> torch.Tensor:
+    if loss is None:
+        raise ConfigurationError("backward got no loss: call optim_manager.backward(loss).")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise ConfigurationError(f"backward got {got}: expected a scalar loss; take the mean or the sum first.")
@@ -175,6 +181,7 @@ def _check_loss(loss: Any) -> None:
             "backward got a loss that does not require grad: no trainable parameter took part in it, or it was computed under "
             "torch.no_grad() or detached."
         )
+    return loss
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from bmtrain.runtime.world import World
 
 
 class Config(Mapping[str, Any]):
-    """`config["rank"]` and so on: looked up in the running world each time, or the values of one process before it exists.
+    """`config["rank"]` and so on: looked up in the running world; before it exists, the values of one process.
 
-    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams are None on a CPU.
+    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams are None on a
+    CPU.
 
     Raises:
         KeyError: for a name that is not there, naming the nearest one.

@@ -33,7 +33,7 @@ def see_memory(message: str, detail: bool = False) -> None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print_rank(f"{message}: peak resident memory {peak:.2f} GiB")
         return
-    used, peak = torch.cuda.memory_allocated(current.device) / 2**30, torch.cuda.max_memory_allocated(current.device) / 2**30
+    used, peak = (torch.cuda.memory_allocated(current.device) / 2**30, torch.cuda.max_memory_allocated(current.device) / 2**30)
     print_rank(f"{message}: allocated {used:.2f} GiB, peak {peak:.2f} GiB")
     if detail:
         print_rank(torch.cuda.memory_summary(current.device))

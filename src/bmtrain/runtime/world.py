@@ -39,7 +39,9 @@ class Defaults:
 
     def __post_init__(self) -> None:
         if self.zero_level not in (2, 3):
-            raise ConfigurationError(f"zero_level is {self.zero_level!r}: expected 2 (keep full parameters until backward) or 3 (release them).")
+            raise ConfigurationError(
+                f"zero_level is {self.zero_level!r}: expected 2 (keep full parameters until backward) or 3 (release them)."
+            )
         for name in ("reduce_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -109,7 +111,7 @@ def device() -> torch.device:
     return _PROCESS.world.device if _PROCESS.world else _pick_device(int(os.environ.get("LOCAL_RANK", "0")), None)
 
 
-def init_distributed(
+def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     init_method: str = "env://",
     seed: int = 0,
     zero_level: int = 3,
@@ -183,7 +185,9 @@ def shutdown() -> None:
 def _environment_number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.strip().lstrip("-").isdigit():
-        raise ConfigurationError(f"the environment variable {name} is {text!r}: expected a whole number; start the program with torchrun.")
+        raise ConfigurationError(
+            f"the environment variable {name} is {text!r}: expected a whole number; start the program with torchrun."
+        )
     return int(text)
 
 
@@ -196,7 +200,7 @@ def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.de
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigurationError(
-            f"local rank {local_rank} has no GPU of its own: this machine shows {count}; start at most {count} processes per machine."
+            f"local rank {local_rank} has no GPU of its own: this machine shows {count}; start at most {count} processes on it."
         )
     return torch.device("cuda", local_rank)
 
@@ -209,7 +213,7 @@ def _join(init_method: str, number: int, size: int, chosen: torch.device, timeou
         torch.cuda.set_device(chosen)
     limit = datetime.timedelta(seconds=timeout)
     if size == 1 and init_method == "env://":
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if init_method == "env://" and name not in os.environ:
@@ -234,9 +238,9 @@ def _leave_loudly(kind: type[BaseException], error: BaseException, trace: Traceb
     os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
 
-def environment(name: str, default: str) -> str:
-    """An environment variable, for the few other places that need one."""
-    return os.environ.get(name, default)
+def num_cores() -> int:
+    """Processor cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def describe() -> dict[str, Any]:

@@ -85,7 +85,10 @@ class Backward:
             known.add(id(param))
             collectives.broadcast_(param.data, 0, axis)
             self._replicated.append(weakref.ref(param))
+            trainable = param.requires_grad
+            param.requires_grad_(True)  # a frozen parameter takes no hook, and may be trained later
             param.register_hook(self._collector(weakref.ref(param)))
+            param.requires_grad_(trainable)
 
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
@@ -134,7 +137,7 @@ class Backward:
             # plain autograd leaves in `.grad` what it had added before.
             self.finish()
         self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[no-untyped-call]
+        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
         def collect(grad: torch.Tensor) -> torch.Tensor:

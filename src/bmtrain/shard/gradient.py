@@ -29,7 +29,11 @@ class Gradient:
     """
 
     def __init__(
-        self, layout: Layout, params: Sequence[weakref.ref[torch.nn.Parameter]], policy: GradientPolicy, device: torch.device,
+        self,
+        layout: Layout,
+        params: Sequence[weakref.ref[torch.nn.Parameter]],
+        policy: GradientPolicy,
+        device: torch.device,
         transport: Transport,
     ) -> None:
         self.layout, self.policy = layout, policy

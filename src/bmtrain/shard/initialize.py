@@ -75,7 +75,8 @@ def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> 
         if isinstance(param, DistributedParameter)
     ]
     stand_ins = {
-        param: torch.nn.Parameter(torch.zeros(param._original_shape, dtype=param.dtype, device=param.device)) for _, _, param in places
+        param: torch.nn.Parameter(torch.zeros(param._original_shape, dtype=param.dtype, device=param.device))
+        for _, _, param in places
     }
     try:
         for parameters, name, param in places:

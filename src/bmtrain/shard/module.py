@@ -32,7 +32,11 @@ class DistributedModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         registered = self.__dict__.get("_parameters", {}).get(name)
-        if isinstance(registered, DistributedParameter) and isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        if (
+            isinstance(registered, DistributedParameter)
+            and isinstance(value, torch.Tensor)
+            and not isinstance(value, torch.nn.Parameter)
+        ):
             raise ParameterError(
                 f"cannot assign a tensor to the distributed parameter {name!r}: to tie two parameters, assign the object that "
                 f"other.get_parameter({name!r}) returns; other.{name} is its gathered value."
@@ -49,7 +53,7 @@ class DistributedModule(torch.nn.Module):
                 if isinstance(param, DistributedParameter):
                     yield prefix + name, param
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
         """Full tensors on the CPU under plain names. Collective; arguments as in nn.Module.state_dict."""
         keep = kwargs.pop("keep_vars", False)
         into = kwargs.get("destination")
@@ -71,7 +75,13 @@ class DistributedModule(torch.nn.Module):
         return super().load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: Any,
+        unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:
         for name, param in self._own_parameters():
@@ -80,7 +90,9 @@ class DistributedModule(torch.nn.Module):
             if value is None:
                 continue
             if tuple(value.shape) != tuple(param._original_shape):
-                error_msgs.append(f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param._original_shape)}.")
+                error_msgs.append(
+                    f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param._original_shape)}."
+                )
                 state_dict[key] = param.detach()  # reported above; keep nn.Module from comparing with the slice
                 continue
             piece = param.storage_of.piece(param.index_in_storage)

@@ -59,7 +59,9 @@ class DistributedParameter(torch.nn.Parameter):
     ) -> DistributedParameter:
         current = world.current("DistributedParameter")
         if not isinstance(data, torch.Tensor):
-            raise ParameterError(f"DistributedParameter got {type(data).__name__}: expected a tensor, for example torch.empty(rows, columns).")
+            raise ParameterError(
+                f"DistributedParameter got {type(data).__name__}: expected a tensor, for example torch.empty(rows, columns)."
+            )
         if tp_mode and current.mesh.tp.size > 1:
             raise UnsupportedError("tensor-parallel parameters are not available yet: use tp_size=1.")
         defaults = current.defaults
@@ -108,7 +110,7 @@ class DistributedParameter(torch.nn.Parameter):
         """True while a parameter made from a meta tensor has no values yet."""
         return self._never_set
 
-    def gather(self) -> torch.Tensor:
+    def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name, which torch uses for something else
         """The full tensor, differentiable: its gradient is summed over ranks into this slice. Collective."""
         use = Use([self._storage])
         with use.running():
@@ -152,7 +154,7 @@ class DistributedParameter(torch.nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
-            "a DistributedParameter is one slice of a tensor and cannot be pickled: save the model with bmtrain.save or its state_dict()."
+            "a DistributedParameter is one slice of a tensor and cannot be pickled: use bmtrain.save or state_dict()."
         )
 
 
@@ -175,18 +177,19 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
 
 def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, full tensor on the CPU) for each parameter, one storage gathered at a time. Collective."""
-    held: tuple[Storage, torch.Tensor] | None = None
+    by_storage: dict[Storage, list[tuple[str, int]]] = {}
     for name, param in params:
-        if not isinstance(param, DistributedParameter):
+        if isinstance(param, DistributedParameter):
+            by_storage.setdefault(param.storage_of, []).append((name, param.index_in_storage))
+        else:
             yield name, param.detach().cpu()
-            continue
-        storage = param.storage_of
-        if held is None or held[0] is not storage:
-            held = None  # frees the last buffer before the next is made
-            held = (storage, storage.gather())
-        slot = storage.layout.slots[param.index_in_storage]
-        view = held[1][slot.offset : slot.end].view(slot.shape)
-        yield name, view.clone() if view.device.type == "cpu" else view.cpu()
+    for storage, members in by_storage.items():
+        full = storage.gather()
+        for name, index in members:
+            slot = storage.layout.slots[index]
+            view = full[slot.offset : slot.end].view(slot.shape)
+            yield name, view.clone() if view.device.type == "cpu" else view.cpu()
+        del full, view  # before the next is gathered
 
 
 def grouped_parameters(module: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
@@ -35,7 +36,7 @@ class Schedule(Generic[Item]):
 
     def plan(self, order: Sequence[Item]) -> None:
         """Tell the forward order of some items before the first pass."""
-        for item, following in zip(order, order[1:], strict=False):
+        for item, following in itertools.pairwise(order):
             self._learn(Phase.FORWARD, item, following)
 
     def begins_pass(self, item: Item, phase: Phase) -> bool:

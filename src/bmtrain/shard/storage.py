@@ -45,10 +45,18 @@ class Storage:
     """Owner of a shard, its gradient, and the residence of the full buffer."""
 
     def __init__(
-        self, engine: Engine, shapes: Sequence[tuple[str, torch.Size]], dtype: torch.dtype, policy: ShardPolicy, *, adoptable: bool = False
+        self,
+        engine: Engine,
+        shapes: Sequence[tuple[str, torch.Size]],
+        dtype: torch.dtype,
+        policy: ShardPolicy,
+        *,
+        adoptable: bool = False,
     ) -> None:
         if not dtype.is_floating_point:
-            raise ParameterError(f"parameter {shapes[0][0]!r} has dtype {dtype}: only floating point parameters are sharded; register it as a buffer.")
+            raise ParameterError(
+                f"parameter {shapes[0][0]!r} has dtype {dtype}: only floating point is sharded; register it as a buffer."
+            )
         self.engine, self.dtype, self.policy = engine, dtype, policy
         self.adoptable = adoptable  # made for one parameter by itself, which a block may move into a storage of its own
         self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], engine.axis.size)

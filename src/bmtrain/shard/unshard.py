@@ -74,7 +74,7 @@ class Use:
         if not self._storages:
             return []
         if torch.is_grad_enabled() and any(self.trainable):
-            return list(Unshard.apply(self._storages[0].engine.leaf, self))  # type: ignore[no-untyped-call]
+            return list(Unshard.apply(self._storages[0].engine.leaf, self))
         return self.views()
 
     def position(self, storage: Storage, index: int) -> int:
@@ -141,11 +141,12 @@ class Use:
             for storage in self._storages
             if not storage.residence.survives_forward
         }
+
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
             storage = owners.get(tensor.untyped_storage().data_ptr())
             if storage is None:
                 return tensor
-            return Packed(storage, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+            return Packed(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 

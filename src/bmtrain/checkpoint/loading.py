@@ -1,0 +1,158 @@
+"""load: every rank reads its own slices; everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+
+from bmtrain.checkpoint.agreement import attempt
+from bmtrain.checkpoint.entries import Entry, entries
+from bmtrain.checkpoint.sources import Source, open_source
+from bmtrain.checkpoint.writer import Writer
+from bmtrain.errors import CheckpointError
+from bmtrain.runtime import log, world
+from bmtrain.shard.parameter import DistributedParameter
+
+SHOWN = 8  # names listed in a message
+
+
+class LoadResult(NamedTuple):
+    """What did not match, as torch's load_state_dict returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One tensor of the model and the name in the file that it takes its values from."""
+
+    entry: Entry
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a load will do, and what does not match."""
+
+    copies: Sequence[Copy]
+    missing: list[str]
+    unexpected: list[str]
+
+
+def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadResult:
+    """Give all parameters and persistent buffers of `model` the values in `file`. Collective.
+
+    Reads files of `save`, of BMTrain and ModelCenter, any `torch.save`d state dict, .safetensors files, and folders
+    of either with an index. Each rank reads its own slices, one tensor at a time, whatever world size wrote the file.
+    Values are converted to the model's dtypes; a warning says so where precision is lost. Of tied parameters one name
+    is enough.
+
+    Args:
+        model: any module, its parameters distributed or not.
+        file: a file or a folder.
+        strict: whether missing and unexpected names are errors.
+
+    Returns the names that were missing from the file and those that the model has no place for.
+
+    Raises:
+        CheckpointError: on every rank, with the file and the names, shapes or reason; the model is unchanged unless
+            reading itself failed half-way.
+    """
+    current = world.current("load")
+    axis = current.mesh.world
+    current.service(Writer).settle()
+    source = attempt(lambda: open_source(file), axis)
+    plan = attempt(lambda: make_plan(entries(model), source, strict=strict), axis)
+    attempt(lambda: _copy_all(plan, source), axis)
+    if current.rank == 0:
+        _tell_lost_precision(plan, source)
+    return LoadResult(plan.missing, plan.unexpected)
+
+
+def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan:
+    """Match the model's tensors to those of the file.
+
+    Raises:
+        CheckpointError: listing all that does not match.
+    """
+    available = source.headers.keys()
+    copies: list[Copy] = []
+    missing: list[str] = []
+    for entry in targets:
+        found = [name for name in entry.names if name in available]
+        if found:
+            copies.append(Copy(entry, found[-1]))  # of several, the last wins, as in torch
+        else:
+            missing += entry.names
+    wanted = {name for entry in targets for name in entry.names}
+    unexpected = [name for name in (*available, *source.others) if name not in wanted]
+    problems = [text for copy in copies if (text := _mismatch(copy, source))]
+    problems += [f"{name!r} is a {source.others[name]} in the file, expected a tensor" for name in missing if name in source.others]
+    if strict:
+        problems += _report("missing from the file", missing, unexpected, available)
+        problems += _report("unexpected in the file", unexpected, missing, wanted)
+    if problems:
+        remedy = " Use strict=False to load what fits." if strict and (missing or unexpected) else ""
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise CheckpointError(f"{source.path} does not fit the model; nothing was loaded.{remedy}{lines}")
+    return Plan(copies, missing, unexpected)
+
+
+def _mismatch(copy: Copy, source: Source) -> str:
+    """Why this tensor cannot be copied; empty if it can."""
+    entry, header = copy.entry, source.headers[copy.name]
+    if entry.shape != header.shape:
+        return f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in {source.file_of(copy.name)}"
+    if entry.tensor.is_meta:
+        return f"{copy.name!r} is on the meta device in the model: shard it or call to_empty(device=bmtrain.device())"
+    if header.dtype.is_complex and not entry.tensor.dtype.is_complex:
+        return f"{copy.name!r} is {entry.tensor.dtype} in the model and {header.dtype} in {source.file_of(copy.name)}"
+    return ""
+
+
+def _report(what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]) -> list[str]:
+    """A line per name with the nearest on the other side, if possible one that has no partner either."""
+    lines = []
+    for name in names[:SHOWN]:
+        near = difflib.get_close_matches(name, unmatched, n=1) or difflib.get_close_matches(name, others, n=1)
+        lines.append(f"{what}: {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    if len(names) > SHOWN:
+        lines.append(f"{what}: {len(names) - SHOWN} more")
+    return lines
+
+
+def _copy_all(plan: Plan, source: Source) -> None:
+    for copy in plan.copies:
+        tensor = copy.entry.tensor
+        if isinstance(tensor, DistributedParameter):
+            piece = tensor.storage_of.piece(tensor.index_in_storage)
+            tensor.set_slice(source.part(copy.name, piece.start, piece.stop))
+            continue
+        with torch.no_grad():
+            tensor.copy_(source.whole(copy.name))
+
+
+def _tell_lost_precision(plan: Plan, source: Source) -> None:
+    lost = [copy for copy in plan.copies if _loses(source.headers[copy.name].dtype, copy.entry.tensor.dtype)]
+    if lost:
+        first = lost[0]
+        log.warn(
+            f"{source.path}: {len(lost)} of {len(plan.copies)} tensors lost precision on the way into the model, "
+            f"{first.name!r} for example from {source.headers[first.name].dtype} to {first.entry.tensor.dtype}."
+        )
+
+
+def _loses(stored: torch.dtype, own: torch.dtype) -> bool:
+    """Whether values of the first dtype may not survive in the second."""
+    if stored.is_floating_point and own.is_floating_point:
+        before, after = torch.finfo(stored), torch.finfo(own)
+        return after.eps > before.eps or after.max < before.max
+    if stored.is_floating_point:
+        return not own.is_complex
+    return torch.promote_types(stored, own) != own

@@ -1,0 +1,233 @@
+"""Files to load from, one class per format: names, shapes and dtypes up front, then whole tensors or parts of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import pickle
+import re
+import warnings
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors
+import torch
+
+from bmtrain.errors import CheckpointError
+
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+ZIP_MAGIC = b"PK\x03\x04"
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file says of one tensor before its values are read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(ABC):
+    """An opened checkpoint."""
+
+    def __init__(self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]) -> None:
+        self.path = path
+        self.headers = headers  # by name
+        self.others = others  # names of values that are no tensors: their types
+
+    def file_of(self, name: str) -> pathlib.Path:
+        """The file that holds `name`."""
+        return self.path
+
+    @abstractmethod
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU, in the file's dtype."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The tensor."""
+        shape = self.headers[name].shape
+        return self.part(name, 0, torch.Size(shape).numel()).view(shape)
+
+
+class TorchFile(Source):
+    """A `torch.save`d dict of tensors, mapped into memory: pages are read when they are copied."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        content = _read_torch(path)
+        self._tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
+        headers = {name: Header(tuple(value.shape), value.dtype) for name, value in self._tensors.items()}
+        others = {name: type(value).__name__ for name, value in content.items() if name not in headers}
+        super().__init__(path, headers, others)
+
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._tensors[name].detach().reshape(-1)[start:stop]
+
+
+class SafetensorsFile(Source):
+    """A .safetensors file: of a part, only the rows that it touches are read."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        try:
+            self._file = safetensors.safe_open(path, framework="pt", device="cpu")
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(_unreadable(path, f"it is truncated or no safetensors file ({error})")) from error
+        headers = {name: self._header(name) for name in self._file.keys()}  # noqa: SIM118 (it is no dict)
+        self._stored = {name: name for name in headers}
+        for name, kept in (self._file.metadata() or {}).items():  # tied names, as save writes them
+            if kept in headers and name not in self._stored:
+                self._stored[name] = kept
+        super().__init__(path, {name: headers[kept] for name, kept in self._stored.items()}, {})
+
+    def _header(self, name: str) -> Header:
+        piece = self._file.get_slice(name)
+        dtype = _SAFETENSORS_DTYPES.get(piece.get_dtype())
+        if dtype is None:
+            dtype = self._file.get_tensor(name).dtype
+        return Header(tuple(piece.get_shape()), dtype)
+
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        shape, stored = self.headers[name].shape, self._stored[name]
+        if start == stop:
+            return torch.empty(0, dtype=self.headers[name].dtype)
+        row = torch.Size(shape[1:]).numel()
+        if not shape or (start, stop) == (0, row * shape[0]):
+            return self._file.get_tensor(stored).reshape(-1)[start:stop]
+        first, last = start // row, -(-stop // row)
+        rows: torch.Tensor = self._file.get_slice(stored)[first:last]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+
+class Folder(Source):
+    """Several files whose index says which tensor is in which."""
+
+    def __init__(self, path: pathlib.Path, index: pathlib.Path) -> None:
+        places = _read_index(index)
+        files = {name: open_file(path / name) for name in sorted(set(places.values()))}
+        headers: dict[str, Header] = {}
+        self._owners: dict[str, Source] = {}
+        for name, file in places.items():
+            if name not in files[file].headers:
+                raise CheckpointError(_unreadable(index, f"it says that {name!r} is in {file}, which does not hold it"))
+        for file_source in files.values():
+            for name, header in file_source.headers.items():
+                headers[name], self._owners[name] = header, file_source
+        super().__init__(path, headers, {})
+
+    def file_of(self, name: str) -> pathlib.Path:
+        return self._owners[name].path
+
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._owners[name].part(name, start, stop)
+
+
+def open_source(file: str | os.PathLike[str]) -> Source:
+    """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either with or without an index.
+
+    Raises:
+        CheckpointError: naming the file and why it cannot be read.
+    """
+    path = pathlib.Path(file)
+    if not path.exists():
+        raise CheckpointError(f"cannot load {path}: there is no such file or folder{_like(path)}.")
+    return _open_folder(path) if path.is_dir() else open_file(path)
+
+
+def open_file(path: pathlib.Path) -> Source:
+    """Open one file, by its ending."""
+    try:
+        return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, error.strerror or str(error))) from error
+
+
+def _open_folder(path: pathlib.Path) -> Source:
+    indexes = [path / name for name in INDEXES if (path / name).is_file()]
+    indexes = indexes or sorted(path.glob("*.safetensors.index.json"))
+    if indexes:
+        return Folder(path, indexes[0])
+    for name in SINGLES:
+        if (path / name).is_file():
+            return open_file(path / name)
+    held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
+    expected = ", ".join((*INDEXES, *SINGLES))
+    raise CheckpointError(f"cannot load the folder {path}: it holds {held}; expected one of {expected}.")
+
+
+def _read_torch(path: pathlib.Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        magic = file.read(len(ZIP_MAGIC))
+    if magic == ZIP_MAGIC and not zipfile.is_zipfile(path):
+        raise CheckpointError(_unreadable(path, "it is truncated: its end is missing"))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's thoughts on unusual pickles, which either load or raise
+            # Files of torch before 1.6 are no archives and cannot be mapped.
+            content = torch.load(path, map_location="cpu", mmap=magic == ZIP_MAGIC, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_unreadable(path, _pickle_reason(error, magic))) from error
+    except (RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(_unreadable(path, f"it is damaged or no checkpoint ({reason})")) from error
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        kind = type(content).__name__
+        raise CheckpointError(_unreadable(path, f"it holds a {kind}, expected a dict of tensors by name"))
+    if content and not any(isinstance(value, torch.Tensor) for value in content.values()):
+        held = ", ".join(list(content)[:5])
+        raise CheckpointError(_unreadable(path, f"it holds no tensors but {held}; save the model's part by itself"))
+    return content
+
+
+def _pickle_reason(error: pickle.UnpicklingError, magic: bytes) -> str:
+    """Torch's message advises to load the file unchecked; ours says what it holds."""
+    found = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
+    if found is not None:
+        return (
+            f"it holds Python objects other than tensors ({found[1]}), which could run code and are not loaded; "
+            "save a state dict instead"
+        )
+    if magic != ZIP_MAGIC:
+        return "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and others could run code"
+    detail = re.search(r"WeightsUnpickler error: (.*)", str(error))
+    return f"it is damaged ({detail[1].strip() if detail is not None else 'its list of tensors cannot be read'})"
+
+
+def _read_index(index: pathlib.Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        places = content["weight_map"]
+        return {str(name): str(file) for name, file in places.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"expected JSON with a weight_map of names to files ({error!r})"
+        raise CheckpointError(_unreadable(index, reason)) from error
+
+
+def _like(path: pathlib.Path) -> str:
+    """What else is in the folder that a mistyped name may have meant."""
+    with contextlib.suppress(OSError):
+        near = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix)[:5]
+        return f"; {path.parent} holds {', '.join(near)}" if near else ""
+    return ""
+
+
+def _unreadable(path: pathlib.Path, reason: str) -> str:
+    return f"cannot load {path}: {reason}."
+
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}

@@ -1,0 +1,236 @@
+"""Models with everything odd that the engine must get right, in plain PyTorch, and the ways to shard them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+
+VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 5, 12
+MARK = 0  # rows that hold this token use the `sometimes` parameters
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float = 1e-5) -> None:
+    """Equal shape and dtype, and no element off by more than `tolerance` of the largest."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
+    if want.numel() == 0:
+        return
+    error = (got.double() - want.double()).abs().max().item()
+    scale = max(want.double().abs().max().item(), 1e-6)
+    assert error <= tolerance * scale, f"{what}: off by {error:g}, relative {error / scale:g}, allowed {tolerance:g}"
+
+
+def assert_same_dicts(got: Mapping[str, Any], want: Mapping[str, Any], what: str, tolerance: float = 1e-5) -> None:
+    """The same names with the same tensors, None included."""
+    assert sorted(got) == sorted(want), f"{what}: names {sorted(got)}, expected {sorted(want)}"
+    for name, value in want.items():
+        assert (got[name] is None) == (value is None), f"{what}: {name} is {got[name]}, expected {value}"
+        if value is not None:
+            assert_same(got[name], value, f"{what}: {name}", tolerance)
+
+
+def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Every parameter's whole gradient by name, None where it has none. Collective."""
+    out: dict[str, torch.Tensor | None] = {}
+    for name, param in module.named_parameters():
+        flags = bmt.gather_result(torch.tensor([param.grad is not None])).tolist()
+        assert len(set(flags)) == 1, f"{name} has a gradient on some ranks only: {flags}"
+        if param.grad is None:
+            out[name] = None
+        elif isinstance(param, bmt.DistributedParameter):
+            shape = param._original_shape
+            out[name] = bmt.gather_result(param.grad.clone()).view(shape)
+        else:
+            out[name] = param.grad.clone()
+    return out
+
+
+def plain_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The same of a plain module."""
+    return {name: None if param.grad is None else param.grad.clone() for name, param in module.named_parameters()}
+
+
+@dataclasses.dataclass
+class Answer:
+    """What an OddBlock of kind "dataclass" returns."""
+
+    hidden: torch.Tensor
+    extra: dict[str, Any]
+
+
+class OddBlock(torch.nn.Module):
+    """Prime sizes, tiny, 0-dim, frozen, unused and sometimes-used parameters, and outputs of every kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.norm = torch.nn.LayerNorm(DIM)
+        self.up = torch.nn.Linear(DIM, WIDTH)
+        self.down = torch.nn.Linear(WIDTH, DIM, bias=False)
+        self.gain = torch.nn.Parameter(torch.randn(()) * 0.1 + 1)
+        self.tiny = torch.nn.Parameter(torch.randn(2))
+        self.sometimes = torch.nn.Parameter(torch.randn(DIM))
+        self.frozen = torch.nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.switch = torch.nn.Parameter(torch.randn(DIM))
+        self.never = torch.nn.Parameter(torch.randn(5))
+        self.odd_steps_only = torch.nn.Parameter(torch.randn(DIM, 1))
+        self.register_buffer("offset", torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor, marked: torch.Tensor, *, options: dict[str, Any]) -> Any:
+        h = torch.tanh(self.up(self.norm(x)) + self.frozen)
+        h = self.down(h) * self.gain + self.offset
+        h = h + self.tiny[0] * torch.sin(x) + self.tiny[1] ** 2
+        if marked.any():
+            h = h + self.sometimes * marked[:, None, None]
+        if options["step"] % 2:
+            h = h + torch.tanh(x @ self.odd_steps_only)
+        h = x + h * torch.sigmoid(self.switch)
+        if self.kind == "tuple":
+            return h, marked, None
+        if self.kind == "dict":
+            return {"hidden": h, "count": 3, "nested": [h.mean(), (h.detach(),)]}
+        if self.kind == "dataclass":
+            return Answer(h, {"mean": h.mean()})
+        return h
+
+
+class TiedBlock(torch.nn.Module):
+    """Uses the embedding's weight, which the root uses too, and weights of another block."""
+
+    def __init__(self, embedding: torch.nn.Parameter, other: OddBlock) -> None:
+        super().__init__()
+        self.table = embedding
+        self.up = other.up
+        self.back = torch.nn.Linear(WIDTH, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(x @ self.table.T, dim=-1)
+        return x + 0.5 * (scores @ self.table) + self.back(torch.relu(self.up(x)))
+
+
+class OddModel(torch.nn.Module):
+    """A language model of a kind: embedding and head tied, blocks used twice, a plain and a 0-dim parameter at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCAB, DIM)
+        first = OddBlock("tuple")
+        self.layers = torch.nn.ModuleList([first, OddBlock("dict"), OddBlock("dataclass"), OddBlock("tensor")])
+        self.tied = torch.nn.ModuleList([TiedBlock(self.embedding.weight, first)])
+        self.norm = torch.nn.LayerNorm(DIM)
+        self.root_scale = torch.nn.Parameter(torch.ones(3))
+        self.root_number = torch.nn.Parameter(torch.tensor(0.3))
+
+    def hidden(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        """The last hidden states (rows, length, dim)."""
+        options = {"step": step, "label": "passes through"}
+        marked = (tokens == MARK).any(1)
+        x, seen, nothing = self.layers[0](self.embedding(tokens), marked, options=options)
+        assert nothing is None
+        out = self.layers[1](x, seen, options=options)
+        assert out["count"] == 3
+        x = out["hidden"] + 0.1 * out["nested"][0] * 0
+        if step % 3 != 2:  # a whole block unused on this step
+            answer = self.layers[2](x, marked, options=options)
+            x = answer.hidden
+        x = self.tied[0](x)
+        for _ in range(2):  # called several times
+            x = self.layers[3](x, marked, options=options)
+        return self.tied[0](x)
+
+    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.norm(self.hidden(tokens, step)) * self.root_number  # a scale before the norm would have no gradient
+        return F.linear(x, self.embedding.weight)
+
+
+class Whole(torch.nn.Module):
+    """OddModel inside a module that is never sharded and has a parameter of its own, frozen ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = OddModel()
+        self.plain = torch.nn.Parameter(torch.randn(VOCAB) * 0.1)
+        self.plain_odd = torch.nn.Parameter(torch.tensor(0.2))
+        self.plain_frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
+        out = self.body(tokens, step) + self.plain
+        return out * self.plain_odd if step % 2 else out
+
+
+def make_whole() -> Whole:
+    """Always the same values."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Whole()
+
+
+def shard_whole(zero_level: int, use_checkpoint: bool) -> Whole:
+    """The same model, sharded."""
+    model = make_whole()
+    for part in (model.body.layers, model.body.tied):
+        for index, layer in enumerate(part):
+            part[index] = bmt.Block(layer, use_checkpoint=use_checkpoint, zero_level=zero_level)
+    model.body = bmt.BMTrainModelWrapper(model.body)
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (ROWS, LENGTH) of a step, for all ranks together."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=generator)
+    if step % 4:
+        tokens[:: 5, 0] = MARK  # some rows, on some ranks
+    return tokens, torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
+
+
+def loss_of(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor, step: int) -> torch.Tensor:
+    """Mean over tokens."""
+    return F.cross_entropy(model(tokens, step).reshape(-1, VOCAB), targets.reshape(-1))
+
+
+def switch_frozen(model: Whole, step: int) -> None:
+    """Freeze and unfreeze between steps."""
+    for layer in model.body.layers:
+        params = layer._parameters
+        params["switch"].requires_grad_(not 3 <= step < 6)  # type: ignore[union-attr]
+        params["frozen"].requires_grad_(step >= 5)  # type: ignore[union-attr]
+    model.body.norm._parameters["weight"].requires_grad_(step != 4)  # type: ignore[union-attr]
+    model.plain.requires_grad_(step not in (2, 3))
+    model.plain_frozen.requires_grad_(step == 8)
+
+
+def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Two groups with weight decay and learning rates of their own; frozen parameters included."""
+    decayed = [param for name, param in model.named_parameters() if "norm" not in name]
+    others = [param for name, param in model.named_parameters() if "norm" in name]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+
+
+def train_plain(num_steps: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Whole:
+    """The answer: plain PyTorch on the concatenated batch."""
+    model = make_whole()
+    stepper = optimizer(groups_of(model))
+    for step in range(num_steps):
+        switch_frozen(model, step)
+        stepper.zero_grad()
+        loss_of(model, *batch(step), step).backward()
+        stepper.step()
+    return model
+
+
+def cloned_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the state dict."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def copy_of(model: torch.nn.Module) -> Any:
+    """A deep copy."""
+    return copy.deepcopy(model)

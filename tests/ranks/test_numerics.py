@@ -1,0 +1,93 @@
+"""Ten AdamW steps of a model with every oddity: any number of ranks and any mode give plain PyTorch's parameters."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+
+import bmtrain as bmt
+
+STEPS = 10
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda params: bmt.optim.AdamOptimizer(params, lr=1e-2, weight_decay=0.1),
+    "offload": lambda params: bmt.optim.AdamOffloadOptimizer(params, lr=1e-2, weight_decay=0.1),
+    "torch": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+}
+
+# (optimizer, ZeRO level, recomputation, micro-batches, deferred reduction)
+Mode = tuple[str, int, bool, int, bool]
+MODES: list[Mode] = [
+    ("adam", level, recompute, *micro)
+    for level, recompute, micro in itertools.product((2, 3), (False, True), ((1, False), (3, False), (3, True)))
+]
+MODES += [(name, 3, recompute, 1, False) for name in ("offload", "torch") for recompute in (False, True)]
+
+
+@functools.cache
+def answer() -> dict[str, torch.Tensor]:
+    return models.cloned_state(models.train_plain(STEPS, OPTIMIZERS["torch"]))
+
+
+def train(mode: Mode) -> dict[str, torch.Tensor]:
+    name, level, recompute, micros, deferred = mode
+    model = models.shard_whole(level, recompute)
+    optimizer = OPTIMIZERS[name](models.groups_of(model))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    for step in range(STEPS):
+        models.switch_frozen(model, step)
+        manager.zero_grad()
+        tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()].chunk(micros) for part in models.batch(step))
+        for number, pair in enumerate(zip(tokens, targets, strict=True)):
+            loss = models.loss_of(model, *pair, step) / micros
+            manager.backward(loss, reduce_gradients=not deferred or number == micros - 1)
+        manager.step()
+    return models.cloned_state(model)
+
+
+def train_all() -> dict[Mode, dict[str, torch.Tensor]]:
+    return {mode: train(mode) for mode in MODES}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ten_steps_give_the_parameters_of_plain_pytorch(world_size: int) -> None:
+    """Every mode within 1e-5 of plain PyTorch on the concatenated batch, hence of every other mode; ranks agree bitwise."""
+    ranks = run_ranks(train_all, world_size, timeout=180)
+    for mode in MODES:
+        models.assert_same_dicts(ranks[0][mode], answer(), f"{mode} on {world_size} ranks")
+        for rank in ranks[1:]:
+            models.assert_same_dicts(rank[mode], ranks[0][mode], f"{mode}: one rank against another", 0.0)
+
+
+def micro_gradients(level: int, recompute: bool, last_reduces: bool) -> dict[str, torch.Tensor | None]:
+    model = models.shard_whole(level, recompute)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
+    tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()].chunk(3) for part in models.batch(1))
+    for number, pair in enumerate(zip(tokens, targets, strict=True)):
+        manager.backward(models.loss_of(model, *pair, 1) / 3, reduce_gradients=last_reduces and number == 2)
+    if not last_reduces:
+        manager.clip_grad_norm(model.parameters(), 1e9)  # reduces what was kept back
+    return models.full_gradients(model)
+
+
+def all_micro_gradients() -> dict[tuple[int, bool, bool], dict[str, torch.Tensor | None]]:
+    modes = itertools.product((2, 3), (False, True), (False, True))
+    return {mode: micro_gradients(*mode) for mode in modes}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_are_those_of_the_concatenated_batch(world_size: int) -> None:
+    """Deferred micro-batches sum up to plain PyTorch's gradient, with None where it has None."""
+    plain = models.make_whole()
+    models.loss_of(plain, *models.batch(1), 1).backward()
+    want = models.plain_gradients(plain)
+    for mode, got in run_ranks(all_micro_gradients, world_size)[0].items():
+        models.assert_same_dicts(got, want, f"(level, recompute, last reduces) {mode}")
