@@ -19,6 +19,9 @@ class Backend(ABC):
     """Builds the model and trains it by whole steps: forward, backward, clip to norm 1, AdamW."""
 
     @abstractmethod
+    def __init__(self, shape: Shape, args: argparse.Namespace) -> None: ...
+
+    @abstractmethod
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """One step on this rank's batch; the loss."""
 

@@ -10,6 +10,7 @@ from data import IGNORED, TokenData, validation_batches
 from models import GPT
 from options import Options
 from report import Report
+from together import from_rank_zero
 
 
 def batch_loss(model: GPT, loss_function: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,7 @@ def write_text(
 ) -> str:
     """The prompt and up to `num_tokens` tokens that the model adds, until it ends the text.
 
-    All ranks draw the same tokens. The random generator is its own: training goes on as if no text had been written.
+    All ranks add what rank 0 draws. The random generator is its own: training goes on as if no text had been written.
     """
     tokens = [data.end_of_text, *data.tokenizer.encode(prompt).ids]
     start = len(tokens)
@@ -60,7 +61,8 @@ def write_text(
         logits = model(padded, positions, None)[0, len(window) - 1].float().cpu()
         values, candidates = logits.topk(min(top_k, len(logits)))
         drawn = torch.multinomial(torch.softmax(values / temperature, dim=0), 1, generator=generator)
-        tokens.append(int(candidates[drawn]))
+        # Ranks that differed in one bit of a score could end the text at different places and wait for each other for ever.
+        tokens.append(from_rank_zero(int(candidates[drawn])))
         if tokens[-1] == data.end_of_text:
             break
     model.train(was_training)

@@ -34,8 +34,8 @@ class Preset:
 PRESETS = {
     # Sized so that two processes on two CPU cores show a falling loss within four minutes, vocabulary included.
     "cpu": Preset(
-        layers=4, dim=128, heads=4, vocab_size=4096, seq_len=128, batch_size=4, steps=700,
-        lr=4e-3, warmup=40, dtype="fp32", save_every=100, val_every=100, recompute=False,
+        layers=4, dim=128, heads=4, vocab_size=4096, seq_len=128, batch_size=4, steps=600,
+        lr=3e-3, warmup=70, dtype="fp32", save_every=100, val_every=100, recompute=False,
     ),
     "gpt2": Preset(
         layers=12, dim=768, heads=12, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,

@@ -41,7 +41,7 @@ def rank_zero_first(work: Generator[str, None, str]) -> str:
                 state, text = _DONE, end.value
             except Exception as failure:  # whatever it is, the others must not wait for ever
                 state, text, error = _FAILED, str(failure), failure
-        state = _from_rank_zero(state)
+        state = from_rank_zero(state)
         if state == _WORKING and time.monotonic() - shown > _SECONDS_BETWEEN_LINES:
             bmt.print_rank(f"  {text}", flush=True)
             shown = time.monotonic()
@@ -53,13 +53,14 @@ def rank_zero_first(work: Generator[str, None, str]) -> str:
     return text
 
 
-def _from_rank_zero(number: int) -> int:
+def from_rank_zero(number: int) -> int:
+    """Rank 0's number, on every rank."""
     return int(bmt.distributed.broadcast(torch.tensor([number], device=bmt.device()), 0).item())
 
 
 def _text_from_rank_zero(text: str) -> str:
     content = bytearray(text.encode())
-    buffer = torch.zeros(_from_rank_zero(len(content)), dtype=torch.uint8)
+    buffer = torch.zeros(from_rank_zero(len(content)), dtype=torch.uint8)
     if bmt.rank() == 0 and content:
         buffer = torch.frombuffer(content, dtype=torch.uint8)
     if not len(buffer):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import bmtrain as bmt
 
-VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 5, 12
+VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36  # rows divide evenly over 1 to 4 ranks and 3 micro-batches
 MARK = 0  # rows that hold this token use the `sometimes` parameters
 
 
@@ -187,7 +187,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(1, VOCAB, (ROWS, LENGTH), generator=generator)
     if step % 4:
-        tokens[:: 5, 0] = MARK  # some rows, on some ranks
+        tokens[::5, 0] = MARK  # some rows, on some ranks
     return tokens, torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
 
 

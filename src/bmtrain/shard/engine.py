@@ -62,7 +62,7 @@ class Engine:
     def _begin_forward(self) -> None:
         self.transport.fence()
         for residence in self._residences:
-            residence.forget_prefetched()
+            residence.forget()
 
     def _end_of_backward(self) -> None:
         self.schedule.restart()

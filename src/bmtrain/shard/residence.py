@@ -4,13 +4,34 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import torch
 
 from bmtrain.shard.ring import Ring, RingBuffer, alias
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.transport import Transport
+
+
+class Source:
+    """The shard that a residence gathers, without keeping it alive.
+
+    A residence is part of the order of gathers that all ranks share, and so may outlive its storage on the ranks that drop a
+    model first. There it still takes its turn in a gather that others have begun, with zeros that nobody will read.
+    """
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self._shard = weakref.ref(shard)
+        self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
+
+    def get(self) -> torch.Tensor:
+        """The shard (numel,), or zeros once it is gone."""
+        shard = self._shard()
+        return torch.zeros(self.numel, dtype=self._dtype, device=self._device) if shard is None else shard
+
+    def new_full(self, num_shards: int) -> torch.Tensor:
+        """Memory for the full buffer, usable in training even if made under inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(self.numel * num_shards, dtype=self._dtype, device=self._device)
 
 
 class Residence(ABC):
@@ -28,73 +49,72 @@ class Residence(ABC):
         """The full buffer (layout.numel,), readable on the compute stream."""
 
     @abstractmethod
-    def release(self) -> None:
-        """One holder has issued its last read."""
+    def release(self, full: torch.Tensor) -> None:
+        """The holder that was given `full` has issued its last read."""
 
     @abstractmethod
-    def forget_prefetched(self) -> None:
-        """Drop values that were gathered ahead and not used: the parameters may change now."""
+    def forget(self) -> None:
+        """Parameters may change now: values that nobody holds are worth nothing.
+
+        Called at the same places of the program on every rank. Whether to gather must never depend on what can differ between
+        ranks: versions of parameters (a rank whose slice is empty sees no change), or which old graphs are still alive.
+        """
 
 
 class Alias(Residence):
     """One rank: the shard is the full buffer."""
 
     def __init__(self, shard: torch.Tensor) -> None:
-        self._shard = shard
+        self._source = Source(shard)
 
     def prefetch(self, phase: Phase) -> None:
         return None
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        return alias(self._shard)
+        return alias(self._source.get())
 
-    def release(self) -> None:
+    def release(self, full: torch.Tensor) -> None:
         return None
 
-    def forget_prefetched(self) -> None:
+    def forget(self) -> None:
         return None
 
 
 class Kept(Residence):
-    """ZeRO-2: a buffer of its own, alive as long as any holder, usually the autograd graph, refers to it."""
+    """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
 
-    def __init__(self, shard: torch.Tensor, transport: Transport, version: Callable[[], int]) -> None:
-        self._shard, self._transport, self._version = shard, transport, version
-        self._current: weakref.ref[torch.Tensor] | None = None
-        self._ahead: torch.Tensor | None = None  # a prefetched buffer has no holder yet
+    def __init__(self, shard: torch.Tensor, transport: Transport) -> None:
+        self._source, self._transport = Source(shard), transport
+        self._full: torch.Tensor | None = None
         self._ready: torch.Event | None = None
-        self._loaded = -1
+        self._num_holders = 0
 
     def prefetch(self, phase: Phase) -> None:
-        if self._resident() is None:
-            self._ahead = self._gather()
+        self._load()
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        full = self._resident()
-        if full is None:
-            full = self._gather()
-        self._ahead = None
+        full = self._load()
+        self._num_holders += 1
         self._transport.streams.compute_waits(self._ready)
         return full
 
-    def release(self) -> None:
-        return None  # the last reference frees it
+    def release(self, full: torch.Tensor) -> None:
+        if full is not self._full:
+            return  # forgotten since
+        self._num_holders -= 1
+        if self._num_holders == 0:
+            self._full = None
 
-    def forget_prefetched(self) -> None:
-        if self._ahead is not None:
-            self._transport.streams.compute_waits(self._ready)  # its memory must not be reused while it is being filled
-            self._ahead = None
+    def forget(self) -> None:
+        # Holders keep the tensor itself; here it must not be found again. Nobody may have waited for its gather yet.
+        self._transport.streams.compute_waits(self._ready)
+        self._full, self._num_holders = None, 0
 
-    def _resident(self) -> torch.Tensor | None:
-        full = self._current() if self._current is not None else None
-        return full if self._loaded == self._version() else None
-
-    def _gather(self) -> torch.Tensor:
-        with torch.inference_mode(False):
-            full = self._shard.new_empty(self._shard.numel() * self._transport.axis.size)
-        self._ready = self._transport.gather(full, self._shard, None)
-        self._current, self._loaded = weakref.ref(full), self._version()
-        return full
+    def _load(self) -> torch.Tensor:
+        if self._full is None:
+            self._full = self._source.new_full(self._transport.axis.size)
+            self._ready = self._transport.gather(self._full, self._source.get(), None)
+        return self._full
 
 
 class Ringed(Residence):
@@ -102,49 +122,48 @@ class Ringed(Residence):
 
     survives_forward = False
 
-    def __init__(self, shard: torch.Tensor, transport: Transport, version: Callable[[], int], ring: Ring) -> None:
-        self._shard, self._transport, self._version, self._ring = shard, transport, version, ring
+    def __init__(self, shard: torch.Tensor, transport: Transport, ring: Ring) -> None:
+        self._source, self._transport, self._ring = Source(shard), transport, ring
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
-        self._loaded = -1
         self._num_holders = 0
         ring.num_members += 1
-        weakref.finalize(self, _leave, ring)
+        weakref.finalize(shard, ring.leave)
 
     def prefetch(self, phase: Phase) -> None:
         if self._num_holders:
             return
-        buffer = self._buffer if self._buffer is not None and self._buffer.owner is self else None
-        fresh = buffer is not None and self._loaded == self._version()
-        if fresh and buffer is not None and (buffer.held or phase is Phase.BACKWARD):
-            # Only backward may take back what forward left: between two forwards, values can change unseen through `.data`.
+        buffer = self._own_buffer()
+        if buffer is not None and (buffer.held or phase is Phase.BACKWARD):
+            # Only backward may take back what forward left: between two forwards parameters change.
             buffer.held = True
             return
-        if buffer is not None and buffer.held:
-            self._ring.give_back(buffer, self._transport.streams.mark_compute())
         self._buffer = self._ring.take(self)
-        self._ready = self._transport.gather(self._buffer.tensor, self._shard, self._buffer.free)
-        self._loaded = self._version()
+        self._ready = self._transport.gather(self._buffer.tensor, self._source.get(), self._buffer.free)
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        if self._num_holders == 0 or self._buffer is None:
-            self.prefetch(phase)
+        self.prefetch(phase)
         self._num_holders += 1
         self._transport.streams.compute_waits(self._ready)
         if self._buffer is None:
             raise RuntimeError("a gather left no buffer")
         return self._buffer.alias()
 
-    def release(self) -> None:
-        self._num_holders = max(self._num_holders - 1, 0)
-        if self._num_holders == 0 and self._buffer is not None and self._buffer.owner is self and self._buffer.held:
-            self._ring.give_back(self._buffer, self._transport.streams.mark_compute())
-
-    def forget_prefetched(self) -> None:
+    def release(self, full: torch.Tensor) -> None:
+        self._num_holders -= 1
         if self._num_holders == 0:
-            self.release()
-            self._loaded = -1
+            self._give_back()
 
+    def forget(self) -> None:
+        if self._num_holders == 0:
+            self._give_back()
+            self._buffer = None
 
-def _leave(ring: Ring) -> None:
-    ring.num_members -= 1
+    def _own_buffer(self) -> RingBuffer | None:
+        """The buffer, if it still holds this storage's values."""
+        return self._buffer if self._buffer is not None and self._buffer.owner is self else None
+
+    def _give_back(self) -> None:
+        buffer = self._own_buffer()
+        if buffer is not None and buffer.held:
+            self._ring.give_back(buffer, self._transport.streams.mark_compute())

@@ -49,6 +49,12 @@ class Ring:
         """Buffers that stay allocated when nobody holds them."""
         return min(self.capacity, self.num_members) if self.num_members > 1 else 0
 
+    def leave(self) -> None:
+        """One storage of this size is gone; the memory goes with the last."""
+        self.num_members -= 1
+        while len(self._buffers) > self.num_kept and not self._buffers[0].held:
+            self._buffers.pop(0).owner = None
+
     def take(self, owner: object) -> RingBuffer:
         """A buffer for `owner` to fill once its `free` event has passed; held until given back."""
         free = [b for b in self._buffers if not b.held]

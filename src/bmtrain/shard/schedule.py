@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
 
@@ -21,17 +20,16 @@ class Phase(enum.Enum):
 class Schedule(Generic[Item]):
     """Learns which item is gathered after which, per phase; before it knows, backward is forward reversed.
 
-    A wrong guess costs one gather. Items met again within one pass start a new pass, so that the last item of one
-    forward is never followed by the first of the next: parameters may change in between.
+    A wrong guess costs one gather, once: a successor that did not come is forgotten. Items met again within one pass start a
+    new pass, so that the last item of one forward is never followed by the first of the next: parameters may change in
+    between. Items are kept alive on purpose: all ranks must guess alike, whenever each of them drops a model.
     """
 
     def __init__(self) -> None:
-        self._next: dict[Phase, weakref.WeakKeyDictionary[Item, weakref.ref[Item]]] = {
-            phase: weakref.WeakKeyDictionary() for phase in Phase
-        }
-        self._previous: weakref.WeakKeyDictionary[Item, weakref.ref[Item]] = weakref.WeakKeyDictionary()
-        self._last: weakref.ref[Item] | None = None
-        self._seen: weakref.WeakSet[Item] = weakref.WeakSet()
+        self._next: dict[Phase, dict[Item, Item]] = {phase: {} for phase in Phase}
+        self._previous: dict[Item, Item] = {}
+        self._last: Item | None = None
+        self._seen: set[Item] = set()
         self._phase = Phase.FORWARD
 
     def plan(self, order: Sequence[Item]) -> None:
@@ -47,26 +45,27 @@ class Schedule(Generic[Item]):
         """`item` is gathered now: the item to gather next, if one is known."""
         if self.begins_pass(item, phase):
             self.restart(phase)
-        last = self._last() if self._last is not None else None
-        if last is not None:
-            self._learn(phase, last, item)
-        self._last = weakref.ref(item)
+        if self._last is not None:
+            self._learn(phase, self._last, item)
+        self._last = item
         self._seen.add(item)
         return self.following(item, phase)
 
     def following(self, item: Item, phase: Phase) -> Item | None:
         """What `item` is expected to be followed by."""
         known = self._next[phase].get(item)
-        if known is None and phase is Phase.BACKWARD:
-            known = self._previous.get(item)
-        return known() if known is not None else None
+        return self._previous.get(item) if known is None and phase is Phase.BACKWARD else known
 
     def restart(self, phase: Phase = Phase.FORWARD) -> None:
-        """The next item begins a pass."""
+        """The next item begins a pass; nothing came after the last of the pass before."""
+        if self._last is not None:
+            following = self._next[self._phase].pop(self._last, None)
+            if following is not None and self._previous.get(following) is self._last:
+                del self._previous[following]
         self._phase, self._last = phase, None
         self._seen.clear()
 
     def _learn(self, phase: Phase, item: Item, following: Item) -> None:
-        self._next[phase][item] = weakref.ref(following)
+        self._next[phase][item] = following
         if phase is Phase.FORWARD:
-            self._previous[following] = weakref.ref(item)
+            self._previous[following] = item

@@ -30,17 +30,6 @@ class ShardPolicy:
             )
 
 
-class VersionOf:
-    """Counts in-place writes to the parameters of a storage and to its shard."""
-
-    def __init__(self, shard: torch.Tensor, params: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
-        self._shard, self._params = shard, params
-
-    def __call__(self) -> int:
-        live = (reference() for reference in self._params)
-        return self._shard._version + sum(param._version for param in live if param is not None)
-
-
 class Storage:
     """Owner of a shard, its gradient, and the residence of the full buffer."""
 
@@ -70,12 +59,12 @@ class Storage:
         engine.register(self.residence)
 
     def _make_residence(self) -> Residence:
-        engine, version = self.engine, VersionOf(self.shard, self._params)
+        engine = self.engine
         if engine.axis.size == 1:
             return Alias(self.shard)
         if self.policy.zero_level == 2:
-            return Kept(self.shard, engine.transport, version)
-        return Ringed(self.shard, engine.transport, version, engine.ring(self.layout.numel, self.dtype))
+            return Kept(self.shard, engine.transport)
+        return Ringed(self.shard, engine.transport, engine.ring(self.layout.numel, self.dtype))
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Name the parameter objects of all slots, in order. Their `.data` must be the local slices."""
@@ -105,7 +94,7 @@ class Storage:
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place."""
-        return VersionOf(self.shard, self._params)()
+        return self.shard._version + sum(param._version for param in self.params if param is not None)
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The full buffer's tensors, one per slot."""

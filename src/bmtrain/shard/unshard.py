@@ -110,8 +110,8 @@ class Use:
     def drop(self) -> None:
         """Let go of all full buffers."""
         while self._full:
-            storage, _ = self._full.popitem()
-            storage.residence.release()
+            storage, full = self._full.popitem()
+            storage.residence.release(full)
 
     def _after_run(self) -> None:
         """Forward is over: what backward will read is kept (ZeRO-2) or gathered again (ZeRO-3)."""
@@ -119,8 +119,7 @@ class Use:
             return
         for storage in list(self._full):
             if not storage.residence.survives_forward or not torch.is_grad_enabled():
-                del self._full[storage]
-                storage.residence.release()
+                storage.residence.release(self._full.pop(storage))
 
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Backward has computed the gradients of all slots: give the buffers back and reduce."""

@@ -1,0 +1,230 @@
+"""The engine on real GPUs over NCCL, as many ranks as there are GPUs, against plain PyTorch on one of them."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+
+import bmtrain as bmt
+from bmtrain.kernels.adam import AdamSettings, adamw_reference, adamw_update
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+
+pytestmark = pytest.mark.gpu
+STEPS = 8
+
+
+def on_gpus(fn: Any, *args: Any, init: dict[str, Any] | None = None) -> list[Any]:
+    """Run on one rank per GPU."""
+    return run_ranks(fn, torch.cuda.device_count(), *args, device=None, timeout=300, init=init)
+
+
+def train_odd(sharded: bool, level: int, recompute: bool, kind: str) -> dict[str, torch.Tensor]:
+    model = models.shard_whole(level, recompute) if sharded else models.make_whole()
+    model = model.to(bmt.device())
+    classes = {"adam": bmt.optim.AdamOptimizer, "offload": bmt.optim.AdamOffloadOptimizer, "torch": torch.optim.AdamW}
+    optimizer = classes[kind if sharded else "torch"](models.groups_of(model), lr=1e-2)
+    manager = bmt.optim.OptimManager()
+    if sharded:
+        manager.add_optimizer(optimizer)
+    for step in range(STEPS):
+        models.switch_frozen(model, step)
+        optimizer.zero_grad()
+        whole = [part.to(bmt.device()) for part in models.batch(step)]
+        if sharded:
+            tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()] for part in whole)
+            manager.backward(models.loss_of(model, tokens, targets, step))
+            manager.step()
+        else:
+            models.loss_of(model, whole[0], whole[1], step).backward()
+            optimizer.step()
+    return {name: value.cpu() for name, value in models.cloned_state(model).items()}
+
+
+def compare_odd() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    want = train_odd(False, 3, False, "torch")
+    for level, recompute, kind in itertools.product((2, 3), (False, True), ("adam", "offload", "torch")):
+        got = train_odd(True, level, recompute, kind)
+        models.assert_same_dicts(got, want, f"ZeRO-{level}, recompute {recompute}, {kind}")
+
+
+def test_every_oddity_trains_as_plain_pytorch() -> None:
+    """The CPU suite's oddest model, all ZeRO levels and optimizers, over NCCL."""
+    on_gpus(compare_odd)
+
+
+class Layer(torch.nn.Module):
+    """A feed-forward block with dropout: (batch, dim) to the same."""
+
+    def __init__(self, dim: int = 512, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(dim)
+        self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
+        self.dropout = torch.nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+def make_layers(dropout: float = 0.0) -> list[Layer]:
+    torch.manual_seed(2)
+    return [Layer(dropout=dropout).to(bmt.device()) for _ in range(6)]
+
+
+def gradients(layers: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    for layer in layers:
+        x = layer(x)
+    x.square().mean().backward()
+    return [param.grad.clone() for layer in layers for param in layer.parameters()]
+
+
+def compare_compiled() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(11)  # the same input everywhere: the sum over ranks is a multiple
+    x = torch.randn(64, 512, device=bmt.device())
+    want = gradients(make_layers(), x)
+    for level, recompute in itertools.product((2, 3), (False, True)):
+        layers = bmt.TransformerBlockList([bmt.Block(m, use_checkpoint=recompute, zero_level=level) for m in make_layers()])
+        for block in layers:
+            block.compile(dynamic=False)
+        for number in range(3):
+            for param in layers.parameters():
+                param.grad = None
+            got = gradients(layers, x)
+            params = list(layers.parameters())
+            for mine, full, param in zip(got, want, params, strict=True):
+                piece = param.storage_of.piece(param.index_in_storage)
+                part = full.reshape(-1)[piece.start : piece.stop] * bmt.world_size()
+                if part.numel():
+                    models.assert_same(mine, part, f"ZeRO-{level}, recompute {recompute}, pass {number}", 2e-5)
+
+
+def test_compiled_blocks_have_the_gradients_of_plain_ones() -> None:
+    """Inductor's code on views of ring buffers, saved tensors packed and gathered again, several passes."""
+    on_gpus(compare_compiled)
+
+
+def compare_dropout() -> None:
+    results = []
+    for recompute in (False, True):
+        layers = bmt.TransformerBlockList([bmt.Block(m, use_checkpoint=recompute) for m in make_layers(0.3)])
+        torch.manual_seed(5)
+        results.append(gradients(layers, torch.ones(64, 512, device=bmt.device())))
+    for kept, recomputed in zip(*results, strict=True):
+        models.assert_same(recomputed, kept, "recomputed dropout", 0.0)
+
+
+def test_recomputation_replays_dropout_exactly() -> None:
+    """Bitwise the gradients of a run that kept its activations."""
+    on_gpus(compare_dropout)
+
+
+def train_quietly() -> tuple[list[int], int]:
+    """A bf16 training step never makes the host wait, and memory does not grow; (allocated bytes per step, ring buffers)."""
+    layers = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()])
+    optimizer = bmt.optim.AdamOptimizer(layers.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    x = torch.randn(64, 512, device=bmt.device(), dtype=torch.bfloat16)
+    allocated = []
+    for step in range(8):
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        manager.zero_grad()
+        manager.backward(layers(x).float().square().mean())
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    return allocated, world.current().service(Engine).num_ring_buffers()
+
+
+def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
+    """No synchronisation after warm-up, the same allocation after every later step, at most three full buffers."""
+    for allocated, buffers in on_gpus(train_quietly):
+        assert len(set(allocated[3:])) == 1, allocated
+        assert buffers <= 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_adam_is_the_formula(dtype: torch.dtype) -> None:
+    """Ten updates by the Triton kernel against the plain-torch twin, lengths that fill no block."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    start = torch.randn(100_003, generator=generator, device="cuda")
+    runs = []
+    for update in (adamw_reference, adamw_update):
+        weight = start.to(dtype)
+        master = weight if dtype == torch.float32 else weight.float()
+        mean, square = torch.zeros_like(start), torch.zeros_like(start)
+        generator.manual_seed(1)
+        for step in range(1, 11):
+            grad = torch.randn(100_003, generator=generator, device="cuda").to(dtype) * 8
+            settings = AdamSettings(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, scale=8.0)
+            update(weight, grad, master, mean, square, settings)
+        runs.append((master, mean, square))
+    for name, want, got in zip(("master", "exp_avg", "exp_avg_sq"), *runs, strict=True):
+        models.assert_same(got, want, name, 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
+    """Values and gradients in fp32 arithmetic, with ignored targets, without a host synchronisation."""
+    torch.manual_seed(0)
+    logits = torch.randn(300, 5003, device="cuda").to(dtype).requires_grad_(True)
+    targets = torch.randint(0, 5003, (300,), device="cuda")
+    targets[::7] = -100
+    loss_function = bmt.loss.FusedCrossEntropy()
+    loss_function(logits, targets).backward()
+    logits.grad = None
+    torch.cuda.set_sync_debug_mode("error")
+    loss = loss_function(logits, targets)
+    loss.backward()
+    torch.cuda.set_sync_debug_mode("default")
+    twin = logits.detach().float().requires_grad_(True)
+    want = F.cross_entropy(twin, targets)
+    want.backward()
+    models.assert_same(loss.detach().float(), want.detach(), "loss", 1e-5)
+    models.assert_same(logits.grad.float(), twin.grad, "gradient", 1e-5 if dtype == torch.float32 else 2**-8)
+
+
+def save_and_load(folder: str) -> None:
+    path = str(pathlib.Path(folder) / "model.safetensors")
+    first = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16)) for m in make_layers()])
+    bmt.save(first, path)
+    torch.manual_seed(99)
+    second = bmt.TransformerBlockList([bmt.Block(Layer().to(torch.bfloat16)) for _ in range(6)])
+    bmt.load(second, path)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        models.assert_same(other.detach(), one.detach(), "loaded", 0.0)
+
+
+def test_saved_files_load(tmp_path: pathlib.Path) -> None:
+    """Full tensors out of GPU shards and back, bit by bit."""
+    on_gpus(save_and_load, str(tmp_path))
+
+
+def communicate() -> None:
+    size, rank, device = bmt.world_size(), bmt.rank(), bmt.device()
+    x = torch.arange(4.0, device=device, requires_grad=True)
+    gathered = bmt.distributed.all_gather(x + rank)
+    assert gathered.shape == (size, 4)
+    (gathered * (rank + 1)).sum().backward()
+    models.assert_same(x.grad, torch.full((4,), size * (size + 1) / 2, device=device), "all_gather backward")
+    assert float(bmt.sum_loss(torch.tensor(float(rank), device=device))) == (size - 1) / 2
+    assert bmt.gather_result(torch.full((rank + 1,), rank, device=device)).numel() == size * (size + 1) // 2
+    assert float(bmt.distributed.all_reduce(torch.tensor(rank + 1.0, device=device), "max")) == size
+    bmt.synchronize()
+    assert bmt.benchmark.all_gather(max_size=1 << 16)
+
+
+def test_communication_over_nccl() -> None:
+    """Collectives with gradients, results and the bandwidth table."""
+    on_gpus(communicate)

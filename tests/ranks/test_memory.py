@@ -1,0 +1,170 @@
+"""Memory, counted: full buffers, shards, storages that outlive a step, models that outlive their last reference."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+
+LAYERS, DIM = 8, 61
+
+
+def tensors() -> dict[int, tuple[int, int]]:
+    """Live storages: address -> (bytes, ...)."""
+    gc.collect()
+    found: dict[int, tuple[int, int]] = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu" and not thing.is_sparse:
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = (storage.nbytes(), thing.dtype.itemsize)
+    return found
+
+
+def num_of_bytes() -> int:
+    return sum(size for size, _ in tensors().values())
+
+
+def make(level: int, recompute: bool) -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM)) for _ in range(LAYERS)]
+    return nn.Sequential(*(bmt.Block(layer, use_checkpoint=recompute, zero_level=level) for layer in layers))
+
+
+def full_numel(model: nn.Sequential) -> int:
+    return model[0].storages[0].layout.numel
+
+
+def between() -> None:
+    """Count the live tensors as large as a block's full buffer between forward and backward."""
+    engine = world.current().service(Engine)
+    for recompute in (False, True):
+        model = make(3, recompute)
+        size = full_numel(model) * 4
+        for _ in range(2):
+            loss = model(torch.ones(2, DIM)).sum()
+            full = [address for address, (nbytes, _) in tensors().items() if nbytes >= size]
+            assert engine.num_ring_buffers() <= 3
+            assert len(full) <= engine.num_ring_buffers(), f"recompute={recompute}: {len(full)} full buffers after forward"
+            loss.backward()
+            assert engine.num_ring_buffers() <= 3
+        del loss
+        full = [address for address, (nbytes, _) in tensors().items() if nbytes >= size]
+        assert len(full) <= 3, f"recompute={recompute}: {len(full)} full buffers after backward"
+        del model
+    kept = make(2, False)
+    loss = kept(torch.ones(2, DIM)).sum()
+    full = [address for address, (nbytes, _) in tensors().items() if nbytes >= full_numel(kept) * 4]
+    assert len(full) >= LAYERS, "the count sees no full buffers where ZeRO-2 keeps them"
+    loss.backward()
+    full = [address for address, (nbytes, _) in tensors().items() if nbytes >= full_numel(kept) * 4]
+    assert len(full) <= 3, f"ZeRO-2 holds {len(full)} full buffers after backward"
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_zero_3_keeps_only_the_ring(world_size: int) -> None:
+    """No full buffer beyond the ring's three between forward and backward, recomputing or not; ZeRO-2's go with backward."""
+    run_ranks(between, world_size, timeout=40)
+
+
+def shares() -> None:
+    for factory in (AdamOptimizer, AdamOffloadOptimizer):
+        model = make(3, True)
+        total = sum(math.prod(param._original_shape) for param in model.parameters())  # type: ignore[attr-defined]
+        optimizer = factory(model.parameters())
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        manager.backward(model(torch.ones(2, DIM)).sum())
+        manager.step()
+        limit = 1.01 * total / bmt.world_size()
+        storages = [block.storages[0] for block in model]
+        held = {
+            "parameters": [storage.shard for storage in storages],
+            "gradients": [storage.gradient.flat for storage in storages],
+            **{name: [optimizer.state[p][name] for p in model.parameters()] for name in ("exp_avg", "exp_avg_sq")},
+        }
+        for what, values in held.items():
+            memory = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}  # type: ignore[union-attr]
+            assert sum(memory.values()) <= 4 * limit, f"{factory.__name__} {what}: {sum(memory.values()) / 4 / limit:.3f} of the limit"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_holds_its_share(world_size: int) -> None:
+    """Parameters, gradients and both moments are 1/world of the whole, padding under 1 %."""
+    run_ranks(shares, world_size, timeout=40)
+
+
+def growth() -> None:
+    for level, recompute in ((2, False), (2, True), (3, False), (3, True)):
+        model = make(level, recompute)
+        manager = OptimManager()
+        manager.add_optimizer(AdamOptimizer(model.parameters()))
+        seen = []
+        for step in range(6):
+            manager.zero_grad()
+            manager.backward(model(torch.ones(2, DIM)).sum(), reduce_gradients=step % 2 == 0)
+            manager.backward(model(torch.ones(2, DIM)).sum())
+            manager.clip_grad_norm(model.parameters(), 1.0)
+            manager.step()
+            with torch.no_grad():
+                model(torch.ones(2, DIM))
+            seen.append(num_of_bytes())
+        assert max(seen[2:]) <= seen[1], f"ZeRO-{level}, recompute={recompute}: bytes after each step {seen}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nothing_grows_from_step_to_step(world_size: int) -> None:
+    """Live storages after the second step are all there will be."""
+    run_ranks(growth, world_size, timeout=40)
+
+
+def deletion() -> None:
+    gc.collect()
+    gc.disable()
+    for level, recompute in ((2, False), (2, True), (3, False), (3, True)):
+        model = bmt.BMTrainModelWrapper(nn.Sequential(make(level, recompute), nn.Linear(DIM, 3)))
+        optimizer = AdamOptimizer(model.parameters())
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        manager.backward(model(torch.ones(2, DIM)).sum())
+        manager.step()
+        storages = [weakref.ref(block.storages[0]) for block in model[0]]
+        shards = [weakref.ref(block.storages[0].shard) for block in model[0]]
+        del model, optimizer, manager
+        what = f"ZeRO-{level}, recompute={recompute}"
+        if gc.collect() < 0:
+            raise AssertionError
+        assert not any(reference() for reference in storages), f"{what}: storages live on"
+        assert all(reference() is None for reference in shards), f"{what}: shards live on"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_deleted_model_is_gone(world_size: int) -> None:
+    """The engine refers to models weakly: after the last reference their shards are freed."""
+    run_ranks(deletion, world_size, timeout=40)
+
+
+def no_cycles() -> None:
+    gc.collect()
+    gc.disable()
+    block = bmt.Block(nn.Linear(DIM, DIM))
+    block(torch.ones(1, DIM)).sum().backward()
+    shard = weakref.ref(block.storages[0].shard)
+    del block
+    assert shard() is None, "a reference cycle keeps the shard until the collector runs"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("program", [no_cycles])
+def test_no_reference_cycle(world_size: int, program: Callable[[], None]) -> None:
+    """Reference counting alone frees a deleted block."""
+    run_ranks(program, world_size, timeout=40)
