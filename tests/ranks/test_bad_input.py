@@ -120,14 +120,6 @@ class NoReset(nn.Module):
         self.weight = nn.Parameter(torch.empty(3, device="meta"))
 
 
-class OtherDevice(nn.Module):
-    """Pretends to live on a device of another kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
-
 def loading() -> None:
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     before = model.state_dict()
@@ -217,7 +209,7 @@ def test_a_rank_that_raises_ends_the_job(tmp_path: pathlib.Path) -> None:
     source = pathlib.Path(__file__).parents[2] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     begin = time.monotonic()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", str(script)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
     elapsed = time.monotonic() - begin
     assert done.returncode != 0

@@ -47,7 +47,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
     weights = [param for name, param in model.named_parameters() if not name.endswith("bias")]
-    return [{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": 0.02}]
+    return [{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
 
 
 def steps(

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from bmtrain.block.adopt import Converted, Place, adopt, move_buffers, places_of, storages_at
+from bmtrain.block.compiled import CompiledModule, SeveralGraphsError
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
@@ -18,6 +19,7 @@ from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
 
 MODES = ("BLOCK", "PIPE")
+Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Block(DistributedModule):
@@ -71,6 +73,7 @@ class Block(DistributedModule):
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         self.training = inner.training
         self.use_checkpoint = use_checkpoint
+        self._compiled: CompiledModule | None = None
         parts = list(_plain_subtree("", inner))
         self._places = list(places_of(parts))
         adopt(self._places, policy, current.service(Converted))
@@ -105,18 +108,27 @@ class Block(DistributedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the inner module returns for these arguments."""
-        use = Use(self.storages)
-        if self.use_checkpoint and torch.is_grad_enabled():
-            # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
-            return checkpoint(self._run, use, False, kwargs, *args, use_reentrant=False)
-        return self._run(use, torch.is_grad_enabled(), kwargs, *args)
+        call = self._inner_call if self._compiled is None else self._compiled.plain
+        if not (self.use_checkpoint and torch.is_grad_enabled()):
+            return self._run(Use(self.storages), torch.is_grad_enabled(), call, kwargs, *args)
+        if self._compiled is not None and self._compiled.recomputes_inside:
+            try:
+                return self._run(Use(self.storages), True, self._compiled.recomputing, kwargs, *args)
+            except SeveralGraphsError:  # said in a warning; from now on recomputed from outside
+                return self.forward(*args, **kwargs)
+        # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
+        return checkpoint(self._run, Use(self.storages), False, call, kwargs, *args, use_reentrant=False)
 
-    def _run(self, use: Use, pack: bool, kwargs: dict[str, Any], *args: Any) -> Any:
+    def _run(self, use: Use, pack: bool, call: Call, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run the inner module on gathered parameters; `pack` when autograd saves tensors of this run until backward."""
         with use.running(), self._bound(use):
             with use.packing() if pack else contextlib.nullcontext():
-                out = self._inner(*args, **kwargs)
+                out = call(self._inner, args, kwargs)
             return _detached_from(use, out)
+
+    @staticmethod
+    def _inner_call(inner: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return inner(*args, **kwargs)
 
     @contextlib.contextmanager
     def _bound(self, use: Use) -> Iterator[None]:
@@ -142,9 +154,9 @@ class Block(DistributedModule):
         for rnn in self._rnns:
             rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, **options: Any) -> None:
         """Compile the inner module with torch.compile's arguments; blocks of equal shape share the compiled code."""
-        self._inner.compile(*args, **kwargs)
+        self._compiled = CompiledModule(options)
 
     def train(self, mode: bool = True) -> Block:
         """Set training mode on the inner module too."""
