@@ -1,6 +1,7 @@
 """Start a program on every GPU of this machine, or on two CPU processes: `launch.py [--nproc N] PROGRAM [ARGUMENT...]`.
 
-Replaces itself by torchrun, so that an interrupt reaches it directly.
+Runs torchrun in this process. Where torchrun would end with a traceback of its own, the ranks have said already what
+happened: they were asked to stop, or one of them failed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import os
 import sys
 
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 
 
 def main() -> None:
@@ -26,9 +30,13 @@ def main() -> None:
     if not num_gpus:
         # Ranks that share few cores lose more by each starting a thread per core than they gain.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
-    # Behind "--" torchrun does not take an argument of the program for an abbreviation of its own.
-    os.execv(sys.executable, [*torchrun, "--", options.program, *options.arguments])
+    try:
+        # Behind "--" torchrun does not take an argument of the program for an abbreviation of its own.
+        torchrun(["--standalone", f"--nproc_per_node={num_processes}", "--", options.program, *options.arguments])
+    except SignalException:
+        print("launch: interrupted; all processes have ended", file=sys.stderr)
+    except ChildFailedError as error:
+        sys.exit(max(abs(failure.exitcode) for failure in error.failures.values()))
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ def hooks() -> None:
         seen: list[tuple[tuple[int, ...], torch.Tensor]] = []
         for module in (plain, sharded):
             module[1].get_submodule("0").register_forward_hook(
-                lambda m, args, out: seen.append((tuple(m.weight.shape), out.detach().clone()))
+                lambda m, args, out, seen=seen: seen.append((tuple(m.weight.shape), out.detach().clone()))
             )
         x = torch.ones(2, 6)
         plain(x)

@@ -94,7 +94,9 @@ def shares() -> None:
         }
         for what, values in held.items():
             memory = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}  # type: ignore[union-attr]
-            assert sum(memory.values()) <= 4 * limit, f"{factory.__name__} {what}: {sum(memory.values()) / 4 / limit:.3f} of the limit"
+            assert sum(memory.values()) <= 4 * limit, (
+                f"{factory.__name__} {what}: {sum(memory.values()) / 4 / limit:.3f} of the limit"
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

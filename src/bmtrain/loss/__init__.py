@@ -1,5 +1,6 @@
 """Losses."""
 
 from bmtrain.loss.cross_entropy import FusedCrossEntropy
+from bmtrain.loss.token_mean import TokenMean
 
-__all__ = ["FusedCrossEntropy"]
+__all__ = ["FusedCrossEntropy", "TokenMean"]

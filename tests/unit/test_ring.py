@@ -1,0 +1,67 @@
+"""The ring of full buffers."""
+
+from __future__ import annotations
+
+import torch
+
+from bmtrain.shard.ring import Ring, alias
+
+
+class Member:
+    """Stands for a storage."""
+
+
+def make(num_members: int, capacity: int = 3) -> Ring:
+    ring = Ring(16, torch.float32, torch.device("cpu"), capacity)
+    ring.num_members = num_members
+    return ring
+
+
+def test_the_least_recently_released_free_buffer_is_taken() -> None:
+    """So that the values of the last users stay longest."""
+    ring, members = make(9), [Member() for _ in range(5)]
+    a, b, c = (ring.take(member) for member in members[:3])
+    assert ring.num_buffers == 3
+    for buffer in (b, a, c):
+        ring.give_back(buffer, None)
+    assert ring.take(members[3]) is b
+    assert ring.take(members[4]) is a
+    assert ring.num_buffers == 3
+
+
+def test_a_held_buffer_is_never_given_out() -> None:
+    """When all are held one more is made, and dropped again when it comes back."""
+    ring, members = make(9), [Member() for _ in range(4)]
+    taken = [ring.take(member) for member in members]
+    assert len({buffer.tensor.data_ptr() for buffer in taken}) == 4
+    for buffer in taken:
+        ring.give_back(buffer, None)
+    assert ring.num_buffers == 3
+
+
+def test_a_size_that_one_storage_has_keeps_nothing() -> None:
+    """Its memory would serve nobody else."""
+    ring = make(1)
+    buffer = ring.take(Member())
+    assert ring.num_buffers == 1
+    ring.give_back(buffer, None)
+    assert ring.num_buffers == 0
+
+
+def test_refilling_is_no_change_to_autograd() -> None:
+    """An alias has a version of its own: a tensor saved from it stays usable in backward after the buffer was written."""
+    memory = torch.ones(4)
+    weight = alias(memory)
+    x = torch.ones(4, requires_grad=True)
+    y = (x * weight).sum()
+    memory.fill_(2.0)
+    y.backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full((4,), 2.0))
+    assert weight.data_ptr() == memory.data_ptr()
+
+
+def test_buffers_made_in_inference_mode_serve_training() -> None:
+    """A run may begin with an evaluation."""
+    with torch.inference_mode():
+        buffer = make(2).take(Member())
+    assert not buffer.tensor.is_inference()
