@@ -36,9 +36,7 @@ def in_a_fresh_process(program: str) -> str:
 def test_import_is_cheap() -> None:
     """At most 0.3 s on top of `import torch`: the least of three, as other processes share the cores."""
     seconds = min(float(in_a_fresh_process(MEASURE)) for _ in range(3))
-    assert seconds <= BUDGET_S, (
-        f"import bmtrain takes {seconds:.2f} s after import torch, expected at most {BUDGET_S} s"
-    )
+    assert seconds <= BUDGET_S, f"import bmtrain takes {seconds:.2f} s after import torch, expected at most {BUDGET_S} s"
 
 
 def test_import_does_nothing() -> None:

@@ -137,21 +137,6 @@ def in_checkpoint(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return squared(lambda y: checkpoint(module, y * 2, use_reentrant=False), x)  # type: ignore[arg-type]
 
 
-class Inside(nn.Module):
-    """Recomputes parts of itself, as many published models do."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.first, self.second = nn.Linear(8, 13), nn.Linear(13, 8)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + checkpoint(self._inner, x * 1.0, use_reentrant=self.reentrant)
-
-
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,8 +169,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "dropout twice": (Dropping, twice),
     "mixed dtypes": (Mixed, squared),
 }
-# A user's checkpoint inside a block recomputes when the block has let go of its parameters.
-CASES |= {"reentrant checkpoint inside": (lambda: Inside(True), squared), "checkpoint inside": (lambda: Inside(False), squared)}
 
 
 def run_case(name: str) -> None:

@@ -17,7 +17,7 @@ from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 
-LAYERS, DIM = 8, 127
+LAYERS, DIM = 5, 127
 
 
 def tensors() -> dict[int, int]:
@@ -111,7 +111,7 @@ def growth() -> None:
         manager = OptimManager()
         manager.add_optimizer(AdamOptimizer(model.parameters()))
         seen = []
-        for step in range(6):
+        for step in range(4):
             manager.zero_grad()
             manager.backward(model(torch.ones(2, DIM)).sum(), reduce_gradients=step % 2 == 0)
             manager.backward(model(torch.ones(2, DIM)).sum())

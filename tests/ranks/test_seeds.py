@@ -223,7 +223,8 @@ def model_center() -> dict[str, Any]:
         grad_norm = bmt.optim.clip_grad_norm(optimizer.param_groups, max_norm=10.0, scale=optimizer.scale, norm_type=2)
         bmt.optim_step(optimizer, lr_scheduler)
         bmt.print_rank(
-            f"loss: {global_loss:.4f} | lr: {lr_scheduler.current_lr:.4e}, scale: {int(optimizer.scale):10.4f} | grad_norm: {grad_norm:.4f} |"
+            f"loss: {global_loss:.4f} | lr: {lr_scheduler.current_lr:.4e}, "
+            f"scale: {int(optimizer.scale):10.4f} | grad_norm: {grad_norm:.4f} |"
         )
         losses.append(global_loss)
         model.eval()

@@ -64,8 +64,7 @@ def class_weights() -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
-    ("reduction", "weighted", "smoothing"),
-    list(itertools.product(["mean", "sum", "none"], [False, True], [0.0, 0.1, 1.0])),
+    ("reduction", "weighted", "smoothing"), list(itertools.product(["mean", "sum", "none"], [False, True], [0.0, 0.1, 1.0]))
 )
 def test_equals_torch(dtype: torch.dtype, reduction: str, weighted: bool, smoothing: float) -> None:
     logits, target = batch(dtype)
@@ -103,9 +102,7 @@ def test_ignored_rows_have_no_loss_and_no_gradient(ignore_index: int) -> None:
 @pytest.mark.parametrize("rows", [ROWS, 0])
 def test_no_valid_target_gives_zero(reduction: str, rows: int) -> None:
     logits = torch.randn(rows, CLASSES, requires_grad=True)
-    loss = FusedCrossEntropy(class_weights(), reduction=reduction, label_smoothing=0.1)(
-        logits, torch.full((rows,), -100)
-    )
+    loss = FusedCrossEntropy(class_weights(), reduction=reduction, label_smoothing=0.1)(logits, torch.full((rows,), -100))
     loss.backward()
     assert loss.item() == 0.0
     assert logits.grad is not None and not logits.grad.any()
@@ -195,9 +192,7 @@ LOGITS, TARGET = torch.zeros(4, 5), torch.zeros(4, dtype=torch.long)
         (LOGITS, torch.tensor([0, -7, 5, 2]), None, ["row 1", "got -7", "2 of 4"]),
     ],
 )
-def test_bad_inputs_are_named(
-    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, named: list[str]
-) -> None:
+def test_bad_inputs_are_named(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, named: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         FusedCrossEntropy(weight)(logits, target)
     assert not [words for words in named if words not in str(caught.value)], str(caught.value)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from bmtrain.block.adopt import Converted, Place, adopt, move_buffers, places_of, storages_at
 from bmtrain.block.compiled import CompiledModule, SeveralGraphsError
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import ShardPolicy, Storage
@@ -121,7 +124,7 @@ class Block(DistributedModule):
 
     def _run(self, use: Use, pack: bool, call: Call, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run the inner module on gathered parameters; `pack` when autograd saves tensors of this run until backward."""
-        with use.running(), self._bound(use):
+        with use.running(), self._bound(use), self._spare_buffers() if in_backward() else contextlib.nullcontext():
             with use.packing() if pack else contextlib.nullcontext():
                 out = call(self._inner, args, kwargs)
             return _detached_from(use, out)
@@ -149,6 +152,19 @@ class Block(DistributedModule):
                 place.module._parameters[place.name] = param
             self._refresh_rnns()
 
+    @contextlib.contextmanager
+    def _spare_buffers(self) -> Iterator[None]:
+        """Inside, buffers are copies: recomputation must not update running statistics a second time."""
+        modules = [module for _, module in _plain_subtree("", self._inner)]
+        before = [dict(module._buffers) for module in modules]
+        try:
+            for module in modules:
+                module._buffers.update({name: b if b is None else b.clone() for name, b in module._buffers.items()})
+            yield
+        finally:
+            for module, buffers in zip(modules, before, strict=True):
+                module._buffers.update(buffers)
+
     def _refresh_rnns(self) -> None:
         """torch's recurrent modules read their weights from a list of their own."""
         for rnn in self._rnns:
@@ -160,8 +176,8 @@ class Block(DistributedModule):
 
     def train(self, mode: bool = True) -> Block:
         """Set training mode on the inner module too."""
-        super().train(mode)
-        self._inner.training = mode
+        self._inner.train(mode)  # which may be more than a flag
+        self.training = mode
         return self
 
     def extra_repr(self) -> str:
@@ -189,6 +205,17 @@ def _detached_from(use: Use, out: Any) -> Any:
 
 
 def _map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
+    """`out` with `fn` applied to its tensors, in containers and dataclasses of any depth; the same object if none changes."""
     if isinstance(out, torch.Tensor):
         return fn(out)
-    return torch.utils._pytree.tree_map(fn, out)
+    if dataclasses.is_dataclass(out) and not isinstance(out, type):
+        fields = {field.name: getattr(out, field.name) for field in dataclasses.fields(out) if field.init}
+        mapped = {name: _map_tensors(fn, value) for name, value in fields.items()}
+        same = all(mapped[name] is value for name, value in fields.items())
+        return out if same else dataclasses.replace(out, **mapped)
+    leaves, spec = tree_flatten(out)
+    if len(leaves) == 1 and leaves[0] is out:
+        return out
+    mapped_leaves = [_map_tensors(fn, leaf) for leaf in leaves]
+    same = all(new is old for new, old in zip(mapped_leaves, leaves, strict=True))
+    return out if same else tree_unflatten(mapped_leaves, spec)

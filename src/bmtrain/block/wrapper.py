@@ -95,8 +95,9 @@ class _Wrapping:
             if member is None:
                 continue
             if id(member) not in self._done:
-                block = member if isinstance(member, Block) else Block(member)
-                self._done[id(member)] = self._done[id(block)] = block
+                nested = isinstance(member, torch.nn.ModuleList | torch.nn.ModuleDict)
+                part = self.wrap(member) if nested or isinstance(member, Block) else Block(member)
+                self._done[id(member)] = self._done[id(part)] = part
             members._modules[name] = self._done[id(member)]
             blocks.append(self._done[id(member)])
         plan_gathers(block for block in blocks if isinstance(block, Block))

@@ -96,7 +96,8 @@ class OptimManager:
             self.scale_loss(loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all optimizers."""
+        """Clear the gradients of all optimizers, those too that wait on this rank for their reduction."""
+        self._engine.backward.discard_deferred()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
 

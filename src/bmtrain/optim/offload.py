@@ -103,6 +103,7 @@ class AdamOffloadOptimizer(AdamBase):
 
     def _update(self, group: dict[str, Any], run: Run, state: RunState, piece: Run, grad: torch.Tensor, scale: float) -> None:
         settings = self._settings(group, piece, scale)
+        self._sums[0] += sum(param.numel() for param in piece.params)  # without the padding between them, which never changes
         base, weight = piece.begin - run.begin, piece.values
         length = -(-piece.numel // max(1, -(-piece.numel // CHUNK)))  # equal parts
         for start in range(0, piece.numel, length or 1):
@@ -149,7 +150,7 @@ class AdamOffloadOptimizer(AdamBase):
                 chunk.weight.copy_(arriving)
         if before is not None:
             delta = (chunk.master - before).double()
-            self._sums += torch.stack([torch.tensor(float(count), dtype=torch.float64), delta.sum(), delta.square().sum()])
+            self._sums[1:] += torch.stack([delta.sum(), delta.square().sum()])
 
     def _global_sums(self) -> tuple[float, float, float]:
         sums = self._sums.clone()

@@ -133,11 +133,30 @@ class Backward:
         if task in (self._task, -1):
             return
         if self._task != -1:
-            # A pass inside a pass (reentrant checkpointing), or one that an exception ended: what is there is shown now, as
-            # plain autograd leaves in `.grad` what it had added before.
-            self.finish()
+            self.finish()  # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown now
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def abandon_if_dead(self) -> None:
+        """Forget a pass that an exception ended. Called outside of backward passes, where none can be open."""
+        if self._task == -1 or in_backward():
+            return
+        self._task = -1
+        for use in self._uses:
+            use.drop()
+        for gradient in self._gradients:
+            gradient.is_open = False
+        self._uses.clear()
+        self._gradients.clear()
+        self._incoming.clear()
+        self._transport.wait_for_reductions()
+        self._on_finish()
+
+    def discard_deferred(self) -> None:
+        """Forget gradients that `deferring` kept back: the program clears its gradients."""
+        for gradient in self._waiting:
+            gradient.discard_deferred()
+        self._waiting.clear()
 
     def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
         def collect(grad: torch.Tensor) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Engine:
 
     def acquire(self, residence: Residence, phase: Phase) -> torch.Tensor:
         """The full buffer of `residence`, with the gather of its expected successor started behind it."""
+        self.backward.abandon_if_dead()
         if phase is Phase.FORWARD and self.schedule.begins_pass(residence, phase):
             self._begin_forward()
         following = self.schedule.observe(residence, phase)

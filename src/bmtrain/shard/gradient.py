@@ -93,6 +93,10 @@ class Gradient:
             self._deferred = None
         self._reduce(full)
 
+    def discard_deferred(self) -> None:
+        """Forget what was deferred."""
+        self._deferred = None
+
     def flush(self) -> None:
         """Reduce what was deferred."""
         if self._deferred is not None:

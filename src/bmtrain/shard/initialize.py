@@ -10,6 +10,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import seeding, world
+from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 
 
@@ -44,15 +45,17 @@ def _run_init_method(name: str, param: DistributedParameter) -> None:
 
 def _reset(owner: torch.nn.Module, done: set[DistributedParameter]) -> None:
     """Let `owner` reset itself on full tensors if any of its own parameters has no values and no init_method."""
-    reset = reset_method(owner)
+    # A block stands for the module it wraps.
+    module = next(iter(owner.sharded_modules()))[1] if isinstance(owner, DistributedModule) else owner
+    reset = reset_method(module)
     waiting = [
         param
-        for param in owner._parameters.values()
+        for param in module._parameters.values()
         if isinstance(param, DistributedParameter) and param.never_set and param.init_method is None
     ]
     if reset is None or not waiting:
         return
-    with full_parameters(owner, done):
+    with full_parameters(module, done):
         reset()
 
 
@@ -67,17 +70,14 @@ def reset_method(owner: torch.nn.Module) -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> Iterator[None]:
-    """Inside, the distributed parameters of `owner` and its plain children are full, uninitialised nn.Parameters."""
+    """Inside, the distributed parameters of `owner` and its children are full nn.Parameters: zeros where there were no values."""
     places = [
         (module._parameters, name, param)
         for module in owner.modules()
         for name, param in module._parameters.items()
         if isinstance(param, DistributedParameter)
     ]
-    stand_ins = {
-        param: torch.nn.Parameter(torch.zeros(param._original_shape, dtype=param.dtype, device=param.device))
-        for _, _, param in places
-    }
+    stand_ins = {param: torch.nn.Parameter(_full_copy(param)) for _, _, param in places}
     try:
         for parameters, name, param in places:
             parameters[name] = stand_ins[param]
@@ -88,6 +88,12 @@ def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> 
     for param, full in stand_ins.items():
         param.set_full(full)
         done.add(param)
+
+
+def _full_copy(param: DistributedParameter) -> torch.Tensor:
+    if param.never_set:
+        return torch.zeros(param._original_shape, dtype=param.dtype, device=param.device)
+    return param.storage_of.views(param.storage_of.gather())[param.index_in_storage].clone()
 
 
 @contextlib.contextmanager
