@@ -523,9 +523,7 @@ def meta_model(file: str) -> tuple[State, Callable[[], object] | None]:
     with torch.device("meta"):
         net = Net()
     model = bmt.BMTrainModelWrapper(net)
-    with pytest.raises(CheckpointError, match="'table' is on the meta device"):
-        load(model, file)
-    model.table = torch.empty(3, 5)
+    assert model.table.isnan().all()  # seen at once, should nothing fill it
     load(model, file)
     bmt.init_parameters(model)  # nothing is left to initialise, and nothing is overwritten
     return state_of(model), None

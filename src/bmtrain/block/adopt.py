@@ -129,10 +129,15 @@ def storages_at(places: Sequence[Place]) -> list[Storage]:
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    """Buffers of `module` itself follow the rank's device; one on meta gets memory and waits for a reset or a checkpoint."""
+    """Buffers of `module` itself follow the rank's device; one on meta becomes NaN there, to be seen if nothing fills it."""
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.device != device:
-            module._buffers[name] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+            unset = (
+                torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device=device)
+                if buffer.is_meta
+                else None
+            )
+            module._buffers[name] = buffer.to(device) if unset is None else unset
 
 
 def full_shape(param: torch.nn.Parameter) -> torch.Size:
