@@ -51,9 +51,13 @@ def main() -> None:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--folder", default=str(HERE / "results"))
     args = parser.parse_args()
+    said = sys.argv.copy()
+    if "--folder" in said:  # where the file lies is no part of how it was made
+        place = said.index("--folder")
+        del said[place : place + 2]
     records = [record for arguments in args.run for record in run(arguments, args.gpus)]
     report = {
-        "date": datetime.date.today().isoformat(), "commit": args.commit, "command": shlex.join(sys.argv), "machine": machine(),
+        "date": datetime.date.today().isoformat(), "commit": args.commit, "command": shlex.join(said), "machine": machine(),
         "records": records,
     }  # fmt: skip
     path = pathlib.Path(args.folder) / f"{args.name}.json"

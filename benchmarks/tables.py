@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import statistics
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -18,22 +19,26 @@ def mode_of(record: dict[str, Any]) -> str:
 
 
 def rows_of(report: dict[str, Any]) -> list[str]:
-    """One Markdown row per record; the last column is how many times as fast ours was in the same run."""
-    ours = {
-        (r["shape"], r["gpus"], r["batch"], r["offload"]): r["tokens_per_second_per_gpu"]
-        for r in report["records"]
-        if r["backend"] == "bmtrain" and "tokens_per_second_per_gpu" in r
+    """One Markdown row per mode and batch, the median of repeats; the last column compares with our fastest in the same run."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in report["records"]:
+        groups.setdefault((r["shape"], r["gpus"], r["batch"], r["offload"], mode_of(r)), []).append(r)
+    rates = {
+        key: statistics.median(r["tokens_per_second_per_gpu"] for r in repeats)
+        for key, repeats in groups.items()
+        if all("tokens_per_second_per_gpu" in r for r in repeats)
     }
     rows = []
-    for r in report["records"]:
-        head = f"| {mode_of(r)} | {r['shape']}, {r['seq']} tokens | {r['gpus']} | {r['batch']} |"
-        if "tokens_per_second_per_gpu" not in r:
+    for key, repeats in groups.items():
+        shape, gpus, batch, _, mode = key
+        head = f"| {mode} | {shape}, {repeats[0]['seq']} tokens | {gpus} | {batch} |"
+        if key not in rates:
             rows.append(f"{head} out of memory | | | |")
             continue
-        best = ours.get((r["shape"], r["gpus"], r["batch"], r["offload"]))
-        other = r["backend"] != "bmtrain" and best is not None
-        ratio = f"ours is {best / r['tokens_per_second_per_gpu']:.2f} x" if other and best is not None else ""
-        rows.append(f"{head} {r['tokens_per_second_per_gpu']} | {r['mfu']:.1%} | {r['reserved_gib']} | {ratio} |")
+        ours = [rate for other, rate in rates.items() if other[:4] == key[:4] and other[4].startswith("bmtrain")]
+        ratio = f"ours is {max(ours) / rates[key]:.2f} x" if ours and not mode.startswith("bmtrain") else ""
+        mfu, memory = (statistics.median(r[name] for r in repeats) for name in ("mfu", "reserved_gib"))
+        rows.append(f"{head} {rates[key]:.0f} | {mfu:.1%} | {memory} | {ratio} |")
     return rows
 
 
