@@ -144,7 +144,8 @@ def load_state(checkpoint: Path, optim_manager: bmt.optim.OptimManager) -> Posit
 def choose_repeatable_kernels() -> None:
     """On GPUs, sum in the same order each time; the faster backward of attention, above all, does not."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=True)
+    # Attention looks at this mode only if it is strict; with warnings only it stays as it is.
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=False)
     torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid, costs time
 
 
