@@ -127,16 +127,3 @@ def barrier(axis: Axis) -> None:
     """Wait on the CPU until every rank of the axis is here."""
     if axis.size > 1:
         dist.all_reduce(torch.zeros(1), group=axis.group)
-
-
-def agree_or_raise(error: BaseException | None, what: str, axis: Axis) -> None:
-    """Raise on every rank if any rank failed: the rank's own error where it happened, a RuntimeError naming it elsewhere.
-
-    Keeps ranks together: without it the ranks that succeeded would wait for ever in the next collective.
-    """
-    text = None if error is None else f"{type(error).__name__}: {error}"
-    failures = [(rank, message) for rank, message in zip(axis.ranks, gather_objects(text, axis), strict=True) if message]
-    if error is not None:
-        raise error
-    if failures:
-        raise RuntimeError(f"{what} failed on rank {failures[0][0]}: {failures[0][1]}")

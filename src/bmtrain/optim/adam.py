@@ -16,8 +16,6 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
-STATES = ("master", "exp_avg", "exp_avg_sq")
-
 
 class RunState:
     """fp32 state of one run: the moments, and for half-precision parameters the exact weights."""

@@ -15,7 +15,7 @@ from bmtrain.runtime import world
 
 
 def clip_grad_norm(
-    param_groups: Iterable[dict[str, Any]] | Iterable[torch.nn.Parameter] | torch.Tensor,
+    param_groups: Iterable[dict[str, Any]] | Iterable[torch.nn.Parameter] | torch.nn.Parameter,
     max_norm: float,
     scale: float = 1.0,
     norm_type: float = 2,
@@ -49,8 +49,8 @@ def clip_grad_norm(
 
 def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
     """All parameters of param groups, of an iterable of parameters, or one parameter."""
-    if isinstance(groups, torch.Tensor):
-        return [torch.nn.Parameter(groups)] if not isinstance(groups, torch.nn.Parameter) else [groups]
+    if isinstance(groups, torch.nn.Parameter):
+        return [groups]
     found: list[torch.nn.Parameter] = []
     for member in groups:
         found.extend(member["params"] if isinstance(member, dict) else [member])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,13 +31,3 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"], device)
-
-
-@contextlib.contextmanager
-def restored(device: torch.device) -> Iterator[None]:
-    """Run the body and put the random state back as it was."""
-    before = get_random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -241,9 +241,3 @@ def _leave_loudly(kind: type[BaseException], error: BaseException, trace: Traceb
 def num_cores() -> int:
     """Processor cores this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def describe() -> dict[str, Any]:
-    """Versions and devices of this process, for reports and benchmark records."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": gpu, "world_size": world_size(), "cpus": os.cpu_count()}
