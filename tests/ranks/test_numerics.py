@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -114,3 +115,30 @@ def test_what_one_rank_keeps_alive_does_not_change_what_it_gathers() -> None:
     """Whether to gather must not depend on how long a program, or a thread of Gloo, keeps a full tensor alive."""
     first, *others = run_ranks(keep_on_one_rank, 3, timeout=20)
     assert others == [first, first]
+
+
+def collect_garbage_on_one_rank() -> float:
+    model = models.shard_whole(2, True)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+    kept: list[torch.Tensor] = []
+    for step in range(4):
+        tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()] for part in models.batch(step))
+        manager.zero_grad()
+        loss = models.loss_of(model, tokens, targets, step)
+        kept.append(loss)
+        manager.backward(loss)
+        manager.step()
+        if bmt.rank() == 0:
+            kept.clear()
+            gc.collect()
+        with torch.no_grad():  # validation, twice, with another number of blocks than the training step
+            models.loss_of(model, tokens, targets, step + 1)
+            models.loss_of(model, tokens, targets, step + 2)
+    return float(bmt.sum_loss(loss))
+
+
+def test_garbage_collected_on_one_rank_does_not_part_the_ranks() -> None:
+    """Training and validation in turn, with one rank dropping old graphs at once and the others keeping them."""
+    first, second = run_ranks(collect_garbage_on_one_rank, 2, timeout=40)
+    assert first == second
