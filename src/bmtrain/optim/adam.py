@@ -10,6 +10,7 @@ import torch
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, adamw_update
 from bmtrain.optim import gathered
+from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run, contiguous_runs
 from bmtrain.runtime import world
@@ -57,7 +58,7 @@ class AdamBase(torch.optim.Optimizer):
         _check(lr, betas, eps, weight_decay, hold_steps)
         decay = {"weight_decay": weight_decay, "hold_steps": hold_steps, "maximize": maximize}
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, **decay})
-        flat = [param for group in self.param_groups for param in group["params"]]
+        flat = parameters_of(self.param_groups)
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
@@ -153,12 +154,12 @@ class AdamBase(torch.optim.Optimizer):
         state: dict[str, Any] = super().state_dict()
         if not gather:
             return state
-        flat = [param for group in self.param_groups for param in group["params"]]
+        flat = parameters_of(self.param_groups)
         return {**state, "state": gathered.gather_states(flat, state["state"]), "gathered": True}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load either form of `state_dict`; a gathered one is sliced for this rank."""
-        flat = [param for group in self.param_groups for param in group["params"]]
+        flat = parameters_of(self.param_groups)
         gathered.check_groups(self.param_groups, state_dict)
         states = state_dict["state"]
         if state_dict.get("gathered", False):

@@ -62,7 +62,6 @@ def slice_states(params: Sequence[torch.nn.Parameter], states: States) -> States
         if not isinstance(param, DistributedParameter):
             local[index] = dict(state)
             continue
-        piece = param.storage_of.piece(param.index_in_storage)
         local[index] = {}
         for name, value in state.items():
             if not _is_tensor(value) or (value.dim() == 0 and param._original_shape != torch.Size([])):
@@ -73,7 +72,7 @@ def slice_states(params: Sequence[torch.nn.Parameter], states: States) -> States
                     f"optimizer state {name!r} of parameter {index} has shape {tuple(value.shape)}, the parameter "
                     f"{tuple(param._original_shape)}: the state belongs to another model."
                 )
-            local[index][name] = value.reshape(-1)[piece.start : piece.stop]
+            local[index][name] = param.storage_of.slice_of(param.index_in_storage, value)
     return local
 
 

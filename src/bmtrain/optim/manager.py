@@ -12,7 +12,7 @@ from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim import gathered
 from bmtrain.optim.adam import AdamBase
-from bmtrain.optim.clip import all_finite, clip_grad_norm
+from bmtrain.optim.clip import all_finite, clip_grad_norm, parameters_of
 from bmtrain.optim.finite import FiniteWatch
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import contiguous_runs
@@ -70,7 +70,9 @@ class OptimManager:
             raise ConfigurationError(f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer.")
         if optimizer in self.optimizers:
             raise ConfigurationError("add_optimizer got an optimizer that it has already: add each once.")
-        self._engine.replicate(param for param in _parameters(optimizer) if not isinstance(param, DistributedParameter))
+        self._engine.replicate(
+            param for param in parameters_of(optimizer.param_groups) if not isinstance(param, DistributedParameter)
+        )
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -128,13 +130,13 @@ class OptimManager:
             optimizer.step(scale=self.loss_scale)
             return
         if self._scale is not None:
-            for run in contiguous_runs(_parameters(optimizer)):
+            for run in contiguous_runs(parameters_of(optimizer.param_groups)):
                 for _, grad in run.gradients():
                     grad.div_(self.loss_scale)
         optimizer.step()
 
     def _all_finite(self) -> bool:
-        params = [param for optimizer in self.optimizers for param in _parameters(optimizer)]
+        params = [param for optimizer in self.optimizers for param in parameters_of(optimizer.param_groups)]
         return bool(all_finite(contiguous_runs(params)).item())
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
@@ -167,10 +169,6 @@ class OptimManager:
         self._num_steps = int(state.get("num_steps", 0))
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
 def _checked(loss: Any) -> torch.Tensor:
     if loss is None:
         raise ConfigurationError("backward got no loss: call optim_manager.backward(loss).")
@@ -191,7 +189,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str
     state = optimizer.state_dict()
     if not gather:
         return state
-    return {**state, "state": gathered.gather_states(_parameters(optimizer), state["state"]), "gathered": True}
+    return {**state, "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"]), "gathered": True}
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
@@ -199,4 +197,4 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
         optimizer.load_state_dict(saved)
         return
     gathered.check_groups(optimizer.param_groups, saved)
-    optimizer.load_state_dict({**saved, "state": gathered.slice_states(_parameters(optimizer), saved["state"])})
+    optimizer.load_state_dict({**saved, "state": gathered.slice_states(parameters_of(optimizer.param_groups), saved["state"])})

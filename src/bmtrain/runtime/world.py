@@ -23,6 +23,12 @@ from bmtrain.runtime.topology import Topology
 Service = TypeVar("Service")
 
 
+def check_zero_level(level: int) -> None:
+    """ConfigurationError unless `level` is 2 or 3."""
+    if level not in (2, 3):
+        raise ConfigurationError(f"zero_level is {level!r}: expected 2 (keep full parameters until backward) or 3 (release them).")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
     """What a Block does unless its own arguments say otherwise.
@@ -38,10 +44,7 @@ class Defaults:
     num_buffers: int = 3
 
     def __post_init__(self) -> None:
-        if self.zero_level not in (2, 3):
-            raise ConfigurationError(
-                f"zero_level is {self.zero_level!r}: expected 2 (keep full parameters until backward) or 3 (release them)."
-            )
+        check_zero_level(self.zero_level)
         for name in ("reduce_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

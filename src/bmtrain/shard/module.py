@@ -95,8 +95,7 @@ class DistributedModule(torch.nn.Module):
                 )
                 state_dict[key] = param.detach()  # reported above; keep nn.Module from comparing with the slice
                 continue
-            piece = param.storage_of.piece(param.index_in_storage)
-            state_dict[key] = value.detach().reshape(-1)[piece.start : piece.stop]
+            state_dict[key] = param.storage_of.slice_of(param.index_in_storage, value)
             param.mark_set()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 

@@ -129,8 +129,7 @@ class DistributedParameter(torch.nn.Parameter):
         """Take this rank's slice of the full tensor `value`."""
         if tuple(value.shape) != tuple(self._original_shape):
             raise ParameterError(f"a parameter of shape {tuple(self._original_shape)} got values of shape {tuple(value.shape)}.")
-        piece = self._storage.piece(self._index)
-        self.set_slice(value.detach().reshape(-1)[piece.start : piece.stop])
+        self.set_slice(self._storage.slice_of(self._index, value))
 
     def set_slice(self, values: torch.Tensor) -> None:
         """Take the values of this rank's slice, (numel of the slice,)."""

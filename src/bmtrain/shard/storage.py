@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bmtrain.errors import ConfigurationError, ParameterError
+from bmtrain.errors import ParameterError
+from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece
@@ -24,10 +25,7 @@ class ShardPolicy:
     accumulate_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.zero_level not in (2, 3):
-            raise ConfigurationError(
-                f"zero_level is {self.zero_level!r}: expected 2 (keep full parameters until backward) or 3 (release them)."
-            )
+        check_zero_level(self.zero_level)
 
 
 class Storage:
@@ -86,11 +84,15 @@ class Storage:
 
     def fill(self, index: int, value: torch.Tensor) -> None:
         """Copy this rank's part of the full tensor `value` into the shard; a meta tensor leaves NaN, to be seen if never set."""
-        piece = self.piece(index)
         if value.is_meta:
             self.local(index).fill_(float("nan"))
         else:
-            self.local(index).copy_(value.detach().reshape(-1)[piece.start : piece.stop])
+            self.local(index).copy_(self.slice_of(index, value))
+
+    def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part, 1-D, of a full tensor of slot `index`'s shape."""
+        piece = self.piece(index)
+        return value.detach().reshape(-1)[piece.start : piece.stop]
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place."""
