@@ -12,6 +12,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.storage import ShardPolicy, Storage
 
 
@@ -59,8 +60,17 @@ def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]
                 yield Place(module, name, path + name)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What parameters of one storage have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+    placement: Placement
+
+
 def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) -> None:
-    """Move the parameters at `places` into storages, one per dtype and trainability.
+    """Move the parameters at `places` into storages, one per dtype, trainability and placement.
 
     Parameters that another block owns stay with it: both blocks gather that storage. Parameters frozen from the start
     get a storage of their own, whose gradient is never reduced.
@@ -69,15 +79,47 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         known = None if isinstance(place.value, DistributedParameter) else converted.find(place.value)
         if known is not None:
             place.module._parameters[place.name] = known
-    groups: dict[tuple[torch.dtype, bool], dict[torch.nn.Parameter, str]] = {}
+    groups: dict[_Kind, dict[torch.nn.Parameter, str]] = {}
     for place in places:
         param = place.value
         if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
             continue
         _check_device(place.path, param, converted.engine.device)
-        groups.setdefault((param.dtype, param.requires_grad), {}).setdefault(param, place.path)
-    for (dtype, _), members in groups.items():
-        _build(members, dtype, policy, converted, places)
+        placement = param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
+        groups.setdefault(_Kind(param.dtype, param.requires_grad, placement), {}).setdefault(param, place.path)
+    for kind, members in groups.items():
+        _build(members, kind, policy, converted, places)
+
+
+def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> None:
+    """Leave the parameters at `places`, distributed already, on the ranks of one pipeline stage only. Collective.
+
+    Raises:
+        ParameterError: for parameters that something else than these places shares.
+    """
+    members = {place.value: place.path for place in places}
+    for storage in storages_at(places):
+        params = storage.params
+        strangers = [param for param in params if param is not None and param not in members]
+        if strangers or storage.placement.stage not in (None, stage):
+            name = next(path for param, path in members.items() if param in params)
+            raise ParameterError(
+                f"parameter {name!r} is shared with another pipeline stage or with the rest of the model: tie only inside a "
+                "layer, or use TransformerBlockList."
+            )
+        placement = dataclasses.replace(storage.placement, stage=stage)
+        slots = storage.layout.slots
+        new = Storage(
+            storage.engine, [(slot.name, torch.Size(slot.shape)) for slot in slots], storage.dtype, policy,
+            placement=placement, splits=[slot.split for slot in slots],
+        )  # fmt: skip
+        views = storage.views(storage.gather())
+        for index, param in enumerate(params):
+            new.fill(index, views[index])
+            if isinstance(param, DistributedParameter):
+                param.move_to(new, index)
+        # A slot whose parameter the program has dropped stays without one.
+        new.attach([DistributedParameter.at(new, index, False) if param is None else param for index, param in enumerate(params)])
 
 
 def _check_device(path: str, param: torch.nn.Parameter, device: torch.device) -> None:
@@ -89,11 +131,12 @@ def _check_device(path: str, param: torch.nn.Parameter, device: torch.device) ->
 
 
 def _build(
-    members: dict[torch.nn.Parameter, str], dtype: torch.dtype, policy: ShardPolicy, converted: Converted, places: Sequence[Place]
+    members: dict[torch.nn.Parameter, str], kind: _Kind, policy: ShardPolicy, converted: Converted, places: Sequence[Place]
 ) -> None:
     """One storage for `members`; each value is dropped from its old place before the next is copied where it can be."""
     shapes = [(path, full_shape(param)) for param, path in members.items()]
-    storage = Storage(converted.engine, shapes, dtype, policy)
+    splits = [p.storage_of.layout.slots[p.index_in_storage].split if isinstance(p, DistributedParameter) else None for p in members]
+    storage = Storage(converted.engine, shapes, kind.dtype, policy, placement=kind.placement, splits=splits)
     replaced: dict[torch.nn.Parameter, DistributedParameter] = {}
     params: list[torch.nn.Parameter] = []
     for index, param in enumerate(members):

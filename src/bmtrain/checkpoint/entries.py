@@ -26,7 +26,7 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         """That of the whole tensor."""
         tensor = self.tensor
-        return tuple(tensor._original_shape if isinstance(tensor, DistributedParameter) else tensor.shape)
+        return tuple(tensor._tp_original_shape if isinstance(tensor, DistributedParameter) else tensor.shape)
 
 
 def entries(model: torch.nn.Module) -> list[Entry]:

@@ -131,11 +131,24 @@ def _copy_all(plan: Plan, source: Source) -> None:
     for copy in plan.copies:
         tensor = copy.entry.tensor
         if isinstance(tensor, DistributedParameter):
-            piece = tensor.storage_of.piece(tensor.index_in_storage)
-            tensor.set_slice(source.part(copy.name, piece.start, piece.stop))
+            tensor.set_slice(_own_part(tensor, copy.name, source))
             continue
         with torch.no_grad():
             tensor.copy_(source.whole(copy.name))
+
+
+def _own_part(param: DistributedParameter, name: str, source: Source) -> torch.Tensor:
+    """This rank's slice of `param`, 1-D, of the whole tensor `name` in the file, reading little more than that."""
+    storage, index = param.storage_of, param.index_in_storage
+    slot, piece = storage.layout.slots[index], storage.piece(index)
+    if slot.split is None or piece.numel == 0:
+        return source.part(name, piece.start, piece.stop)
+    first, last, width = slot.split.span(slot.shape, piece.start, piece.stop)
+    row, begin = width * slot.split.count, width * slot.split.index
+    if slot.split.dim == 0:  # one row, of which only the slice is read
+        return source.part(name, begin + piece.start, begin + piece.stop)
+    rows = source.part(name, first * row, last * row).view(last - first, row)
+    return rows[:, begin : begin + width].reshape(-1)[piece.start - first * width : piece.stop - first * width]
 
 
 def _tell_lost_precision(plan: Plan, source: Source) -> None:

@@ -15,6 +15,7 @@ from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import Storage
+from bmtrain.shard.whole import Whole
 
 
 def save(model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> Writing:
@@ -74,13 +75,12 @@ def _collect(model: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
 def _gather(storage: Storage, members: Sequence[Entry], *, keep: bool) -> dict[str, torch.Tensor]:
     """The full tensors of one storage; its gathered buffer is gone when this returns."""
-    full = storage.gather()
+    whole = Whole(storage)
     found: dict[str, torch.Tensor] = {}
     if keep:
-        views = storage.views(full)
         for entry in members:
             if isinstance(entry.tensor, DistributedParameter):
-                found.update(dict.fromkeys(entry.names, _to_host(views[entry.tensor.index_in_storage])))
+                found.update(dict.fromkeys(entry.names, _to_host(whole[entry.tensor.index_in_storage])))
     return found
 
 

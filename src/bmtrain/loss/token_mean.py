@@ -31,13 +31,13 @@ class TokenMean:
 
     def __init__(self, targets: Iterable[torch.Tensor], ignore_index: int = -100) -> None:
         current = world.current("TokenMean")
-        self._num_ranks = current.mesh.zero.size
+        self._num_ranks = current.mesh.world.size
         count = torch.zeros((), dtype=torch.float64, device=current.device)
         for target in targets:
             if not isinstance(target, torch.Tensor) or target.is_floating_point():
                 raise ConfigurationError("TokenMean got targets that are no integer tensors: expected one tensor per micro-batch.")
             count += (target != ignore_index).sum()
-        collectives.all_reduce_(count, "sum", current.mesh.zero)
+        collectives.all_reduce_(count, "sum", current.mesh.world)
         self.num_tokens = count
 
     def __call__(self, loss_sum: torch.Tensor) -> torch.Tensor:

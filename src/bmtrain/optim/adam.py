@@ -78,7 +78,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `.backward()` on in programs without an OptimManager: scaled, and a mean over ranks."""
-        return loss * (self.scale / self._engine.axis.size)
+        return loss * (self.scale / self._engine.mesh.world.size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the state is laid out anew at the next step."""

@@ -75,10 +75,10 @@ def _global_norm(parts: list[tuple[Run, torch.Tensor]], order: float) -> torch.T
     sharded = _combine([_norm(grad, order) for run, grad in parts if run.storage is not None], order, current.device)
     replicated = _combine([_norm(grad, order) for run, grad in parts if run.storage is None], order, current.device)
     if math.isinf(order):
-        collectives.all_reduce_(sharded, "max", current.mesh.zero)
+        collectives.all_reduce_(sharded, "max", current.mesh.world)
         return torch.maximum(sharded, replicated)
     power = sharded**order
-    collectives.all_reduce_(power, "sum", current.mesh.zero)
+    collectives.all_reduce_(power, "sum", current.mesh.world)
     return torch.as_tensor((power + replicated**order) ** (1.0 / order))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,43 +12,63 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import Storage
+from bmtrain.shard.whole import Whole
 
 States = dict[int, dict[str, Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """In the place of a state that goes element by element with its parameter."""
+
+    dtype: torch.dtype
+
+
 def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> States:
     """`states` by parameter number, with every element-wise slice made whole: CPU tensors of the parameter's shape. Collective."""
-    whole: States = {index: dict(state) for index, state in states.items()}
-    by_storage: dict[Storage, list[int]] = {}
+    whole: States = {}
+    by_storage: dict[Storage, dict[int, int]] = {}
     for index, param in enumerate(params):
-        if isinstance(param, DistributedParameter) and index in states:
-            by_storage.setdefault(param.storage_of, []).append(index)
+        if isinstance(param, DistributedParameter):
+            by_storage.setdefault(param.storage_of, {})[index] = param.index_in_storage
         elif index in states:
-            whole[index] = {
-                name: value.detach().cpu().clone() if _is_tensor(value) else value for name, value in states[index].items()
-            }
-    for storage, members in by_storage.items():
-        names = dict.fromkeys(name for index in members for name, value in states[index].items() if _is_slice(params[index], value))
-        for name in names:
-            _gather_one(storage, [index for index in members if name in states[index]], name, params, states, whole)
-    return whole
+            whole[index] = {name: _copied(value) for name, value in states[index].items()}
+    for storage, slots in by_storage.items():
+        described = _described(storage, slots, params, states)
+        for index, values in described.items():
+            whole[index] = {name: value for name, value in values.items() if not isinstance(value, _Slice)}
+        names = {name: value.dtype for values in described.values() for name, value in values.items() if isinstance(value, _Slice)}
+        for name, dtype in names.items():
+            members = {index: slots[index] for index, values in described.items() if isinstance(values.get(name), _Slice)}
+            for index, value in _gather_one(storage, members, name, dtype, states):
+                whole[index][name] = value
+    return dict(sorted(whole.items()))
+
+
+def _described(storage: Storage, slots: Iterable[int], params: Sequence[torch.nn.Parameter], states: States) -> States:
+    """The states of a storage's parameters without the slices, as the ranks have them where it lives."""
+    own = {
+        index: {name: _Slice(v.dtype) if _is_slice(params[index], v) else _copied(v) for name, v in states[index].items()}
+        for index in slots
+        if index in states
+    }
+    stage = storage.placement.stage
+    found: States = own if stage is None else collectives.broadcast_object(own, stage, storage.engine.mesh.pipe)
+    return found
 
 
 def _gather_one(
-    storage: Storage, members: list[int], name: str, params: Sequence[torch.nn.Parameter], states: States, whole: States
-) -> None:
-    """One state of all members of a storage travels as one flat buffer."""
-    like = states[members[0]][name]
-    shard = torch.zeros(storage.layout.shard_numel, dtype=like.dtype, device=storage.shard.device)
-    slots = {index: _index_of(params[index]) for index in members}
-    for index, slot in slots.items():
-        piece = storage.piece(slot)
-        shard[piece.begin : piece.end].copy_(states[index][name])
-    axis = storage.engine.axis
-    full = collectives.all_gather(shard, axis).view(-1) if axis.size > 1 else shard
-    for index, slot in slots.items():
-        place = storage.layout.slots[slot]
-        whole[index][name] = full[place.offset : place.end].view(place.shape).cpu().clone()
+    storage: Storage, members: dict[int, int], name: str, dtype: torch.dtype, states: States
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """One state of the parameters `members` of a storage travels as one flat buffer: (parameter number, whole CPU tensor)."""
+    shard = torch.zeros(storage.shard.numel(), dtype=dtype, device=storage.shard.device)
+    if storage.is_here:
+        for index, slot in members.items():
+            piece = storage.piece(slot)
+            shard[piece.begin : piece.end].copy_(states[index][name])
+    whole = Whole(storage, shard)
+    for index, slot in members.items():
+        yield index, whole[slot].cpu().clone()
 
 
 def slice_states(params: Sequence[torch.nn.Parameter], states: States) -> States:
@@ -67,12 +88,12 @@ def slice_states(params: Sequence[torch.nn.Parameter], states: States) -> States
             if not _is_tensor(value) or (value.dim() == 0 and param._original_shape != torch.Size([])):
                 local[index][name] = value
                 continue
-            if value.shape != param._original_shape:
+            if value.shape != param._tp_original_shape:
                 raise CheckpointError(
                     f"optimizer state {name!r} of parameter {index} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(param._original_shape)}: the state belongs to another model."
+                    f"{tuple(param._tp_original_shape)}: the state belongs to another model."
                 )
-            local[index][name] = param.storage_of.slice_of(param.index_in_storage, value)
+            local[index][name] = param.storage_of.slice_of_whole(param.index_in_storage, value)
     return local
 
 
@@ -87,10 +108,8 @@ def check_groups(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> No
         )
 
 
-def _index_of(param: torch.nn.Parameter) -> int:
-    if not isinstance(param, DistributedParameter):
-        raise TypeError("only distributed parameters have a slot")
-    return param.index_in_storage
+def _copied(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _is_tensor(value: object) -> bool:

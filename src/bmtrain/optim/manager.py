@@ -30,7 +30,7 @@ class OptimManager:
         loss_scale_factor: the scale is divided by it on overflow and multiplied after `loss_scale_steps` good steps.
         min_loss_scale, max_loss_scale: bounds of the scale.
         grad_scale: what the loss is divided by before backward, because gradients are summed over ranks; None is the number
-            of ranks that share the parameters, so that gradients are means.
+            of ranks, so that gradients are means.
 
     Example:
         manager = OptimManager(loss_scale=None)
@@ -52,7 +52,7 @@ class OptimManager:
         self._scale = None
         if loss_scale is not None:
             self._scale = LossScale(loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale)
-        self.grad_scale = float(self._engine.axis.size if grad_scale is None else grad_scale)
+        self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
         self._num_steps = 0

@@ -154,7 +154,7 @@ class AdamOffloadOptimizer(AdamBase):
 
     def _global_sums(self) -> tuple[float, float, float]:
         sums = self._sums.clone()
-        collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.zero)
+        collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.tolist()
         return count, total, squares
 

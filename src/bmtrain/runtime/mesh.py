@@ -41,10 +41,14 @@ class Mesh:
     pp_zero: Axis
     pp_tp_zero: Axis
 
-    @property
-    def zero(self) -> Axis:
-        """The ranks over which one parameter is sharded."""
-        return self.pp_tp_zero
+    def shard_axis(self, *, tensor_parallel: bool, pipelined: bool) -> Axis:
+        """The ranks over which a parameter is sharded: those that compute with the same values of it.
+
+        Tensor ranks have different parts of a tensor-parallel parameter, stages different blocks of a pipeline.
+        """
+        if tensor_parallel:
+            return self.pp_tp_zero if pipelined else self.tp_zero
+        return self.pp_zero if pipelined else self.world
 
 
 KINDS = ("world", "pipe", "tp", "tp_zero", "pp_zero", "pp_tp_zero")

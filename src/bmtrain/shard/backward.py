@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.transport import Transport
 
@@ -33,8 +34,8 @@ def in_backward() -> bool:
 class Backward:
     """The current backward pass. Joined by gradients as they arrive; finished by autograd itself when the pass is over."""
 
-    def __init__(self, transport: Transport, on_finish: Callable[[], None]) -> None:
-        self._transport, self._on_finish = transport, on_finish
+    def __init__(self, transport: Transport, world: Axis, on_finish: Callable[[], None]) -> None:
+        self._transport, self._world, self._on_finish = transport, world, on_finish
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are kept on this rank for now
         self._uses: list[OpenUse] = []
@@ -77,7 +78,7 @@ class Backward:
 
     def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of ordinary parameters over ranks from now on, and start all ranks from rank 0's values."""
-        axis = self._transport.axis
+        axis = self._world
         known = {id(reference()) for reference in self._replicated}
         for param in params:
             if id(param) in known or axis.size == 1:
@@ -121,11 +122,11 @@ class Backward:
         done = [gradient for gradient in self._gradients if not gradient.has_deferred]
         for gradient in self._gradients:
             gradient.is_open = False
-        touched = self._agree([gradient.touched for gradient in done])
+        touched = self._agree(done)
         self._transport.wait_for_reductions()
-        for gradient, flags in zip(done, touched, strict=False):
+        for gradient, flags in zip(done, touched, strict=True):
             gradient.close(flags)
-        self._reduce_replicated(touched[-1])
+        self._reduce_replicated()
         self._gradients.clear()
 
     def _join(self) -> None:
@@ -168,26 +169,38 @@ class Backward:
 
         return collect
 
-    def _agree(self, touched: list[list[bool]]) -> list[list[bool]]:
-        """Flags true on any rank; the last list is that of the replicated parameters. Travels on the CPU, no device waits."""
-        replicated = [reference() for reference in self._replicated]
-        flags = [*touched, [param is not None and id(param) in self._incoming for param in replicated]]
-        axis = self._transport.axis
-        if axis.size == 1:
-            return flags
-        wire = torch.tensor([flag for group in flags for flag in group], dtype=torch.uint8)
-        if wire.numel():
-            collectives.all_reduce_(wire, "max", axis)
-        values = iter(wire.bool().tolist())
-        return [[next(values) for _ in group] for group in flags]
+    def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:
+        """For each slot of each gradient, whether any rank that shares it has touched it.
 
-    def _reduce_replicated(self, touched: Sequence[bool]) -> None:
-        for reference, used in zip(self._replicated, touched, strict=True):
-            param = reference()
+        Ranks of one axis have the same gradients on it, in the same order; every rank takes the axes in the same order.
+        """
+        by_axis: dict[str, list[Gradient]] = {}
+        for gradient in gradients:
+            by_axis.setdefault(gradient.axis.name, []).append(gradient)
+        agreed: dict[Gradient, list[bool]] = {}
+        for name in sorted(by_axis):
+            members = by_axis[name]
+            flags = iter(_any_rank([flag for gradient in members for flag in gradient.touched], members[0].axis))
+            agreed.update({gradient: [next(flags) for _ in gradient.touched] for gradient in members})
+        return [agreed[gradient] for gradient in gradients]
+
+    def _reduce_replicated(self) -> None:
+        params = [reference() for reference in self._replicated]
+        touched = _any_rank([param is not None and id(param) in self._incoming for param in params], self._world)
+        for param, used in zip(params, touched, strict=True):
             if param is None or not used:
                 continue
             incoming = self._incoming.get(id(param))
             total = torch.zeros_like(param) if incoming is None else incoming.contiguous()
-            total = collectives.all_reduce(total, "sum", self._transport.axis)
+            total = collectives.all_reduce(total, "sum", self._world)
             param.grad = total if param.grad is None else param.grad.add_(total)
         self._incoming.clear()
+
+
+def _any_rank(flags: list[bool], axis: Axis) -> list[bool]:
+    """Which flags are true on any rank of the axis. Travels on the CPU: no device waits."""
+    if axis.size == 1 or not flags:
+        return flags
+    wire = torch.tensor(flags, dtype=torch.uint8)
+    collectives.all_reduce_(wire, "max", axis)
+    return [bool(flag) for flag in wire.tolist()]

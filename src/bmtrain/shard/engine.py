@@ -22,10 +22,10 @@ class Engine:
     def __init__(self, world: World) -> None:
         self.device = world.device
         self.defaults = world.defaults
-        self.axis = world.mesh.zero
-        self.transport = Transport(self.axis, make_streams(world.device))
+        self.mesh = world.mesh
+        self.transport = Transport(make_streams(world.device))
         self.schedule: Schedule[Residence] = Schedule()
-        self.backward = Backward(self.transport, self._end_of_backward)
+        self.backward = Backward(self.transport, world.mesh.world, self._end_of_backward)
         # Ties gathered views to the graph; every gather may share it because nothing is ever accumulated into it.
         self.leaf = torch.zeros((), device=world.device, requires_grad=True)
         self._rings: dict[tuple[int, torch.dtype], Ring] = {}

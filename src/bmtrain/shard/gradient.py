@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.layout import Layout
 from bmtrain.shard.transport import Transport
 
@@ -35,8 +36,9 @@ class Gradient:
         policy: GradientPolicy,
         device: torch.device,
         transport: Transport,
+        axis: Axis,
     ) -> None:
-        self.layout, self.policy = layout, policy
+        self.layout, self.policy, self.axis = layout, policy, axis
         self._params, self._device, self._transport = params, device, transport
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         self._public: torch.Tensor | None = None  # the same in the parameters' dtype: what `.grad` shows
@@ -132,7 +134,7 @@ class Gradient:
         self._versions = [-1] * len(self._params)
 
     def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        piece = self.layout.piece(index, self._transport.axis.index)
+        piece = self.layout.piece(index, self.axis.index)
         return flat[piece.begin : piece.end]
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
@@ -161,5 +163,5 @@ class Gradient:
     def _reduce(self, full: torch.Tensor) -> None:
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
-        self._transport.reduce(self._total, full, accumulate=not self._empty)
+        self._transport.reduce(self._total, full, self.axis, accumulate=not self._empty)
         self._empty = False

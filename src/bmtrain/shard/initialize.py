@@ -12,6 +12,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.runtime import seeding, world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.whole import Whole
 
 
 def initialize(module: torch.nn.Module) -> None:
@@ -32,7 +33,7 @@ def initialize(module: torch.nn.Module) -> None:
 
 def _run_init_method(name: str, param: DistributedParameter) -> None:
     if param.init_method is not None:
-        full = torch.empty(param._original_shape, dtype=param.dtype, device=param.device)
+        full = torch.empty(param._tp_original_shape, dtype=param.dtype, device=param.device)
         with torch.no_grad():
             param.init_method(full)
         param.set_full(full)
@@ -92,8 +93,8 @@ def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> 
 
 def _full_copy(param: DistributedParameter) -> torch.Tensor:
     if param.never_set:
-        return torch.zeros(param._original_shape, dtype=param.dtype, device=param.device)
-    return param.storage_of.views(param.storage_of.gather())[param.index_in_storage].clone()
+        return torch.zeros(param._tp_original_shape, dtype=param.dtype, device=param.device)
+    return Whole(param.storage_of)[param.index_in_storage].clone()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Slots start at multiples of this many elements: matrix kernels want 16-byte aligned operands, and shard borders that are
 # multiples of it keep every rank's slice aligned as well.
@@ -17,12 +17,39 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class Split:
+    """Part number `index` of a whole tensor that is cut into `count` equal parts along `dim`."""
+
+    dim: int
+    index: int
+    count: int
+
+    def whole(self, part: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the whole tensor, from that of a part."""
+        return (*part[: self.dim], part[self.dim] * self.count, *part[self.dim + 1 :])
+
+    def span(self, part: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
+        """Where elements [start, stop) of the flattened part lie in the flattened whole.
+
+        Both are rows of a matrix, cut at `dim`. Returns (first, last, width): they lie in the rows [first, last), and a row of
+        the part has `width` elements, those from index * width on of a row of count * width.
+        """
+        width = math.prod(part[self.dim :])
+        return start // width, -(-stop // width), width
+
+
+@dataclasses.dataclass(frozen=True)
 class Slot:
     """One parameter in the full buffer: elements [offset, offset + numel)."""
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    split: Split | None = None  # of a tensor-parallel parameter; `shape` is that of its part
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.split is None else self.split.whole(self.shape)
 
     @property
     def numel(self) -> int:
@@ -67,11 +94,15 @@ class Layout:
         return self.shard_numel * self.num_shards
 
     @classmethod
-    def build(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], num_shards: int) -> Layout:
+    def build(
+        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], num_shards: int, splits: Sequence[Split | None] | None = None
+    ) -> Layout:
         """Place parameters one after another in the order given."""
-        slots, used = [], 0
+        slots: list[Slot] = []
+        used = 0
         for name, shape in shapes:
-            slot = Slot(name, tuple(shape), round_up(used, ALIGNMENT))
+            split = None if splits is None else splits[len(slots)]
+            slot = Slot(name, tuple(shape), round_up(used, ALIGNMENT), split)
             slots.append(slot)
             used = slot.end
         return cls(tuple(slots), num_shards, round_up(used, num_shards * ALIGNMENT) // num_shards)

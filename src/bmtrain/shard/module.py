@@ -89,13 +89,13 @@ class DistributedModule(torch.nn.Module):
             value = state_dict.get(key)
             if value is None:
                 continue
-            if tuple(value.shape) != tuple(param._original_shape):
+            if tuple(value.shape) != tuple(param._tp_original_shape):
                 error_msgs.append(
-                    f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param._original_shape)}."
+                    f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param._tp_original_shape)}."
                 )
                 state_dict[key] = param.detach()  # reported above; keep nn.Module from comparing with the slice
                 continue
-            state_dict[key] = param.storage_of.slice_of(param.index_in_storage, value)
+            state_dict[key] = param.storage_of.slice_of_whole(param.index_in_storage, value)
             param.mark_set()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 

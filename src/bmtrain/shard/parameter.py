@@ -8,11 +8,16 @@ from typing import Any
 
 import torch
 
-from bmtrain.errors import ParameterError, UnsupportedError
+from bmtrain.distributed import autograd
+from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.engine import Engine
+from bmtrain.shard.layout import Split
+from bmtrain.shard.placement import Placement
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
+from bmtrain.shard.whole import Whole
 
 Initializer = Callable[[torch.Tensor], object]
 
@@ -34,16 +39,19 @@ class DistributedParameter(torch.nn.Parameter):
     gradient, summed over ranks.
 
     Args:
-        data: the full tensor, on any device, the same on every rank; a meta tensor allocates only the slice.
+        data: the full tensor, on any device, the same on every rank; a meta tensor allocates only the slice. With `tp_mode`
+            this tensor rank's part of it.
         requires_grad: whether to train it.
-        init_method: called with the full tensor by `init_parameters`.
+        init_method: called with the whole tensor by `init_parameters`.
         group: a name under which `grouped_parameters` lists it.
-        tp_mode, tp_split_dim: tensor parallelism (not built yet: tp_mode=True raises UnsupportedError when tp_size > 1).
+        tp_mode: whether the whole tensor is cut along `tp_split_dim` over the tensor-parallel ranks, in equal parts.
+        tp_split_dim: the dim of that cut, from 0 on; -1 for none.
     """
 
     _storage: Storage
     _index: int
     _original_shape: torch.Size
+    _tp_original_shape: torch.Size
     _init_method: Initializer | None
     _never_set: bool
     group: str | None
@@ -62,11 +70,13 @@ class DistributedParameter(torch.nn.Parameter):
             raise ParameterError(
                 f"DistributedParameter got {type(data).__name__}: expected a tensor, for example torch.empty(rows, columns)."
             )
-        if tp_mode and current.mesh.tp.size > 1:
-            raise UnsupportedError("tensor-parallel parameters are not available yet: use tp_size=1.")
         defaults = current.defaults
         policy = ShardPolicy(zero_level=2, reduce_dtype=defaults.reduce_dtype, accumulate_dtype=defaults.accumulate_dtype)
-        storage = Storage(current.service(Engine), [("parameter", data.shape)], data.dtype, policy, adoptable=True)
+        split = _split_of(data, tp_split_dim, current.mesh.tp) if tp_mode else None
+        storage = Storage(
+            current.service(Engine), [("parameter", data.shape)], data.dtype, policy,
+            placement=Placement(tensor_parallel=split is not None), splits=[split], adoptable=True,
+        )  # fmt: skip
         storage.fill(0, data)
         param = cls.at(storage, 0, requires_grad)
         param._init_method, param.group = init_method, group
@@ -79,7 +89,8 @@ class DistributedParameter(torch.nn.Parameter):
         """The parameter of one slot of a storage."""
         param = torch.Tensor._make_subclass(cls, storage.local(index), requires_grad)
         param._storage, param._index = storage, index
-        param._original_shape = torch.Size(storage.layout.slots[index].shape)
+        slot = storage.layout.slots[index]
+        param._original_shape, param._tp_original_shape = torch.Size(slot.shape), torch.Size(slot.whole_shape)
         param._init_method, param.group = None, None
         param._never_set = False
         return param
@@ -118,18 +129,21 @@ class DistributedParameter(torch.nn.Parameter):
             return view if self._storage.residence.survives_forward else view.clone()
 
     def gather_all(self) -> torch.Tensor:
-        """The full tensor with the tensor-parallel split undone too."""
-        return self.gather()
+        """The whole tensor, `_tp_original_shape`: gathered, with the tensor-parallel split undone too. As `gather` otherwise."""
+        split = self._storage.layout.slots[self._index].split
+        full = self.gather()
+        return full if split is None else torch.cat(list(autograd.all_gather(full, self._storage.engine.mesh.tp)), split.dim)
 
     def tp_gather(self) -> torch.Tensor:
-        """This rank's slice with the tensor-parallel split undone; without tensor parallelism the slice itself."""
-        return self
+        """The slices of all tensor-parallel ranks, one after the other, 1-D: the split undone, the sharding kept. Collective."""
+        split = self._storage.layout.slots[self._index].split
+        return self if split is None else autograd.all_gather(self, self._storage.engine.mesh.tp).view(-1)
 
     def set_full(self, value: torch.Tensor) -> None:
-        """Take this rank's slice of the full tensor `value`."""
-        if tuple(value.shape) != tuple(self._original_shape):
-            raise ParameterError(f"a parameter of shape {tuple(self._original_shape)} got values of shape {tuple(value.shape)}.")
-        self.set_slice(self._storage.slice_of(self._index, value))
+        """Take this rank's slice of the whole tensor `value`."""
+        if tuple(value.shape) != tuple(self._tp_original_shape):
+            raise ParameterError(f"a parameter of shape {tuple(self._tp_original_shape)} got values of shape {tuple(value.shape)}.")
+        self.set_slice(self._storage.slice_of_whole(self._index, value))
 
     def set_slice(self, values: torch.Tensor) -> None:
         """Take the values of this rank's slice, (numel of the slice,)."""
@@ -160,7 +174,10 @@ class DistributedParameter(torch.nn.Parameter):
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
     """Copy a storage with all its parameters; they stay together, as in the original."""
     shapes = [(slot.name, torch.Size(slot.shape)) for slot in source.layout.slots]
-    target = Storage(source.engine, shapes, source.dtype, source.policy, adoptable=source.adoptable)
+    target = Storage(
+        source.engine, shapes, source.dtype, source.policy,
+        placement=source.placement, splits=[slot.split for slot in source.layout.slots], adoptable=source.adoptable,
+    )  # fmt: skip
     target.shard.copy_(source.shard)
     params = []
     for index, old in enumerate(source.params):
@@ -175,7 +192,7 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
 
 
 def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, full tensor on the CPU) for each parameter, one storage gathered at a time. Collective."""
+    """(name, whole tensor on the CPU) for each parameter, one storage gathered at a time. Collective."""
     by_storage: dict[Storage, list[tuple[str, int]]] = {}
     for name, param in params:
         if isinstance(param, DistributedParameter):
@@ -183,12 +200,22 @@ def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tu
         else:
             yield name, param.detach().cpu()
     for storage, members in by_storage.items():
-        full = storage.gather()
+        whole = Whole(storage)
         for name, index in members:
-            slot = storage.layout.slots[index]
-            view = full[slot.offset : slot.end].view(slot.shape)
-            yield name, view.clone() if view.device.type == "cpu" else view.cpu()
-        del full, view  # before the next is gathered
+            value = whole[index]
+            yield name, value.clone() if value.device.type == "cpu" else value.cpu()
+        del whole, value  # before the next is gathered
+
+
+def _split_of(data: torch.Tensor, dim: int, tp: Axis) -> Split | None:
+    """How `data` is a part of the whole; None where there is nothing to split."""
+    if dim == -1 or tp.size == 1:
+        return None
+    if not 0 <= dim < data.dim():
+        raise ParameterError(
+            f"tp_split_dim is {dim} for a parameter of shape {tuple(data.shape)}: expected 0 to {data.dim() - 1}, or -1 for none."
+        )
+    return Split(dim, tp.index, tp.size)
 
 
 def grouped_parameters(module: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from bmtrain.errors import ParameterError
+from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.ring import Ring, RingBuffer, alias
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.transport import Transport
@@ -80,11 +82,30 @@ class Alias(Residence):
         return None
 
 
+class Absent(Residence):
+    """A block of another pipeline stage: nothing of it is here, and nothing may ask for it."""
+
+    def prefetch(self, phase: Phase) -> None:
+        raise RuntimeError("a block of another pipeline stage was scheduled here")
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        raise ParameterError(
+            "this parameter belongs to another stage of the pipeline and has no values on this rank: use it through the "
+            "PipelineTransformerBlockList, or read it with bmtrain.save, state_dict() or bmtrain.inspect."
+        )
+
+    def release(self, full: torch.Tensor) -> None:
+        return None
+
+    def forget(self) -> None:
+        return None
+
+
 class Kept(Residence):
     """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
 
-    def __init__(self, shard: torch.Tensor, transport: Transport) -> None:
-        self._source, self._transport = Source(shard), transport
+    def __init__(self, shard: torch.Tensor, transport: Transport, axis: Axis) -> None:
+        self._source, self._transport, self._axis = Source(shard), transport, axis
         self._full: torch.Tensor | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -112,8 +133,8 @@ class Kept(Residence):
 
     def _load(self) -> torch.Tensor:
         if self._full is None:
-            self._full = self._source.new_full(self._transport.axis.size)
-            self._ready = self._transport.gather(self._full, self._source.get(), None)
+            self._full = self._source.new_full(self._axis.size)
+            self._ready = self._transport.gather(self._full, self._source.get(), self._axis, None)
         return self._full
 
 
@@ -122,8 +143,8 @@ class Ringed(Residence):
 
     survives_forward = False
 
-    def __init__(self, shard: torch.Tensor, transport: Transport, ring: Ring) -> None:
-        self._source, self._transport, self._ring = Source(shard), transport, ring
+    def __init__(self, shard: torch.Tensor, transport: Transport, axis: Axis, ring: Ring) -> None:
+        self._source, self._transport, self._axis, self._ring = Source(shard), transport, axis, ring
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -139,7 +160,7 @@ class Ringed(Residence):
             buffer.held = True
             return
         self._buffer = self._ring.take(self)
-        self._ready = self._transport.gather(self._buffer.tensor, self._source.get(), self._buffer.free)
+        self._ready = self._transport.gather(self._buffer.tensor, self._source.get(), self._axis, self._buffer.free)
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 import torch
 
+from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
-from bmtrain.shard.layout import Layout, Piece
-from bmtrain.shard.residence import Alias, Kept, Residence, Ringed
+from bmtrain.shard.layout import Layout, Piece, Split
+from bmtrain.shard.placement import EVERYWHERE, Placement
+from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,16 @@ class ShardPolicy:
 
 
 class Storage:
-    """Owner of a shard, its gradient, and the residence of the full buffer."""
+    """Owner of a shard, its gradient, and the residence of the full buffer.
+
+    Args:
+        engine: of the run.
+        shapes: name and shape of each parameter; of a tensor-parallel one, the shape of this tensor rank's part.
+        dtype: of all of them.
+        policy, placement: how and where they are sharded.
+        splits: of tensor-parallel parameters, one per shape.
+        adoptable: whether it was made for one parameter by itself, which a block may move into a storage of its own.
+    """
 
     def __init__(
         self,
@@ -38,6 +49,8 @@ class Storage:
         dtype: torch.dtype,
         policy: ShardPolicy,
         *,
+        placement: Placement = EVERYWHERE,
+        splits: Sequence[Split | None] | None = None,
         adoptable: bool = False,
     ) -> None:
         if not dtype.is_floating_point:
@@ -45,24 +58,28 @@ class Storage:
                 f"parameter {shapes[0][0]!r} has dtype {dtype}: only floating point is sharded; register it as a buffer."
             )
         self.engine, self.dtype, self.policy = engine, dtype, policy
-        self.adoptable = adoptable  # made for one parameter by itself, which a block may move into a storage of its own
-        self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], engine.axis.size)
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=engine.device)
+        self.placement, self.adoptable = placement, adoptable
+        self.axis = placement.axis(engine.mesh)
+        self.is_here = placement.is_here(engine.mesh)
+        self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits)
+        self.shard = torch.zeros(self.layout.shard_numel if self.is_here else 0, dtype=dtype, device=engine.device)
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         wire = GradientPolicy(
             dtype=dtype, reduce_dtype=policy.reduce_dtype or dtype, accumulate_dtype=policy.accumulate_dtype or dtype
         )
-        self.gradient = Gradient(self.layout, self._params, wire, engine.device, engine.transport)
+        self.gradient = Gradient(self.layout, self._params, wire, engine.device, engine.transport, self.axis)
         self.residence = self._make_residence()
         engine.register(self.residence)
 
     def _make_residence(self) -> Residence:
-        engine = self.engine
-        if engine.axis.size == 1:
+        engine, axis = self.engine, self.axis
+        if not self.is_here:
+            return Absent()
+        if axis.size == 1:
             return Alias(self.shard)
         if self.policy.zero_level == 2:
-            return Kept(self.shard, engine.transport)
-        return Ringed(self.shard, engine.transport, engine.ring(self.layout.numel, self.dtype))
+            return Kept(self.shard, engine.transport, axis)
+        return Ringed(self.shard, engine.transport, axis, engine.ring(self.layout.numel, self.dtype))
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Name the parameter objects of all slots, in order. Their `.data` must be the local slices."""
@@ -74,8 +91,8 @@ class Storage:
         return [reference() for reference in self._params]
 
     def piece(self, index: int) -> Piece:
-        """What this rank owns of slot `index`."""
-        return self.layout.piece(index, self.engine.axis.index)
+        """What this rank owns of slot `index`; nothing of a slot of another stage."""
+        return self.layout.piece(index, self.axis.index) if self.is_here else Piece(0, 0, 0)
 
     def local(self, index: int) -> torch.Tensor:
         """This rank's 1-D slice of slot `index`: a view of the shard."""
@@ -94,6 +111,14 @@ class Storage:
         piece = self.piece(index)
         return value.detach().reshape(-1)[piece.start : piece.stop]
 
+    def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """This rank's part, 1-D, of a tensor of slot `index`'s whole shape, tensor-parallel split undone."""
+        slot = self.layout.slots[index]
+        if slot.split is None:
+            return self.slice_of(index, value)
+        length = slot.shape[slot.split.dim]
+        return self.slice_of(index, value.narrow(slot.split.dim, slot.split.index * length, length))
+
     def version(self) -> int:
         """A number that changes when a parameter is written in place."""
         return self.shard._version + sum(param._version for param in self.params if param is not None)
@@ -103,11 +128,18 @@ class Storage:
         return [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
 
     def gather(self) -> torch.Tensor:
-        """A new full buffer (layout.numel,), outside autograd and schedule. Collective."""
-        full = self.shard.new_empty(self.layout.numel)
-        if self.engine.axis.size == 1:
-            return full.copy_(self.shard)
-        self.engine.transport.fence()
-        event = self.engine.transport.gather(full, self.shard, None)
-        self.engine.transport.streams.compute_waits(event)
+        """A new full buffer (layout.numel,), outside autograd and schedule. Collective, in other stages of a pipeline too."""
+        return self.gather_like(self.shard)
+
+    def gather_like(self, shard: torch.Tensor) -> torch.Tensor:
+        """The same for other values laid out as the shard, of any dtype."""
+        full = shard.new_empty(self.layout.numel)
+        if self.is_here and self.axis.size == 1:
+            full.copy_(shard)
+        elif self.is_here:
+            transport = self.engine.transport
+            transport.fence()
+            transport.streams.compute_waits(transport.gather(full, shard, self.axis, None))
+        if self.placement.stage is not None:
+            collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)
         return full

@@ -21,12 +21,11 @@ class Pending:
 
 
 class Transport:
-    """Gathers and reductions over one axis. At most two full gradients are alive at a time."""
+    """Gathers and reductions of a run, over any axis. At most two full gradients are alive at a time."""
 
     MAX_REDUCTIONS = 2
 
-    def __init__(self, axis: Axis, streams: Streams) -> None:
-        self.axis = axis
+    def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self._reductions: collections.deque[Pending] = collections.deque()
         self._fence = True
@@ -35,8 +34,9 @@ class Transport:
         """Shards may have been written on the compute stream: the next gather, and so all after it, waits for those writes."""
         self._fence = True
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, free: torch.Event | None) -> torch.Event | None:
-        """Start filling `full` (n * ranks,) with every rank's `shard` (n,), once the last reader's event `free` has passed.
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, axis: Axis, free: torch.Event | None) -> torch.Event | None:
+        """Start filling `full` (n * ranks,) with the `shard` (n,) of every rank of the axis, once the event `free` of the last
+        reader has passed.
 
         Memory just allocated has no such event: its last reader may be anything issued so far on the compute stream.
         """
@@ -44,24 +44,24 @@ class Transport:
         after = streams.mark_compute() if self._fence or free is None else free
         self._fence = False
         with streams.gathering(after):
-            collectives.gather_shards(full, shard, self.axis)
+            collectives.gather_shards(full, shard, axis)
             return streams.mark_current()
 
-    def reduce(self, total: torch.Tensor, full: torch.Tensor, *, accumulate: bool) -> None:
+    def reduce(self, total: torch.Tensor, full: torch.Tensor, axis: Axis, *, accumulate: bool) -> None:
         """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `full` (n * ranks,)."""
         streams = self.streams
         while len(self._reductions) >= self.MAX_REDUCTIONS:
             # The caching allocator may hand the memory of a finished reduction to compute kernels: they wait for it here.
             streams.compute_waits(self._reductions.popleft().event)
         with streams.reducing():
-            if self.axis.size == 1:
+            if axis.size == 1:
                 part = full
             elif not accumulate and full.dtype == total.dtype:
-                collectives.reduce_shards(total, full, self.axis)
+                collectives.reduce_shards(total, full, axis)
                 part = None
             else:
                 part = torch.empty(total.numel(), dtype=full.dtype, device=full.device)
-                collectives.reduce_shards(part, full, self.axis)
+                collectives.reduce_shards(part, full, axis)
             if part is not None:
                 _ = total.add_(part) if accumulate else total.copy_(part)
             self._reductions.append(Pending(full, streams.mark_current()))

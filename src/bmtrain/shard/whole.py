@@ -1,0 +1,32 @@
+"""Whole tensors out of all ranks that own parts of them, outside autograd: for files, inspection and initial values."""
+
+from __future__ import annotations
+
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.shard.storage import Storage
+
+
+class Whole:
+    """The tensors of all slots of a storage: gathered over ranks, tensor-parallel splits undone, on every rank.
+
+    Collective over the run, wherever the storage lives.
+
+    Args:
+        storage: whose slots.
+        shard: this rank's values, (shard_numel,) of any dtype on the rank's device, laid out as the storage's shard, which is
+            the default; on ranks where the storage is not, an empty tensor of that dtype.
+    """
+
+    def __init__(self, storage: Storage, shard: torch.Tensor | None = None) -> None:
+        self._storage = storage
+        full = storage.gather() if shard is None else storage.gather_like(shard)
+        tp = storage.engine.mesh.tp
+        self._parts = collectives.all_gather(full, tp) if storage.placement.tensor_parallel else full.unsqueeze(0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """The whole tensor of slot `index`; a view of the gathered buffer unless it was split."""
+        slot = self._storage.layout.slots[index]
+        parts = [part[slot.offset : slot.end].view(slot.shape) for part in self._parts]
+        return parts[0] if slot.split is None else torch.cat(parts, slot.split.dim)
