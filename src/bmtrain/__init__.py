@@ -4,8 +4,9 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 `optim.OptimManager`, keep with `save` and `load`.
 """
 
-from bmtrain import benchmark, distributed, loss, lr_scheduler, optim, utils
+from bmtrain import benchmark, distributed, inspect, loss, lr_scheduler, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
+from bmtrain.block.pipeline import PipelineTransformerBlockList
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
 from bmtrain.checkpoint import load, save
@@ -27,6 +28,7 @@ __all__ = [
     "DistributedModule",
     "DistributedParameter",
     "ParameterInitializer",
+    "PipelineTransformerBlockList",
     "TransformerBlockList",
     "__version__",
     "benchmark",
@@ -37,6 +39,7 @@ __all__ = [
     "grouped_parameters",
     "init_distributed",
     "init_parameters",
+    "inspect",
     "is_initialized",
     "load",
     "loss",

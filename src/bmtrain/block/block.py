@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from bmtrain.block.adopt import Converted, Place, adopt, move_buffers, places_of, storages_at
+from bmtrain.block.adopt import Converted, Place, adopt, move_buffers, move_to_stage, places_of, storages_at
 from bmtrain.block.compiled import CompiledModule, SeveralGraphsError
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
@@ -64,7 +64,7 @@ class Block(DistributedModule):
         if mode not in MODES:
             raise ConfigurationError(f"Block got mode {mode!r}: expected one of {', '.join(MODES)}.")
         defaults = current.defaults
-        policy = ShardPolicy(
+        self._policy = ShardPolicy(
             zero_level=defaults.zero_level if zero_level is None else zero_level,
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
@@ -77,9 +77,10 @@ class Block(DistributedModule):
         self.training = inner.training
         self.use_checkpoint = use_checkpoint
         self._compiled: CompiledModule | None = None
+        self._shared: Use | None = None  # of the calls that are made together
         parts = list(_plain_subtree("", inner))
         self._places = list(places_of(parts))
-        adopt(self._places, policy, current.service(Converted))
+        adopt(self._places, self._policy, current.service(Converted))
         self._rnns = [part for _, part in parts if isinstance(part, torch.nn.RNNBase)]
         for _, part in parts:
             move_buffers(part, current.device)
@@ -111,16 +112,34 @@ class Block(DistributedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the inner module returns for these arguments."""
+        use = Use(self.storages) if self._shared is None else self._shared
         call = self._inner_call if self._compiled is None else self._compiled.plain
         if not (self.use_checkpoint and torch.is_grad_enabled()):
-            return self._run(Use(self.storages), torch.is_grad_enabled(), call, kwargs, *args)
+            return self._run(use, torch.is_grad_enabled(), call, kwargs, *args)
         if self._compiled is not None and self._compiled.recomputes_inside:
             try:
-                return self._run(Use(self.storages), True, self._compiled.recomputing, kwargs, *args)
+                return self._run(use, True, self._compiled.recomputing, kwargs, *args)
             except SeveralGraphsError:  # said in a warning; from now on recomputed from outside
                 return self.forward(*args, **kwargs)
         # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
-        return checkpoint(self._run, Use(self.storages), False, call, kwargs, *args, use_reentrant=False)
+        return checkpoint(self._run, use, False, call, kwargs, *args, use_reentrant=False)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Calls inside share one gather, and one reduction when the backward passes of all of them are done.
+
+        For the micro-batches of one pass. The gathered parameters must survive from forward to backward (ZeRO-2).
+        """
+        self._shared = Use(self.storages)
+        try:
+            with self._shared.together():
+                yield
+        finally:
+            self._shared = None
+
+    def move_to_stage(self, stage: int) -> None:
+        """Leave the parameters on the ranks of one pipeline stage, which keep them from forward to backward. Collective."""
+        move_to_stage(self._places, stage, dataclasses.replace(self._policy, zero_level=2))
 
     def _run(self, use: Use, pack: bool, call: Call, kwargs: dict[str, Any], *args: Any) -> Any:
         """Run the inner module on gathered parameters; `pack` when autograd saves tensors of this run until backward."""

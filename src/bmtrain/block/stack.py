@@ -13,7 +13,26 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 
 
-class TransformerBlockList(torch.nn.Module):
+class BlockList(torch.nn.Module):
+    """A module that holds blocks in order, by number."""
+
+    def __init__(self, blocks: Iterable[Block], num_hidden: int) -> None:
+        super().__init__()
+        self.num_hidden = num_hidden
+        for index, block in enumerate(blocks):
+            self.add_module(str(index), block)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[torch.nn.Module]:
+        return (block for block in self._modules.values() if block is not None)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self)[index]
+
+
+class TransformerBlockList(BlockList):
     """`x = blocks(x, *rest)`: the first `num_hidden` arguments go from block to block, the others to every block.
 
     Args:
@@ -25,24 +44,9 @@ class TransformerBlockList(torch.nn.Module):
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
-        super().__init__()
-        if num_hidden < 1:
-            raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
-        wrapped: dict[int, Block] = {}
-        blocks = [wrap_once(module, wrapped) for module in modules]
-        self.num_hidden = num_hidden
-        for index, block in enumerate(blocks):
-            self.add_module(str(index), block)
+        blocks = wrap_all(modules, num_hidden)
+        super().__init__(blocks, num_hidden)
         plan_gathers(blocks)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[torch.nn.Module]:
-        return (block for block in self._modules.values() if block is not None)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        return list(self)[index]
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Run all blocks.
@@ -57,18 +61,31 @@ class TransformerBlockList(torch.nn.Module):
         inputs: list[tuple[Any, ...]] = []
         for block in self:
             inputs.append(hidden)
-            out = block(*hidden, *rest, **kwargs)
-            hidden = tuple(out) if isinstance(out, tuple | list) else (out,)
-            if len(hidden) != count:
-                raise ConfigurationError(f"a block returned {len(hidden)} values: expected num_hidden={count} of them.")
+            hidden = run_block(block, hidden, rest, kwargs)
         result = hidden
         if return_hidden_states:
             result += tuple(torch.stack([step[place] for step in inputs]) for place in range(count))
         return result[0] if len(result) == 1 else result
 
 
-def wrap_once(module: torch.nn.Module, wrapped: dict[int, Block]) -> Block:
-    """`module` as a Block; the same module gives the same Block."""
+def run_block(block: torch.nn.Module, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What `block` puts in the place of `hidden`; ConfigurationError for another number of values."""
+    out = block(*hidden, *args, **kwargs)
+    following = tuple(out) if isinstance(out, tuple | list) else (out,)
+    if len(following) != len(hidden):
+        raise ConfigurationError(f"a block returned {len(following)} values: expected num_hidden={len(hidden)} of them.")
+    return following
+
+
+def wrap_all(modules: Iterable[torch.nn.Module], num_hidden: int) -> list[Block]:
+    """The modules as Blocks; the same module gives the same Block."""
+    if num_hidden < 1:
+        raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
+    wrapped: dict[int, Block] = {}
+    return [_wrap_once(module, wrapped) for module in modules]
+
+
+def _wrap_once(module: torch.nn.Module, wrapped: dict[int, Block]) -> Block:
     if isinstance(module, Block):
         return module
     if not isinstance(module, torch.nn.Module):

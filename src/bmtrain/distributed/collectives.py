@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -96,6 +97,46 @@ def send(x: torch.Tensor, target: int, axis: Axis) -> None:
 def receive_(x: torch.Tensor, source: int, axis: Axis) -> None:
     """Overwrite `x` by what the rank at place `source` sends."""
     dist.recv(x, src=axis.ranks[source], group=axis.group)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A send or receive under way, which keeps its tensor alive."""
+
+    tensor: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> None:
+        """Later work on the current stream (on the CPU: this thread) comes after it."""
+        self.work.wait()
+
+
+def start_send(x: torch.Tensor, target: int, axis: Axis) -> Transfer:
+    """Start sending `x`, contiguous, to the rank at place `target`."""
+    return Transfer(x, _started(dist.isend(x, dst=axis.ranks[target], group=axis.group)))
+
+
+def start_receive(x: torch.Tensor, source: int, axis: Axis) -> Transfer:
+    """Start overwriting `x` by what the rank at place `source` sends."""
+    return Transfer(x, _started(dist.irecv(x, src=axis.ranks[source], group=axis.group)))
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("a transfer was started on a rank that is not in its group")
+    return work
+
+
+def send_object(value: Any, target: int, axis: Axis) -> None:
+    """Send the picklable `value` to the rank at place `target`; travels on the CPU."""
+    dist.send_object_list([value], dst=axis.ranks[target], group=axis.group, device=torch.device("cpu"))
+
+
+def receive_object(source: int, axis: Axis) -> Any:
+    """What the rank at place `source` sends by `send_object`."""
+    box: list[Any] = [None]
+    dist.recv_object_list(box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu"))
+    return box[0]
 
 
 def exchange(sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis) -> None:

@@ -56,6 +56,13 @@ class Schedule(Generic[Item]):
         known = self._next[phase].get(item)
         return self._previous.get(item) if known is None and phase is Phase.BACKWARD else known
 
+    def interrupt(self) -> None:
+        """What is gathered next must not be gathered early: it does not follow what came last.
+
+        Other ranks may have to receive something from this one before they come to that gather.
+        """
+        self._last = None
+
     def restart(self, phase: Phase = Phase.FORWARD) -> None:
         """The next item begins a pass; nothing came after the last of the pass before."""
         if self._last is not None:

@@ -57,6 +57,8 @@ class Use:
         self._storages = storages
         self._full: dict[Storage, torch.Tensor] = {}
         self._running = 0
+        self._is_together = False
+        self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
         self._first: dict[Storage, int] = {}
         for storage in storages:
             self._first[storage] = sum(len(other.layout.slots) for other in self._first)
@@ -73,9 +75,14 @@ class Use:
         """Gather and return one view per slot of all storages, tied to the graph where gradients are wanted."""
         if not self._storages:
             return []
-        if torch.is_grad_enabled() and any(self.trainable):
-            return list(Unshard.apply(self._storages[0].engine.leaf, self))
-        return self.views()
+        if not (torch.is_grad_enabled() and any(self.trainable)):
+            return self.views()
+        if self._tied is not None:
+            return self._tied
+        views = list(Unshard.apply(self._storages[0].engine.leaf, self))
+        if self._is_together:
+            self._tied = views
+        return views
 
     def position(self, storage: Storage, index: int) -> int:
         """Where slot `index` of `storage` is among the views."""
@@ -94,6 +101,17 @@ class Use:
         finally:
             self._running -= 1
             self._after_run()
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Calls inside are one to the graph: autograd adds up their gradients and ends the use once."""
+        self._is_together = True
+        try:
+            with self.running():
+                yield
+        finally:
+            # The views know this use through their graph: keeping them would keep both for ever.
+            self._is_together, self._tied = False, None
 
     def hold(self, storage: Storage) -> torch.Tensor:
         """The full buffer of `storage`, gathered if need be."""

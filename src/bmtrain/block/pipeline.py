@@ -1,0 +1,233 @@
+"""PipelineTransformerBlockList: blocks cut into stages, through which the batches of all stages run in micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bmtrain.block.block import Block
+from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
+from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
+from bmtrain.distributed import autograd, collectives, stages
+from bmtrain.distributed.stages import Arriving, Head, Outbox, Share
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.runtime.mesh import Axis
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.recording import Recorder
+
+Hidden = tuple[torch.Tensor, ...]
+
+
+class PipelineTransformerBlockList(BlockList):
+    """`x = blocks(x, *rest)` as TransformerBlockList, with the layers spread over the stages of a pipeline.
+
+    Layers are cut into `pipe_size` contiguous stages. Every rank of the pipeline passes its own batch and gets its own rows
+    back: the batches are joined, cut into `num_micro_batches` (both given to `init_distributed`) and run through the stages,
+    which work on different micro-batches at the same time. Inside a stage parameters are sharded with ZeRO-2 over the ranks of
+    the stage. Every rank must run backward through the result if any does.
+
+    Args:
+        modules: blocks, or plain modules, which are wrapped; the same on every rank.
+        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for 1, else a tuple).
+
+    Raises:
+        ConfigurationError: for more stages than layers.
+        ParameterError: for parameters that layers of different stages share.
+
+    Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
+        current = world.current("PipelineTransformerBlockList")
+        blocks = wrap_all(modules, num_hidden)
+        super().__init__(blocks, num_hidden)
+        self._axis, self._device = current.mesh.pipe, current.device
+        self._num_micro_batches = current.num_micro_batches
+        layers_of = stage_layers(len(blocks), self._axis.size)
+        for stage, layers in enumerate(layers_of):
+            for block in dict.fromkeys(blocks[layer] for layer in layers):
+                block.move_to_stage(stage)
+        self._own = [blocks[layer] for layer in layers_of[self._axis.index]]  # a plain list: they are registered already
+        self._engine = current.service(Engine)
+        self._recorder = current.service(Recorder)
+        self._outbox = Outbox(self._axis)
+        self._known: dict[object, _Known] = {}
+        plan_gathers(self._own)
+
+    def forward(
+        self, *args: Any, return_hidden_states: bool = False, batch_related: Iterable[int | str] | None = None, **kwargs: Any
+    ) -> Any:
+        """Run all blocks on this rank's rows.
+
+        Args:
+            args, kwargs: the hidden tensors (rows, ...) and what every block gets besides.
+            return_hidden_states: whether to return the input of every block too.
+            batch_related: which arguments after the hidden ones have a row per sample: positions from 0 on, or names. By
+                default the tensors whose dim 0 is as long as that of the hidden ones. The others are the same for all rows:
+                each stage uses those of its own call.
+
+        Returns the hidden tensor, or a tuple of `num_hidden`; with `return_hidden_states` additionally one stacked tensor
+        (len(self), rows, ...) per hidden.
+
+        Raises:
+            ConfigurationError: on every rank, when arguments differ between ranks or cannot be cut.
+        """
+        call, key = self._agree(args, kwargs, batch_related, return_hidden_states)
+        known = self._known.get(key)
+        joined = _Joined(call, self._axis, self._num_micro_batches)
+        passing = _Passing(self._own, self._axis, self._outbox, self._device, None if known is None else known.incoming)
+        with contextlib.ExitStack() as stack:
+            for block in dict.fromkeys(self._own):
+                stack.enter_context(block.together())
+            enter = stack.enter_context(self._recorder.pipelined_pass(self._axis.index))
+            for number in range(self._num_micro_batches):
+                with enter(number):
+                    passing.run(joined, number)
+        self._engine.schedule.interrupt()
+        self._outbox.flush()
+        held = passing.held(self._axis.index == self._axis.size - 1, return_hidden_states)
+        if known is None:
+            known = self._known[key] = _Known(passing.incoming, self._agree_on_shares(held, call.num_rows))
+        results = stages.to_owners(held, known.shares, [*joined.ties, *passing.ties], self._axis, self._device)
+        finals = tuple(result[0] for result in results[: self.num_hidden])
+        out = finals + results[self.num_hidden :]
+        return out[0] if len(out) == 1 else out
+
+    def _agree(
+        self, args: Sequence[Any], kwargs: dict[str, Any], batch_related: Iterable[int | str] | None, return_hidden_states: bool
+    ) -> tuple[Call, object]:
+        """The call, and a key for all that decides which tensors travel; the same on all ranks of the pipeline."""
+        call, signature, error = None, None, None
+        try:
+            call = read_call(args, kwargs, self.num_hidden, batch_related)
+            rows_per_micro_batch(call.num_rows, self._axis.size, self._num_micro_batches)
+            kind = self._device.type
+            mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), self.training)
+            signature = (call.signature(), return_hidden_states, mode)
+        except ConfigurationError as failure:
+            error = str(failure)
+        trainable = tuple(param.requires_grad for block in self._own for param in block.parameters())
+        told = collectives.gather_objects((error, signature, trainable), self._axis)
+        for rank, (problem, _, _) in zip(self._axis.ranks, told, strict=True):
+            if problem is not None:
+                raise ConfigurationError(f"{problem} (on rank {rank})")
+        for rank, (_, other, _) in zip(self._axis.ranks, told, strict=True):
+            if other != told[0][1]:
+                raise ConfigurationError(
+                    f"the ranks of the pipeline pass different arguments: rank {self._axis.ranks[0]} {told[0][1]}, "
+                    f"rank {rank} {other}; expected equal shapes, dtypes and modes."
+                )
+        return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # no call has raised above
+
+    def _agree_on_shares(self, held: Sequence[torch.Tensor | None], num_rows: int) -> list[Share]:
+        """What the stages hold for the owners of the rows, each told by those who have it."""
+        own = [None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad) for x in held]
+        counts = [0 if x is None else x.shape[0] for x in held]
+        told = collectives.gather_objects(list(zip(own, counts, strict=True)), self._axis)
+        shares = []
+        for entries in zip(*told, strict=True):
+            heads = [head for head, _ in entries if head is not None]
+            if len({(head.shape, head.dtype) for head in heads}) != 1:
+                raise ConfigurationError(f"hidden states of different shape or dtype cannot be stacked: {heads}.")
+            head = dataclasses.replace(heads[0], requires_grad=any(head.requires_grad for head in heads))
+            shares.append(Share(head, tuple(count for _, count in entries)))
+        return shares
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What travels in calls of one key, learned in the first: into this stage, and back to the owners of the rows."""
+
+    incoming: list[Head]
+    shares: list[Share]
+
+
+class _Joined:
+    """The batches of all ranks of the pipeline, cut into micro-batches; hidden tensors on the first stage only."""
+
+    def __init__(self, call: Call, axis: Axis, num_micro_batches: int) -> None:
+        self._call = call
+        self._num_rows = rows_per_micro_batch(call.num_rows, axis.size, num_micro_batches)
+        self._hidden = [stages.to_first(x, axis) for x in call.hidden]
+        self._leaves = [_join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)]
+        gathered = [x for x, cut in zip(self._leaves, call.is_cut, strict=True) if cut]
+        self.ties = [x for x in (*self._hidden, *gathered) if x.requires_grad]
+        self.num_micro_batches = num_micro_batches
+
+    def hidden(self, number: int) -> Hidden:
+        """The hidden tensors of a micro-batch, on the first stage."""
+        return tuple(self._cut(x, number) for x in self._hidden)
+
+    def rest(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Its other arguments."""
+        leaves = [self._cut(x, number) if cut else x for x, cut in zip(self._leaves, self._call.is_cut, strict=True)]
+        return self._call.arguments(leaves)
+
+    def _cut(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        return x[number * self._num_rows : (number + 1) * self._num_rows]
+
+
+class _Passing:
+    """One call on one stage: its blocks, what comes in, what goes on."""
+
+    def __init__(
+        self, blocks: Sequence[Block], axis: Axis, outbox: Outbox, device: torch.device, incoming: list[Head] | None
+    ) -> None:
+        self._blocks, self._axis, self._outbox, self._device = blocks, axis, outbox, device
+        self._is_known = incoming is not None
+        self.incoming: list[Head] = incoming or []
+        self.ties: list[torch.Tensor] = []
+        self._arriving: Arriving | None = None
+        self._inputs: list[list[Hidden]] = []  # per micro-batch, per block
+        self._outputs: list[Hidden] = []
+
+    def run(self, joined: _Joined, number: int) -> None:
+        """Take micro-batch `number` through the blocks of this stage."""
+        is_first, is_last = self._axis.index == 0, self._axis.index == self._axis.size - 1
+        hidden = joined.hidden(number) if is_first else self._receive(number, joined.num_micro_batches)
+        args, kwargs = joined.rest(number)
+        inputs = []
+        for block in self._blocks:
+            inputs.append(hidden)
+            hidden = run_block(block, hidden, args, kwargs)
+        self._inputs.append(inputs)
+        self._outputs.append(hidden)
+        if is_last:
+            return
+        if number == 0 and not self._is_known:
+            collectives.send_object([Head.of(x) for x in hidden], self._axis.index + 1, self._axis)
+        self.ties.append(stages.pass_on(hidden, self._axis.index + 1, self._outbox, self._axis))
+
+    def _receive(self, number: int, num_micro_batches: int) -> Hidden:
+        previous = self._axis.index - 1
+        if number == 0 and not self._is_known:
+            self.incoming = collectives.receive_object(previous, self._axis)
+        arriving = self._arriving or Arriving(self.incoming, previous, self._axis, self._device)
+        more = number + 1 < num_micro_batches  # the next comes while this one is computed
+        self._arriving = Arriving(self.incoming, previous, self._axis, self._device) if more else None
+        hidden = stages.take_over(arriving, self._outbox)
+        self.ties += [x for x in hidden if x.requires_grad]
+        return hidden
+
+    def held(self, has_final: bool, with_states: bool) -> list[torch.Tensor | None]:
+        """What this stage has for the owners of the rows: (count, rows of all ranks, ...) per hidden, outputs, then states."""
+        places = range(len(self._outputs[0]))
+        out: list[torch.Tensor | None] = [
+            torch.cat([hidden[place] for hidden in self._outputs]).unsqueeze(0) if has_final else None for place in places
+        ]
+        if with_states:
+            for place in places:
+                layers = [torch.cat([inputs[layer][place] for inputs in self._inputs]) for layer in range(len(self._blocks))]
+                out.append(torch.stack(layers))
+        return out
+
+
+def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The rows of all ranks."""
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    return (autograd.all_gather(x, axis) if needs_grad else collectives.all_gather(x, axis)).flatten(0, 1)

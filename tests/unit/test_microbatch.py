@@ -1,0 +1,28 @@
+"""Cutting layers into stages: contiguous, the first stages have one more."""
+
+from __future__ import annotations
+
+import pytest
+
+from bmtrain.block.microbatch import rows_per_micro_batch, stage_layers
+from bmtrain.errors import ConfigurationError
+
+
+@pytest.mark.parametrize("num_layers", range(1, 14))
+@pytest.mark.parametrize("num_stages", range(1, 6))
+def test_stage_layers(num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages:
+        with pytest.raises(ConfigurationError, match="at least one layer a stage"):
+            stage_layers(num_layers, num_stages)
+        return
+    layers = stage_layers(num_layers, num_stages)
+    assert [layer for stage in layers for layer in stage] == list(range(num_layers))
+    sizes = [len(stage) for stage in layers]
+    more = num_layers % num_stages
+    assert sizes == [num_layers // num_stages + 1] * more + [num_layers // num_stages] * (num_stages - more)
+
+
+def test_rows_per_micro_batch() -> None:
+    assert rows_per_micro_batch(3, 4, 6) == 2
+    with pytest.raises(ConfigurationError, match="cannot be cut into 5 micro-batches"):
+        rows_per_micro_batch(3, 4, 5)
