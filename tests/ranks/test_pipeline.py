@@ -66,8 +66,17 @@ def batch(step: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, SEQ, WIDTH, generator=generator), torch.rand(rows, SEQ, generator=generator) > 0.3
 
 
+def own_rows(step: int, num_ranks: int) -> list[torch.Tensor]:
+    """This rank's part of the batch for so many ranks, on its device."""
+    return [part.chunk(bmt.world_size())[bmt.rank()].to(bmt.device()) for part in batch(step, num_ranks)]
+
+
+def on_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in values.items()}
+
+
 def loss_of(logits: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    weights = torch.arange(1.0, LAYERS + 1).view(-1, 1, 1, 1)
+    weights = torch.arange(1.0, LAYERS + 1, device=states.device).view(-1, 1, 1, 1)
     return logits.square().mean() + 0.1 * (weights * states.square()).mean()
 
 
@@ -77,22 +86,21 @@ def train(use_checkpoint: bool, file: str, own_adam: bool, steps: int = 3) -> di
     optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.01)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    rank, size, norms, losses = bmt.rank(), bmt.world_size(), [], []
+    norms, losses = [], []
     out: dict[str, Any] = {}
     for step in range(steps):
-        x, mask = (part.chunk(size)[rank] for part in batch(step, size))
         manager.zero_grad()
-        logits, states = model(x, mask)
+        logits, states = model(*own_rows(step, bmt.world_size()))
         if step == 0:
-            out["logits"], out["states"] = logits.detach().clone(), states.detach().clone()
+            out.update(on_cpu({"logits": logits, "states": states}))
         manager.backward(loss_of(logits, states))
         losses.append(float(bmt.sum_loss(loss_of(logits, states).detach())))
         norms.append(float(manager.clip_grad_norm(optimizer.param_groups, 0.5)))
         manager.step()
     with torch.no_grad():
-        out["evaluated"] = model(*(part.chunk(size)[rank] for part in batch(9, size)))[0]
+        out["evaluated"] = model(*own_rows(9, bmt.world_size()))[0].cpu()
     bmt.save(model, file)
-    out["full"] = {name: value.clone() for name, value in model.state_dict().items()}
+    out["full"] = on_cpu(model.state_dict())
     out["state"] = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
     out["sizes"] = {name: param.numel() for name, param in model.named_parameters()}
     return {**out, "norms": norms, "losses": losses}
@@ -156,11 +164,9 @@ def resume(file: str, state: dict[str, Any], steps: range) -> dict[str, torch.Te
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     manager.load_state_dict({"optimizers": [state], "lr_schedulers": [None], "loss_scale": None, "num_steps": 3})
-    size, rank = bmt.world_size(), bmt.rank()
     for step in steps:
-        x, mask = (part.chunk(size)[rank] for part in batch(step, 2))
         manager.zero_grad()
-        manager.backward(loss_of(*model(x, mask)))
+        manager.backward(loss_of(*model(*own_rows(step, 2))))
         manager.clip_grad_norm(optimizer.param_groups, 0.5)
         manager.step()
     return model.state_dict()
@@ -172,9 +178,8 @@ def whole_state(file: str) -> dict[str, Any]:
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     for step in range(3):
-        x, mask = (part.chunk(bmt.world_size())[bmt.rank()] for part in batch(step, 2))
         manager.zero_grad()
-        manager.backward(loss_of(*model(x, mask)))
+        manager.backward(loss_of(*model(*own_rows(step, 2))))
         manager.clip_grad_norm(optimizer.param_groups, 0.5)
         manager.step()
     bmt.save(model, file)

@@ -13,7 +13,8 @@ from bmtrain.block.block import Block
 from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
-from bmtrain.distributed.stages import Arriving, Head, Outbox, Share
+from bmtrain.distributed.collectives import Transfer
+from bmtrain.distributed.stages import Head, Link, Share
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
@@ -55,7 +56,9 @@ class PipelineTransformerBlockList(BlockList):
         self._own = [blocks[layer] for layer in layers_of[self._axis.index]]  # a plain list: they are registered already
         self._engine = current.service(Engine)
         self._recorder = current.service(Recorder)
-        self._outbox = Outbox(self._axis)
+        mesh = current.mesh
+        self._upstream = None if mesh.upstream is None else Link(mesh.upstream, current.device)
+        self._downstream = None if mesh.downstream is None else Link(mesh.downstream, current.device)
         self._known: dict[object, _Known] = {}
         plan_gathers(self._own)
 
@@ -80,7 +83,7 @@ class PipelineTransformerBlockList(BlockList):
         call, key = self._agree(args, kwargs, batch_related, return_hidden_states)
         known = self._known.get(key)
         joined = _Joined(call, self._axis, self._num_micro_batches)
-        passing = _Passing(self._own, self._axis, self._outbox, self._device, None if known is None else known.incoming)
+        passing = _Passing(self._own, self._upstream, self._downstream, None if known is None else known.incoming)
         with contextlib.ExitStack() as stack:
             for block in dict.fromkeys(self._own):
                 stack.enter_context(block.together())
@@ -89,8 +92,7 @@ class PipelineTransformerBlockList(BlockList):
                 with enter(number):
                     passing.run(joined, number)
         self._engine.schedule.interrupt()
-        self._outbox.flush()
-        held = passing.held(self._axis.index == self._axis.size - 1, return_hidden_states)
+        held = passing.finish(return_hidden_states)
         if known is None:
             known = self._known[key] = _Known(passing.incoming, self._agree_on_shares(held, call.num_rows))
         results = stages.to_owners(held, known.shares, [*joined.ties, *passing.ties], self._axis, self._device)
@@ -176,20 +178,22 @@ class _Passing:
     """One call on one stage: its blocks, what comes in, what goes on."""
 
     def __init__(
-        self, blocks: Sequence[Block], axis: Axis, outbox: Outbox, device: torch.device, incoming: list[Head] | None
+        self, blocks: Sequence[Block], upstream: Link | None, downstream: Link | None, incoming: list[Head] | None
     ) -> None:
-        self._blocks, self._axis, self._outbox, self._device = blocks, axis, outbox, device
+        self._blocks, self._upstream, self._downstream = blocks, upstream, downstream
         self._is_known = incoming is not None
         self.incoming: list[Head] = incoming or []
         self.ties: list[torch.Tensor] = []
-        self._arriving: Arriving | None = None
+        self._arriving: Transfer | None = None
         self._inputs: list[list[Hidden]] = []  # per micro-batch, per block
         self._outputs: list[Hidden] = []
 
     def run(self, joined: _Joined, number: int) -> None:
         """Take micro-batch `number` through the blocks of this stage."""
-        is_first, is_last = self._axis.index == 0, self._axis.index == self._axis.size - 1
-        hidden = joined.hidden(number) if is_first else self._receive(number, joined.num_micro_batches)
+        if self._upstream is None:
+            hidden = joined.hidden(number)
+        else:
+            hidden = self._receive(self._upstream, number, joined.num_micro_batches)
         args, kwargs = joined.rest(number)
         inputs = []
         for block in self._blocks:
@@ -197,25 +201,27 @@ class _Passing:
             hidden = run_block(block, hidden, args, kwargs)
         self._inputs.append(inputs)
         self._outputs.append(hidden)
-        if is_last:
+        if self._downstream is None:
             return
         if number == 0 and not self._is_known:
-            collectives.send_object([Head.of(x) for x in hidden], self._axis.index + 1, self._axis)
-        self.ties.append(stages.pass_on(hidden, self._axis.index + 1, self._outbox, self._axis))
+            self._downstream.send_heads([Head.of(x) for x in hidden])
+        self.ties.append(stages.pass_on(hidden, self._downstream))
 
-    def _receive(self, number: int, num_micro_batches: int) -> Hidden:
-        previous = self._axis.index - 1
+    def _receive(self, link: Link, number: int, num_micro_batches: int) -> Hidden:
         if number == 0 and not self._is_known:
-            self.incoming = collectives.receive_object(previous, self._axis)
-        arriving = self._arriving or Arriving(self.incoming, previous, self._axis, self._device)
+            self.incoming = link.receive_heads()
+        arriving = self._arriving or link.receive(self.incoming)
         more = number + 1 < num_micro_batches  # the next comes while this one is computed
-        self._arriving = Arriving(self.incoming, previous, self._axis, self._device) if more else None
-        hidden = stages.take_over(arriving, self._outbox)
+        self._arriving = link.receive(self.incoming) if more else None
+        hidden = stages.take_over(self.incoming, arriving, link)
         self.ties += [x for x in hidden if x.requires_grad]
         return hidden
 
-    def held(self, has_final: bool, with_states: bool) -> list[torch.Tensor | None]:
+    def finish(self, with_states: bool) -> list[torch.Tensor | None]:
         """What this stage has for the owners of the rows: (count, rows of all ranks, ...) per hidden, outputs, then states."""
+        if self._downstream is not None:
+            self._downstream.flush()
+        has_final = self._downstream is None
         places = range(len(self._outputs[0]))
         out: list[torch.Tensor | None] = [
             torch.cat([hidden[place] for hidden in self._outputs]).unsqueeze(0) if has_final else None for place in places

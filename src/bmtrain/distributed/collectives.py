@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,30 +102,27 @@ def receive_(x: torch.Tensor, source: int, axis: Axis) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A send or receive under way, which keeps its tensor alive."""
+    """Sends or receives under way, which keep their tensors alive."""
 
-    tensor: torch.Tensor
-    work: dist.Work
+    tensors: Sequence[torch.Tensor]
+    works: Sequence[dist.Work]
 
     def wait(self) -> None:
         """Later work on the current stream (on the CPU: this thread) comes after it."""
-        self.work.wait()
+        for work in self.works:
+            work.wait()
 
 
-def start_send(x: torch.Tensor, target: int, axis: Axis) -> Transfer:
-    """Start sending `x`, contiguous, to the rank at place `target`."""
-    return Transfer(x, _started(dist.isend(x, dst=axis.ranks[target], group=axis.group)))
+def start_send(tensors: Sequence[torch.Tensor], target: int, axis: Axis) -> Transfer:
+    """Start sending contiguous tensors to the rank at place `target`. The other ranks of the axis take part in nothing."""
+    ops = [dist.P2POp(dist.isend, x, axis.ranks[target], group=axis.group) for x in tensors]
+    return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
-def start_receive(x: torch.Tensor, source: int, axis: Axis) -> Transfer:
-    """Start overwriting `x` by what the rank at place `source` sends."""
-    return Transfer(x, _started(dist.irecv(x, src=axis.ranks[source], group=axis.group)))
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    if work is None:
-        raise RuntimeError("a transfer was started on a rank that is not in its group")
-    return work
+def start_receive(tensors: Sequence[torch.Tensor], source: int, axis: Axis) -> Transfer:
+    """Start overwriting contiguous tensors by what the rank at place `source` sends."""
+    ops = [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x in tensors]
+    return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
 def send_object(value: Any, target: int, axis: Axis) -> None:

@@ -6,7 +6,6 @@ rank must run backward through the result of `to_owners` if any does, and everyt
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -35,37 +34,41 @@ class Head:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
-class Outbox:
-    """Sends under way to the neighbours. A group of tensors waits for the group before it, so at most one is in flight."""
+class Link:
+    """This stage and a neighbour: their communicator, and what is on its way there.
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-        self._groups: collections.deque[list[collectives.Transfer]] = collections.deque()
+    What is sent waits for what was sent before it, so that at most one group of tensors is in flight.
+    """
 
-    def send(self, tensors: Sequence[torch.Tensor], target: int) -> None:
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis = axis
+        self._other = 1 - axis.index
+        self._device = device
+        self._under_way: collectives.Transfer | None = None
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the tensors stay alive until they have arrived."""
         self.flush()
-        self._groups.append([collectives.start_send(x.contiguous(), target, self._axis) for x in tensors])
+        self._under_way = collectives.start_send([x.contiguous() for x in tensors], self._other, self.axis)
 
     def flush(self) -> None:
         """Wait for what is under way."""
-        while self._groups:
-            for transfer in self._groups.popleft():
-                transfer.wait()
-
-
-class Arriving:
-    """Tensors on their way from a neighbouring stage into memory made for them."""
-
-    def __init__(self, heads: Sequence[Head], source: int, axis: Axis, device: torch.device) -> None:
-        self.heads, self.source = heads, source
-        self._transfers = [collectives.start_receive(head.empty(device), source, axis) for head in heads]
-
-    def wait(self) -> list[torch.Tensor]:
-        """The tensors."""
-        for transfer in self._transfers:
+        transfer, self._under_way = self._under_way, None
+        if transfer is not None:
             transfer.wait()
-        return [transfer.tensor for transfer in self._transfers]
+
+    def receive(self, heads: Sequence[Head]) -> collectives.Transfer:
+        """Start receiving into memory made for it."""
+        return collectives.start_receive([head.empty(self._device) for head in heads], self._other, self.axis)
+
+    def send_heads(self, heads: Sequence[Head]) -> None:
+        """Tell the neighbour what will come."""
+        collectives.send_object(list(heads), self._other, self.axis)
+
+    def receive_heads(self) -> list[Head]:
+        """What the neighbour tells."""
+        heads: list[Head] = collectives.receive_object(self._other, self.axis)
+        return heads
 
 
 def to_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -74,19 +77,19 @@ def to_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return out
 
 
-def pass_on(hidden: Sequence[torch.Tensor], target: int, outbox: Outbox, axis: Axis) -> torch.Tensor:
-    """Send activations to stage `target`; the token that is returned stands for them in the graph here."""
-    token: torch.Tensor = _PassOn.apply(target, outbox, axis, *hidden)
+def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
+    """Send activations over the link; the token that is returned stands for them in the graph here."""
+    token: torch.Tensor = _PassOn.apply(link, *hidden)
     return token
 
 
-def take_over(arriving: Arriving, outbox: Outbox) -> tuple[torch.Tensor, ...]:
-    """The activations that another stage passes on; they require grad if they did there."""
-    tensors = arriving.wait()
-    if not any(head.requires_grad for head in arriving.heads):
-        return tuple(tensors)
-    anchor = torch.zeros((), device=tensors[0].device, requires_grad=True)
-    out: tuple[torch.Tensor, ...] = _TakeOver.apply(anchor, arriving, outbox, *tensors)
+def take_over(heads: Sequence[Head], transfer: collectives.Transfer, link: Link) -> tuple[torch.Tensor, ...]:
+    """The activations that the neighbour passes on, once they are here; they require grad if they did there."""
+    transfer.wait()
+    if not any(head.requires_grad for head in heads):
+        return tuple(transfer.tensors)
+    anchor = torch.zeros((), device=transfer.tensors[0].device, requires_grad=True)
+    out: tuple[torch.Tensor, ...] = _TakeOver.apply(anchor, heads, link, *transfer.tensors)
     return out
 
 
@@ -146,35 +149,35 @@ class _ToFirst(torch.autograd.Function):
 
 class _PassOn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, target: int, outbox: Outbox, axis: Axis, *hidden: torch.Tensor) -> torch.Tensor:
-        ctx.target, ctx.axis = target, axis
-        ctx.heads = [Head.of(x) if wanted else None for x, wanted in zip(hidden, ctx.needs_input_grad[3:], strict=True)]
-        outbox.send(hidden, target)
+    def forward(ctx: Any, link: Link, *hidden: torch.Tensor) -> torch.Tensor:
+        ctx.link = link
+        ctx.heads = [Head.of(x) if wanted else None for x, wanted in zip(hidden, ctx.needs_input_grad[1:], strict=True)]
+        link.send(hidden)
         return hidden[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        arriving = Arriving([head for head in ctx.heads if head is not None], ctx.target, ctx.axis, grad.device)
-        grads = iter(arriving.wait())
-        return (None, None, None, *(None if head is None else next(grads) for head in ctx.heads))
+        transfer = ctx.link.receive([head for head in ctx.heads if head is not None])
+        transfer.wait()
+        grads = iter(transfer.tensors)
+        return (None, *(None if head is None else next(grads) for head in ctx.heads))
 
 
 class _TakeOver(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, arriving: Arriving, outbox: Outbox, *tensors: torch.Tensor
+        ctx: Any, anchor: torch.Tensor, heads: Sequence[Head], link: Link, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.source, ctx.outbox, ctx.heads = arriving.source, outbox, arriving.heads
+        ctx.link, ctx.heads = link, heads
         out = tuple(x.detach() for x in tensors)
-        ctx.mark_non_differentiable(*(x for x, head in zip(out, arriving.heads, strict=True) if not head.requires_grad))
+        ctx.mark_non_differentiable(*(x for x, head in zip(out, heads, strict=True) if not head.requires_grad))
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
-        wanted = [grad for grad, head in zip(grads, ctx.heads, strict=True) if head.requires_grad]
-        ctx.outbox.send(wanted, ctx.source)
+        ctx.link.send([grad for grad, head in zip(grads, ctx.heads, strict=True) if head.requires_grad])
         return (None,) * (3 + len(grads))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch.distributed as dist
 
@@ -40,6 +41,8 @@ class Mesh:
     tp_zero: Axis
     pp_zero: Axis
     pp_tp_zero: Axis
+    upstream: Axis | None  # the stage before and this one; None on the first stage
+    downstream: Axis | None  # this stage and the next; None on the last
 
     def shard_axis(self, *, tensor_parallel: bool, pipelined: bool) -> Axis:
         """The ranks over which a parameter is sharded: those that compute with the same values of it.
@@ -63,7 +66,8 @@ def build_mesh(topology: Topology) -> Mesh:
         if partition not in by_partition:
             by_partition[partition] = _build_axis(kind, topology.rank, partition)
         axes[kind] = by_partition[partition]
-    return Mesh(topology, **axes)
+    upstream, downstream = _build_links(topology)
+    return Mesh(topology, **axes, upstream=upstream, downstream=downstream)
 
 
 def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) -> Axis:
@@ -75,3 +79,16 @@ def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) ->
     if own is None:
         raise RuntimeError(f"rank {rank} is in no {name} group of {partition}")
     return own
+
+
+def _build_links(topology: Topology) -> tuple[Axis | None, Axis | None]:
+    """Communicators of neighbouring stages: what a stage sends on must not queue behind what it receives."""
+    upstream = downstream = None
+    for line in topology.partition("pipe"):
+        for ranks in itertools.pairwise(line):
+            group = dist.new_group(list(ranks))
+            if topology.rank == ranks[0]:
+                downstream = Axis("link", ranks, 0, group, group, group)
+            elif topology.rank == ranks[1]:
+                upstream = Axis("link", ranks, 1, group, group, group)
+    return upstream, downstream

@@ -1,0 +1,52 @@
+"""Tensor and pipeline parallelism on real GPUs over NCCL, one rank per GPU, against plain PyTorch in one process on the CPU."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import test_pipeline as pipeline
+from tests.ranks import test_placement as placement
+from tests.ranks.runner import run_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def grids() -> list[tuple[int, int, int]]:
+    """(ranks, stages, tensor ranks): all ways to use 1, 2 and 4 of the GPUs."""
+    sizes = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 1), (4, 1, 2), (4, 1, 4), (4, 2, 2)]
+    return [size for size in sizes if size[0] <= torch.cuda.device_count()]
+
+
+def on_gpus(fn: Any, ranks: int, *args: Any, init: dict[str, Any]) -> list[Any]:
+    return run_ranks(fn, ranks, *args, device=None, timeout=300, init=init)
+
+
+@pytest.mark.parametrize(("ranks", "stages", "tp"), grids())
+def test_pipelines_train_as_one_process(ranks: int, stages: int, tp: int, tmp_path: pathlib.Path) -> None:
+    model, optimizer, expected = pipeline.plain(ranks)
+    for use_checkpoint, micro_batches in ((True, stages), (False, 2 * stages)):
+        init = {"pipe_size": stages, "tp_size": tp, "num_micro_batches": micro_batches}
+        results = on_gpus(pipeline.train, ranks, use_checkpoint, str(tmp_path / "model.pt"), True, init=init)
+        for rank, result in enumerate(results):
+            pipeline.close(result["logits"], expected["logits"].chunk(ranks)[rank])
+            pipeline.close(result["states"], expected["states"].chunk(ranks, 1)[rank])
+            pipeline.close(result["evaluated"], expected["evaluated"].chunk(ranks)[rank])
+            pipeline.close(result["norms"], expected["norms"])
+            for index, (name, param) in enumerate(model.named_parameters()):
+                pipeline.close(result["full"][name], param.detach())
+                pipeline.close(result["state"][index]["exp_avg"], optimizer.state[param]["exp_avg"])
+
+
+@pytest.mark.parametrize(("ranks", "stages", "tp"), [size for size in grids() if size[1] == 1])
+@pytest.mark.parametrize(("blocked", "zero_level"), [(True, 3), (True, 2), (False, 3)])
+def test_split_parameters_train_as_whole_ones(
+    ranks: int, stages: int, tp: int, blocked: bool, zero_level: int, tmp_path: pathlib.Path
+) -> None:
+    _, norms, model, _ = placement.plain_run(4)
+    for result in on_gpus(placement.run, ranks, blocked, zero_level, str(tmp_path), True, init={"tp_size": tp}):
+        torch.testing.assert_close(result["norms"], norms, rtol=1e-5, atol=1e-6)
+        for name, expected in model.named_parameters():
+            torch.testing.assert_close(result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6)
