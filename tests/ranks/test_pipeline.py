@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pathlib
 from typing import Any
 
@@ -222,6 +223,7 @@ def pairs(frozen: tuple[int, ...], dropout: bool, use_checkpoint: bool = True) -
     blocks.train(dropout)
     generator = torch.Generator().manual_seed(bmt.rank())
     x, count = torch.randn(2, WIDTH, generator=generator), torch.arange(2).view(2, 1) + bmt.rank()
+    blocks = copy.deepcopy(blocks)
     for rows in (1, 2):  # another shape first: what was learned of one shape is not used for the other
         out, counted = blocks(x[:rows], count[:rows])
     (out * torch.arange(1.0, WIDTH + 1)).sum().backward()

@@ -14,10 +14,11 @@ from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stag
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
 from bmtrain.distributed.collectives import Transfer
-from bmtrain.distributed.stages import Head, Link, Share
+from bmtrain.distributed.stages import Head, Link, Links, Share
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.recording import Recorder
 
@@ -47,18 +48,12 @@ class PipelineTransformerBlockList(BlockList):
         current = world.current("PipelineTransformerBlockList")
         blocks = wrap_all(modules, num_hidden)
         super().__init__(blocks, num_hidden)
-        self._axis, self._device = current.mesh.pipe, current.device
-        self._num_micro_batches = current.num_micro_batches
-        layers_of = stage_layers(len(blocks), self._axis.size)
+        pipe = current.mesh.pipe
+        layers_of = stage_layers(len(blocks), pipe.size)
         for stage, layers in enumerate(layers_of):
             for block in dict.fromkeys(blocks[layer] for layer in layers):
                 block.move_to_stage(stage)
-        self._own = [blocks[layer] for layer in layers_of[self._axis.index]]  # a plain list: they are registered already
-        self._engine = current.service(Engine)
-        self._recorder = current.service(Recorder)
-        mesh = current.mesh
-        self._upstream = None if mesh.upstream is None else Link(mesh.upstream, current.device)
-        self._downstream = None if mesh.downstream is None else Link(mesh.downstream, current.device)
+        self._own = [blocks[layer] for layer in layers_of[pipe.index]]  # a plain list: they are registered already
         self._known: dict[object, _Known] = {}
         plan_gathers(self._own)
 
@@ -80,65 +75,58 @@ class PipelineTransformerBlockList(BlockList):
         Raises:
             ConfigurationError: on every rank, when arguments differ between ranks or cannot be cut.
         """
-        call, key = self._agree(args, kwargs, batch_related, return_hidden_states)
+        current = world.current("PipelineTransformerBlockList")
+        axis, count = current.mesh.pipe, current.num_micro_batches
+        call, key = self._agree(current, args, kwargs, batch_related, return_hidden_states)
         known = self._known.get(key)
-        joined = _Joined(call, self._axis, self._num_micro_batches)
-        passing = _Passing(self._own, self._upstream, self._downstream, None if known is None else known.incoming)
+        joined = _Joined(call, axis, count)
+        passing = _Passing(self._own, current.service(Links), None if known is None else known.incoming)
         with contextlib.ExitStack() as stack:
             for block in dict.fromkeys(self._own):
                 stack.enter_context(block.together())
-            enter = stack.enter_context(self._recorder.pipelined_pass(self._axis.index))
-            for number in range(self._num_micro_batches):
+            enter = stack.enter_context(current.service(Recorder).pipelined_pass(axis.index))
+            for number in range(count):
                 with enter(number):
                     passing.run(joined, number)
-        self._engine.schedule.interrupt()
+        current.service(Engine).schedule.interrupt()
         held = passing.finish(return_hidden_states)
         if known is None:
-            known = self._known[key] = _Known(passing.incoming, self._agree_on_shares(held, call.num_rows))
-        results = stages.to_owners(held, known.shares, [*joined.ties, *passing.ties], self._axis, self._device)
+            known = self._known[key] = _Known(passing.incoming, _agree_on_shares(held, call.num_rows, axis))
+        results = stages.to_owners(held, known.shares, [*joined.ties, *passing.ties], axis, current.device)
         finals = tuple(result[0] for result in results[: self.num_hidden])
         out = finals + results[self.num_hidden :]
         return out[0] if len(out) == 1 else out
 
     def _agree(
-        self, args: Sequence[Any], kwargs: dict[str, Any], batch_related: Iterable[int | str] | None, return_hidden_states: bool
+        self,
+        current: World,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        batch_related: Iterable[int | str] | None,
+        return_hidden_states: bool,
     ) -> tuple[Call, object]:
         """The call, and a key for all that decides which tensors travel; the same on all ranks of the pipeline."""
+        axis, kind = current.mesh.pipe, current.device.type
         call, signature, error = None, None, None
         try:
             call = read_call(args, kwargs, self.num_hidden, batch_related)
-            rows_per_micro_batch(call.num_rows, self._axis.size, self._num_micro_batches)
-            kind = self._device.type
+            rows_per_micro_batch(call.num_rows, axis.size, current.num_micro_batches)
             mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), self.training)
             signature = (call.signature(), return_hidden_states, mode)
         except ConfigurationError as failure:
             error = str(failure)
         trainable = tuple(param.requires_grad for block in self._own for param in block.parameters())
-        told = collectives.gather_objects((error, signature, trainable), self._axis)
-        for rank, (problem, _, _) in zip(self._axis.ranks, told, strict=True):
+        told = collectives.gather_objects((error, signature, trainable), axis)
+        for rank, (problem, _, _) in zip(axis.ranks, told, strict=True):
             if problem is not None:
                 raise ConfigurationError(f"{problem} (on rank {rank})")
-        for rank, (_, other, _) in zip(self._axis.ranks, told, strict=True):
+        for rank, (_, other, _) in zip(axis.ranks, told, strict=True):
             if other != told[0][1]:
                 raise ConfigurationError(
-                    f"the ranks of the pipeline pass different arguments: rank {self._axis.ranks[0]} {told[0][1]}, "
+                    f"the ranks of the pipeline pass different arguments: rank {axis.ranks[0]} {told[0][1]}, "
                     f"rank {rank} {other}; expected equal shapes, dtypes and modes."
                 )
         return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # no call has raised above
-
-    def _agree_on_shares(self, held: Sequence[torch.Tensor | None], num_rows: int) -> list[Share]:
-        """What the stages hold for the owners of the rows, each told by those who have it."""
-        own = [None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad) for x in held]
-        counts = [0 if x is None else x.shape[0] for x in held]
-        told = collectives.gather_objects(list(zip(own, counts, strict=True)), self._axis)
-        shares = []
-        for entries in zip(*told, strict=True):
-            heads = [head for head, _ in entries if head is not None]
-            if len({(head.shape, head.dtype) for head in heads}) != 1:
-                raise ConfigurationError(f"hidden states of different shape or dtype cannot be stacked: {heads}.")
-            head = dataclasses.replace(heads[0], requires_grad=any(head.requires_grad for head in heads))
-            shares.append(Share(head, tuple(count for _, count in entries)))
-        return shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,10 +165,8 @@ class _Joined:
 class _Passing:
     """One call on one stage: its blocks, what comes in, what goes on."""
 
-    def __init__(
-        self, blocks: Sequence[Block], upstream: Link | None, downstream: Link | None, incoming: list[Head] | None
-    ) -> None:
-        self._blocks, self._upstream, self._downstream = blocks, upstream, downstream
+    def __init__(self, blocks: Sequence[Block], links: Links, incoming: list[Head] | None) -> None:
+        self._blocks, self._upstream, self._downstream = blocks, links.upstream, links.downstream
         self._is_known = incoming is not None
         self.incoming: list[Head] = incoming or []
         self.ties: list[torch.Tensor] = []
@@ -237,3 +223,18 @@ def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The rows of all ranks."""
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     return (autograd.all_gather(x, axis) if needs_grad else collectives.all_gather(x, axis)).flatten(0, 1)
+
+
+def _agree_on_shares(held: Sequence[torch.Tensor | None], num_rows: int, axis: Axis) -> list[Share]:
+    """What the stages hold for the owners of the rows, each told by those who have it."""
+    own = [None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad) for x in held]
+    counts = [0 if x is None else x.shape[0] for x in held]
+    told = collectives.gather_objects(list(zip(own, counts, strict=True)), axis)
+    shares = []
+    for entries in zip(*told, strict=True):
+        heads = [head for head, _ in entries if head is not None]
+        if len({(head.shape, head.dtype) for head in heads}) != 1:
+            raise ConfigurationError(f"hidden states of different shape or dtype cannot be stacked: {heads}.")
+        head = dataclasses.replace(heads[0], requires_grad=any(head.requires_grad for head in heads))
+        shares.append(Share(head, tuple(count for _, count in entries)))
+    return shares

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from bmtrain.distributed import collectives
 from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,15 @@ class Link:
         """What the neighbour tells."""
         heads: list[Head] = collectives.receive_object(self._other, self.axis)
         return heads
+
+
+class Links:
+    """The links of this stage; None where it has no neighbour. One per run, reached by `world.service(Links)`."""
+
+    def __init__(self, world: World) -> None:
+        mesh = world.mesh
+        self.upstream = None if mesh.upstream is None else Link(mesh.upstream, world.device)
+        self.downstream = None if mesh.downstream is None else Link(mesh.downstream, world.device)
 
 
 def to_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
