@@ -364,12 +364,12 @@ def save_limited(file: str, limit: int) -> list[str]:
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-@pytest.mark.parametrize("limit", [0, 1000, 3000])
-def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path, ending: str, limit: int) -> None:
+@pytest.mark.parametrize(("world_size", "limit"), [(1, 1000), (2, 0), (2, 1000), (2, 3000)])
+def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path, ending: str, world_size: int, limit: int) -> None:
     file = tmp_path / f"model{ending}"
     run_ranks(do_save, 1, str(file), 5)
     before = file.read_bytes()
-    seen: list[list[str]] = run_ranks(save_and_compare, 2, str(file), limit, before)
+    seen: list[list[str]] = run_ranks(save_and_compare, world_size, str(file), limit, before)
     for messages in seen:
         for message in messages:
             assert str(file) in message and "intact" in message and ("File too large" in message or "os error 27" in message)

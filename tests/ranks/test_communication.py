@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ import bmtrain as bmt
 from bmtrain import benchmark, distributed
 from bmtrain.distributed import nccl, results
 from bmtrain.errors import ConfigurationError, NotInitializedError
+from bmtrain.runtime import world
 from bmtrain.runtime.config import config
+from bmtrain.runtime.mesh import Axis
 
 OPS = ("sum", "avg", "max", "min", "prod")
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -273,6 +279,108 @@ def test_nccl_verbs() -> None:
         assert got["counts"] == [size, rank]
 
 
+def run_groups() -> dict[str, list[float]]:
+    """Sends before receives, receives before sends, several to one peer, two communicators in orders that differ."""
+    rank, comm, tp, pipe = bmt.rank(), config["comm"], config["tp_comm"], config["pipe_comm"]
+    size = comm.size
+    out: dict[str, list[float]] = {}
+    for name, receives_first in (("same", True), ("mixed", rank % 2 == 0)):
+        sent = [[torch.full((3,), 100.0 * rank + 10 * peer + n) for n in range(2)] for peer in range(size)]
+        got = [[torch.empty(3) for _ in range(2)] for _ in range(size)]
+        sending = [lambda x=x, peer=peer: nccl.send(x, peer, comm) for peer in range(size) for x in sent[peer]]  # type: ignore[misc]
+        receiving = [lambda x=x, peer=peer: nccl.recv(x, peer, comm) for peer in range(size) for x in got[peer]]  # type: ignore[misc]
+        nccl.groupStart()
+        for call in receiving + sending if receives_first else sending + receiving:
+            call()
+        nccl.groupEnd()
+        out[name] = [x[0].item() for pair in got for x in pair]
+    along_tp, along_pipe = torch.empty(1), torch.empty(1)
+    exchanges = [
+        lambda: (nccl.send(torch.tensor([rank + 0.5]), 1 - tp.index, tp), nccl.recv(along_tp, 1 - tp.index, tp)),
+        lambda: (nccl.recv(along_pipe, 1 - pipe.index, pipe), nccl.send(torch.tensor([rank + 0.25]), 1 - pipe.index, pipe)),
+    ]
+    nccl.groupStart()
+    for exchange in exchanges if rank in (0, 3) else exchanges[::-1]:  # a ring of ranks that wait for one another
+        exchange()
+    total = torch.ones(2)
+    nccl.allReduce(total, total, "sum", comm)  # not deferred: ready at once
+    nccl.groupEnd()
+    out["two communicators"] = [along_tp.item(), along_pipe.item(), *total.tolist()]
+    return out
+
+
+def test_groups_of_sends_and_receives_in_any_order() -> None:
+    for rank, got in enumerate(run_ranks(run_groups, 4, init={"tp_size": 2, "pipe_size": 2})):
+        assert got["same"] == got["mixed"] == [100.0 * peer + 10 * rank + n for peer in range(4) for n in range(2)]
+        assert got["two communicators"] == [(rank ^ 1) + 0.5, (rank ^ 2) + 0.25, 4.0, 4.0]
+
+
+def run_alone() -> list[list[float]]:
+    """Every verb in a world of one: itself is all there is."""
+    comm, x = config["comm"], torch.tensor([3.0, 4.0])
+    outs = [torch.zeros(2) for _ in range(6)]
+    nccl.allReduce(x, outs[0], "avg", comm)
+    nccl.allGather(x, outs[1], comm)
+    nccl.reduceScatter(x, outs[2], "prod", comm)
+    nccl.broadcast(x, outs[3], 0, comm)
+    nccl.reduce(x, outs[4], "max", 0, comm)
+    nccl.groupStart()
+    nccl.recv(outs[5], 0, comm)
+    nccl.send(x, 0, comm)
+    nccl.groupEnd()
+    return [out.tolist() for out in outs]
+
+
+def test_nccl_alone() -> None:
+    assert run_ranks(run_alone, 1)[0] == [[3.0, 4.0]] * 6
+
+
+def run_wrong_nccl() -> list[str]:
+    comm, x, y = config["comm"], torch.ones(4), torch.ones(4)
+    nowhere: Any = None
+
+    def to_itself() -> None:
+        nccl.groupStart()
+        nccl.send(x, comm.index, comm)
+        nccl.groupEnd()
+
+    messages = []
+    calls: list[Callable[[], object]] = [
+        lambda: nccl.allReduce(x, y, "sum", nowhere),
+        lambda: nccl.allGather(x, y, nowhere),
+        lambda: nccl.commCount(nowhere),
+        lambda: nccl.commDestroy(nowhere),
+        lambda: nccl.allReduce(x, y, "mean", comm),
+        lambda: nccl.reduce(x, y, "mean", 0, comm),
+        lambda: nccl.reduceScatter(x, torch.ones(3), "sum", comm),
+        lambda: nccl.broadcast(x, y, 2, comm),
+        lambda: nccl.broadcast(x, y, -1, comm),
+        lambda: nccl.reduce(x, y, "sum", 2, comm),
+        lambda: nccl.send(x, 2, comm),
+        lambda: nccl.recv(x, -1, comm),
+        lambda: nccl.send(x, comm.index, comm),
+        lambda: nccl.recv(x, comm.index, comm),
+        lambda: nccl.allReduce(torch.ones(2, 2).t()[:1], y, "sum", comm),
+        lambda: nccl.allReduce(x, torch.empty(4, device="meta"), "sum", comm),
+        lambda: nccl.allGather([1.0], y, comm),  # type: ignore[arg-type]
+        to_itself,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigurationError, match="expected") as caught:
+            call()
+        messages.append(str(caught.value))
+    nccl.allReduce(x, y, "sum", comm)  # nothing is left half done
+    assert y.tolist() == [2.0] * 4
+    return messages
+
+
+def test_wrong_nccl_calls_are_explained_on_every_rank() -> None:
+    first, second = run_ranks(run_wrong_nccl, 2)
+    assert len(first) == len(second) == 18
+    assert all("config['comm']" in text for text in first[:4])
+    assert all("0 to 1" in text for text in first[7:12])
+
+
 def run_results() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     rank = bmt.rank()
     results.synchronize()
@@ -308,6 +416,52 @@ def test_sum_loss_and_gather_result(world_size: int) -> None:
         assert torch.equal(rows[4], torch.cat(parts))
 
 
+def run_old_use_of_config() -> dict[str, Any]:
+    """What programs of 0.1.x and 1.0.1 do with it."""
+    comm, topology = bmt.config["comm"], bmt.config["topology"]
+    gathered = distributed.all_gather(torch.tensor([bmt.rank()]), bmt.config["zero_comm"])
+    total = torch.ones(1)
+    nccl.allReduce(total, total, "sum", bmt.config["tp_zero_comm"])
+    groups = {name: (topology.get_group_id(name), topology.get_group_rank(name)) for name in ("pipe", "zero", "tp_zero", "tp")}
+    with pytest.raises(ConfigurationError, match="unknown group 'dp'"):
+        topology.get_group_id("dp")
+    seen = dict(bmt.config)
+    world.shutdown()
+    after = dict(bmt.config)
+    return {
+        "gathered": gathered.flatten().tolist(),
+        "total": total.item(),
+        "groups": groups,
+        "stages": (topology.stage_id, topology.stages, topology.pipe_idx),
+        "sizes": {name: comm.size for name, comm in seen.items() if isinstance(comm, Axis)},
+        "names": sorted(seen) == sorted(after) == sorted(CONFIG_NAMES),
+        "after": {name: value for name, value in after.items() if name != "topology"},
+        "comm": comm is seen["comm"],
+    }
+
+
+CONFIG_NAMES = [
+    "rank", "local_rank", "world_size", "local_size", "initialized", "pipe_size", "pipe_enabled", "tp_size",
+    "tp_rank", "tp_zero_rank", "tp_zero_size", "zero_rank", "zero_size", "micros", "topology", "comm",
+    "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm", "load_stream", "calc_stream",
+]  # fmt: skip
+
+
+def test_what_old_programs_do_with_config() -> None:
+    before = {name: value for name, value in config.items() if name != "topology"}
+    assert sorted(config) == sorted(CONFIG_NAMES)
+    for rank, got in enumerate(run_ranks(run_old_use_of_config, 4, init={"tp_size": 2, "pipe_size": 2})):
+        assert got["gathered"] == [0, 1, 2, 3] and got["total"] == 2.0 and got["names"] and got["comm"]
+        assert got["groups"] == {
+            "pipe": (rank % 2, rank // 2), "zero": (0, rank), "tp_zero": (rank % 2, rank // 2), "tp": (rank // 2, rank % 2)
+        }  # fmt: skip
+        assert got["stages"] == (rank // 2, 2, rank % 2)
+        assert got["sizes"] == {
+            "comm": 4, "zero_comm": 4, "tp_comm": 2, "tp_zero_comm": 2, "pipe_comm": 2, "pp_zero_comm": 2, "pp_tp_zero_comm": 1
+        }  # fmt: skip
+        assert got["after"] == before  # the run is over: one process again
+
+
 def run_config() -> tuple[dict[str, object], int]:
     seen = {key: value for key, value in config.items() if isinstance(value, int | bool)}
     topology, comm = config["topology"], config["tp_comm"]
@@ -332,6 +486,8 @@ def test_config_before_the_run() -> None:
         config["word_size"]
     with pytest.raises(TypeError, match="init_distributed"):
         config["rank"] = 3
+    assert config.get("spam", 5) == 5 and config.get("tp_size") == 1 and {**config} == dict(config.items())
+    assert config["topology"].get_group_id("tp") == 0 and "'world_size': 1" in repr(config)
 
 
 @pytest.mark.parametrize(
@@ -355,6 +511,42 @@ def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all_gather, 2 ranks" in printed and "4 KiB" in printed and "GB/s" in printed
 
 
-def test_benchmarks_alone() -> None:
-    ((gather, reduce, ring),) = run_ranks(run_benchmarks, 1)
-    assert len(gather) == 3 and len(reduce) == 2 and not ring
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_benchmarks_alone_and_where_sizes_do_not_divide(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    for gather, reduce, ring in run_ranks(run_benchmarks, world_size):
+        assert (len(gather), len(reduce), len(ring)) == (3, 2, int(world_size > 1))
+    printed = capsys.readouterr().out
+    for name in ("all_gather", "reduce_scatter", "send_recv"):
+        assert printed.count(f"{name}, {world_size} ranks") == 1  # on rank 0
+
+
+def run_printing() -> None:
+    bmt.print_rank("first", "second", sep="+")
+    bmt.print_rank("from one", rank=1)
+    bmt.print_block(f"title of {bmt.rank()}", "content")
+    bmt.print_dict(f"numbers of {bmt.rank()}", {"lr": 0.5})
+    bmt.see_memory(f"memory of {bmt.rank()}", detail=True)
+    bmt.synchronize()
+
+
+def test_printing_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(run_printing, 2)
+    zero, one = capsys.readouterr().out.split("-- rank 1 printed:")
+    assert one.split() == ["from", "one"]
+    for text in ("first+second", "title of 0", "content", "numbers of 0", "lr", "memory of 0: peak resident memory"):
+        assert zero.count(text) == 1
+    assert "of 1" not in zero
+
+
+def run_meeting(folder: str) -> list[str]:
+    """The last rank comes late: nobody leaves the barrier before it has arrived."""
+    last = bmt.world_size() - 1
+    if bmt.rank() == last:
+        time.sleep(0.5)
+        pathlib.Path(folder, "arrived").touch()
+    bmt.synchronize()
+    return os.listdir(folder)
+
+
+def test_synchronize_waits_for_the_last(tmp_path: pathlib.Path) -> None:
+    assert run_ranks(run_meeting, 3, str(tmp_path)) == [["arrived"]] * 3

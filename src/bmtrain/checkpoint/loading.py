@@ -12,7 +12,7 @@ import torch
 
 from bmtrain.checkpoint.agreement import attempt
 from bmtrain.checkpoint.entries import Entry, entries
-from bmtrain.checkpoint.sources import Source, open_source
+from bmtrain.checkpoint.sources import Renamed, Source, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
@@ -51,7 +51,7 @@ def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = Tr
     Reads files of `save`, of BMTrain and ModelCenter, any `torch.save`d state dict, .safetensors files, and folders
     of either with an index. Each rank reads its own slices, one tensor at a time, whatever world size wrote the file.
     Values are converted to the model's dtypes; a warning says so where precision is lost. Of tied parameters one name
-    is enough.
+    is enough. A prefix that all names in the file have before the model's, `module.` for example, is left out, with a warning.
 
     Args:
         model: any module, its parameters distributed or not.
@@ -67,10 +67,12 @@ def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = Tr
     current = world.current("load")
     axis = current.mesh.world
     current.service(Writer).settle()
-    source = attempt(lambda: open_source(file), axis)
-    plan = attempt(lambda: make_plan(entries(model), source, strict=strict), axis)
+    targets = entries(model)
+    source = attempt(lambda: without_prefix(open_source(file), {name for entry in targets for name in entry.names}), axis)
+    plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
     attempt(lambda: _copy_all(plan, source), axis)
     if current.rank == 0:
+        _tell_left_out(source)
         _tell_lost_precision(plan, source)
     return LoadResult(plan.missing, plan.unexpected)
 
@@ -108,7 +110,8 @@ def _mismatch(copy: Copy, source: Source) -> str:
     """Why this tensor cannot be copied; empty if it can."""
     entry, header = copy.entry, source.headers[copy.name]
     if entry.shape != header.shape:
-        return f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in {source.file_of(copy.name)}"
+        flat = "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes" if len(header.shape) == 1 else ""
+        return f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in {source.file_of(copy.name)}{flat}"
     if entry.tensor.is_meta:
         return f"{copy.name!r} is on the meta device in the model: shard it or call to_empty(device=bmtrain.device())"
     if header.dtype.is_complex and not entry.tensor.dtype.is_complex:
@@ -149,6 +152,11 @@ def _own_part(param: DistributedParameter, name: str, source: Source) -> torch.T
         return source.part(name, begin + piece.start, begin + piece.stop)
     rows = source.part(name, first * row, last * row).view(last - first, row)
     return rows[:, begin : begin + width].reshape(-1)[piece.start - first * width : piece.stop - first * width]
+
+
+def _tell_left_out(source: Source) -> None:
+    if isinstance(source, Renamed):
+        log.warn(f"{source.path}: all names begin with {source.prefix!r} and none is the model's; they were read without it.")
 
 
 def _tell_lost_precision(plan: Plan, source: Source) -> None:

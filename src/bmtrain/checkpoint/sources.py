@@ -12,7 +12,7 @@ import re
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import safetensors
@@ -124,6 +124,38 @@ class Folder(Source):
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._owners[name].part(name, start, stop)
+
+
+class Renamed(Source):
+    """Another source, without the `prefix` of every name."""
+
+    def __init__(self, source: Source, prefix: str) -> None:
+        cut = len(prefix)
+        headers = {name[cut:]: header for name, header in source.headers.items()}
+        super().__init__(source.path, headers, {name[cut:]: kind for name, kind in source.others.items()})
+        self._source, self.prefix = source, prefix
+
+    def file_of(self, name: str) -> pathlib.Path:
+        return self._source.file_of(self.prefix + name)
+
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._source.part(self.prefix + name, start, stop)
+
+
+def without_prefix(source: Source, wanted: Collection[str]) -> Source:
+    """The source as it is; or, if it has none of the names `wanted`, without a prefix of all its names that hides them.
+
+    Files saved from a wrapped model have such a prefix, `module.` for example.
+    """
+    names = [*source.headers, *source.others]
+    if not names or not set(names).isdisjoint(wanted):
+        return source
+    for place in [place for place, letter in enumerate(names[0], start=1) if letter == "."]:
+        prefix = names[0][:place]
+        is_common = all(name.startswith(prefix) for name in names)
+        if is_common and not {name[place:] for name in names}.isdisjoint(wanted):
+            return Renamed(source, prefix)
+    return source
 
 
 def open_source(file: str | os.PathLike[str]) -> Source:

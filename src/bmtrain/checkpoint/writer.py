@@ -85,7 +85,8 @@ class Writer:
         """Write the tensors of rank 0 to `path`."""
         step = (lambda: write_file(path, tensors)) if self._axis.index == 0 else None
         writing = Writing(path, step, self._axis)
-        if background:
+        # When the interpreter has waited for its threads, it waits for no new one: a save in an atexit function writes now.
+        if background and threading.main_thread().is_alive():
             self._latest = writing
             writing.start()
         else:

@@ -12,7 +12,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.mesh import KINDS, Axis
 from bmtrain.runtime.world import World
 
 Buffer = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
@@ -35,33 +35,55 @@ class _Batch:
         self._sends.setdefault(axis, [])
 
     def run(self) -> None:
-        """Start and finish all, one communicator after the other."""
+        """Start and finish all, one communicator after the other, in an order that all ranks share."""
         sends, receives = self._sends, self._receives
         self._sends, self._receives = {}, {}
-        for axis in sends:
-            collectives.exchange(sends[axis], receives[axis], axis)
+        for axis in sorted(sends, key=lambda axis: KINDS.index(axis.name)):
+            _copy_to_self(sends[axis], receives[axis], axis)
+            collectives.exchange(_to_others(sends[axis], axis), _to_others(receives[axis], axis), axis)
+
+
+def _copy_to_self(sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis) -> None:
+    """What a rank sends to itself, which torch.distributed refuses: the n-th send fills the n-th receive."""
+    own_sends = [x for x, peer in sends if peer == axis.index]
+    own_receives = [x for x, peer in receives if peer == axis.index]
+    if [(x.dtype, x.numel()) for x in own_sends] != [(x.dtype, x.numel()) for x in own_receives]:
+        raise ConfigurationError(
+            f"rank {axis.index} sends {len(own_sends)} tensors to itself and receives {len(own_receives)}: expected as many, of "
+            "the same numbers of elements and dtypes, in the same order."
+        )
+    for x, into in zip(own_sends, own_receives, strict=True):
+        _write(into, x)
+
+
+def _to_others(messages: list[tuple[torch.Tensor, int]], axis: Axis) -> list[tuple[torch.Tensor, int]]:
+    return [(x, peer) for x, peer in messages if peer != axis.index]
 
 
 def allReduce(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` = the reduction of every rank's `src` by `op` (sum, avg, max, min, prod)."""
+    _check(comm, "allReduce")
     source, target = _pair(src, dst, 1, 1, "allReduce", reduces=True)
     _write(target, collectives.all_reduce(source, op, comm))
 
 
 def allGather(src: Buffer, dst: Buffer, comm: Axis) -> None:
     """`dst` (ranks * n,) = every rank's `src` (n,), in rank order."""
+    _check(comm, "allGather")
     source, target = _pair(src, dst, comm.size, 1, "allGather")
     _write(target, collectives.all_gather(source, comm).view(-1))
 
 
 def reduceScatter(src: Buffer, dst: Buffer, op: str, comm: Axis) -> None:
     """`dst` (n,) = this rank's part of the reduction by `op` of every rank's `src` (ranks * n,)."""
+    _check(comm, "reduceScatter")
     source, target = _pair(src, dst, 1, comm.size, "reduceScatter", reduces=True)
     _write(target, collectives.reduce_scatter(source, op, comm))
 
 
 def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
     """`dst` = the `src` of rank `root`; elsewhere `src` is not read."""
+    _check(comm, "broadcast", root)
     source, target = _pair(src, dst, 1, 1, "broadcast")
     if comm.index == root:
         _write(target, source)
@@ -71,6 +93,7 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
     """`dst` on rank `root` = the reduction of every rank's `src` by `op`; elsewhere `dst` is not written."""
+    _check(comm, "reduce", root)
     source, target = _pair(src, dst, 1, 1, "reduce", reduces=True)
     collectives.check_op(op)
     total = source.clone()
@@ -80,20 +103,24 @@ def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
 
 
 def send(src: Buffer, peer: int, comm: Axis) -> None:
-    """Send `src` to rank `peer`, which must receive as many elements of the same dtype."""
+    """Send `src` to rank `peer`, which must receive as many elements of the same dtype; to itself only in a group."""
     batch, source = _batch("send"), _flat(src, "send")
+    _check(comm, "send", peer)
     if batch.depth:
         batch.add_send(source, peer, comm)
     else:
+        _check_other(comm, "send", peer)
         collectives.send(source, peer, comm)
 
 
 def recv(dst: Buffer, peer: int, comm: Axis) -> None:
     """Fill `dst` with what rank `peer` sends; between groupStart and groupEnd it is filled at groupEnd."""
     batch, target = _batch("recv"), _flat(dst, "recv")
+    _check(comm, "recv", peer)
     if batch.depth:
         batch.add_receive(target, peer, comm)
     else:
+        _check_other(comm, "recv", peer)
         collectives.receive_(target, peer, comm)
 
 
@@ -114,20 +141,42 @@ def groupEnd() -> None:
 
 def commCount(comm: Axis) -> int:
     """Number of ranks of a communicator."""
+    _check(comm, "commCount")
     return comm.size
 
 
 def commRank(comm: Axis) -> int:
     """This rank's place in a communicator."""
+    _check(comm, "commRank")
     return comm.index
 
 
 def commDestroy(comm: Axis) -> None:
     """Accepted from BMTrain programs: communicators belong to the run and are closed at its end."""
+    _check(comm, "commDestroy")
 
 
 def _batch(what: str) -> _Batch:
     return world.current(f"nccl.{what}").service(_Batch)
+
+
+def _check(comm: Axis, what: str, peer: int = 0) -> None:
+    """ConfigurationError for something that is no communicator, or a rank that is not in it."""
+    if not isinstance(comm, Axis):
+        raise ConfigurationError(
+            f"nccl.{what} got {type(comm).__name__} as communicator: expected one of the run, bmtrain.config['comm'] for example, "
+            "after init_distributed()."
+        )
+    if not 0 <= peer < comm.size:
+        raise ConfigurationError(f"nccl.{what} got rank {peer}: expected 0 to {comm.size - 1}, a place in its communicator.")
+
+
+def _check_other(comm: Axis, what: str, peer: int) -> None:
+    if peer == comm.index:
+        raise ConfigurationError(
+            f"nccl.{what} got this rank itself, {peer}: expected another one; between groupStart() and groupEnd() a rank may send "
+            "to itself."
+        )
 
 
 def _flat(buffer: Buffer, what: str) -> torch.Tensor:
@@ -152,6 +201,8 @@ def _pair(
     source, target = _flat(src, what), _flat(dst, what)
     if source.dtype != target.dtype:
         raise ConfigurationError(f"nccl.{what} got {source.dtype} to be written to {target.dtype}: expected the same dtype.")
+    if source.device != target.device:
+        raise ConfigurationError(f"nccl.{what} got {source.device} to be written to {target.device}: expected the same device.")
     if source.numel() * times != target.numel() * parts:
         raise ConfigurationError(
             f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, adamw_update
-from bmtrain.optim import gathered
+from bmtrain.optim import gathered, resharding
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run, contiguous_runs
@@ -70,15 +71,22 @@ class AdamBase(torch.optim.Optimizer):
         self._runs: list[tuple[int, Run, RunState]] = []
         fp16 = any(param.dtype == torch.float16 for param in flat)
         self.dynamic_scale = LossScale(scale if scale is not None else (65536.0 if fp16 else 1.0), scale_factor, scale_steps)
+        self._scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
     def scale(self) -> float:
-        """The loss scale of programs without an OptimManager."""
+        """The loss scale of programs of the 0.1.x API; an OptimManager's where one drives this optimizer."""
         return self.dynamic_scale.value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `.backward()` on in programs without an OptimManager: scaled, and a mean over ranks."""
-        return loss * (self.scale / self._engine.mesh.world.size)
+        """The loss to call `.backward()` on in programs of the 0.1.x API: scaled, and a mean over ranks."""
+        scaled = loss * (self.scale / self._engine.mesh.world.size)
+        self._scaled = weakref.ref(scaled)
+        return scaled
+
+    def has_scaled(self, loss: torch.Tensor) -> bool:
+        """Whether `loss` is what `loss_scale` returned last."""
+        return self._scaled is not None and self._scaled() is loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the state is laid out anew at the next step."""
@@ -155,15 +163,12 @@ class AdamBase(torch.optim.Optimizer):
         if not gather:
             return state
         flat = parameters_of(self.param_groups)
-        return {**state, "state": gathered.gather_states(flat, state["state"]), "gathered": True}
+        return {**state, "state": gathered.gather_states(flat, state["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either form of `state_dict`; a gathered one is sliced for this rank."""
+        """Load either form of `state_dict`, or one of BMTrain (see `resharding.local_states`). Collective."""
         flat = parameters_of(self.param_groups)
-        gathered.check_groups(self.param_groups, state_dict)
-        states = state_dict["state"]
-        if state_dict.get("gathered", False):
-            states = gathered.slice_states(flat, states)
+        states = resharding.local_states(self.param_groups, state_dict)
         self._runs = []
         self._load_groups(state_dict["param_groups"])
         self.state.clear()

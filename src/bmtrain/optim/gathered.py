@@ -1,4 +1,4 @@
-"""Optimizer state as whole tensors, independent of the world size, and back."""
+"""Optimizer state as whole tensors, independent of the world size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import CheckpointError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
@@ -71,49 +70,8 @@ def _gather_one(
         yield index, whole[slot].cpu().clone()
 
 
-def slice_states(params: Sequence[torch.nn.Parameter], states: States) -> States:
-    """The inverse of `gather_states` for this rank.
-
-    Raises:
-        CheckpointError: naming the parameter's number and both shapes, when a state does not fit its parameter.
-    """
-    local: States = {}
-    for index, state in states.items():
-        param = params[index]
-        if not isinstance(param, DistributedParameter):
-            local[index] = dict(state)
-            continue
-        local[index] = {}
-        for name, value in state.items():
-            if not _is_tensor(value) or (value.dim() == 0 and param._original_shape != torch.Size([])):
-                local[index][name] = value
-                continue
-            if value.shape != param._tp_original_shape:
-                raise CheckpointError(
-                    f"optimizer state {name!r} of parameter {index} has shape {tuple(value.shape)}, the parameter "
-                    f"{tuple(param._tp_original_shape)}: the state belongs to another model."
-                )
-            local[index][name] = param.storage_of.slice_of_whole(param.index_in_storage, value)
-    return local
-
-
-def check_groups(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-    """CheckpointError unless the saved groups have as many parameters as the optimizer's."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
-        raise CheckpointError("this is no optimizer state: expected a dict with 'state' and 'param_groups'.")
-    ours, saved = [len(g["params"]) for g in groups], [len(g["params"]) for g in state_dict["param_groups"]]
-    if ours != saved:
-        raise CheckpointError(
-            f"the saved optimizer has groups of {saved} parameters, this one of {ours}: make the optimizer with the same groups."
-        )
-
-
 def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _is_slice(param: torch.nn.Parameter, value: object) -> bool:

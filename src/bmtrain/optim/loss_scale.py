@@ -46,6 +46,7 @@ class LossScale:
         """What `load_state_dict` needs to go on."""
         return {"value": self.value, "good_steps": self.good_steps}
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on where the saved run was."""
-        self.value, self.good_steps = float(state["value"]), int(state["good_steps"])
+    def load_state_dict(self, state: dict[str, float] | float) -> None:
+        """Go on where the saved run was; a number, as BMTrain saves it, is the scale alone."""
+        saved = state if isinstance(state, dict) else {"value": state, "good_steps": 0}
+        self.value, self.good_steps = float(saved["value"]), int(saved["good_steps"])

@@ -10,7 +10,7 @@ import torch
 
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import CheckpointError, ConfigurationError
-from bmtrain.optim import gathered
+from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.clip import all_finite, clip_grad_norm, parameters_of
 from bmtrain.optim.finite import FiniteWatch
@@ -65,7 +65,10 @@ class OptimManager:
         return self._scale.value if self._scale is not None else 1.0
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Drive `optimizer`, and its scheduler if it has one. Parameters that are not sharded are kept equal on all ranks."""
+        """Drive `optimizer`, and its scheduler if it has one. Parameters that are not sharded are kept equal on all ranks.
+
+        From here on `optimizer.scale` is the manager's loss scale, so that calls of the 0.1.x API fit in between.
+        """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer.")
         if optimizer in self.optimizers:
@@ -73,6 +76,8 @@ class OptimManager:
         self._engine.replicate(
             param for param in parameters_of(optimizer.param_groups) if not isinstance(param, DistributedParameter)
         )
+        if isinstance(optimizer, AdamBase):
+            optimizer.dynamic_scale = self._scale or LossScale(1.0, maximum=1.0)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -92,6 +97,10 @@ class OptimManager:
             ConfigurationError: for a loss that is not a scalar or does not require grad.
         """
         loss = _checked(self._last_loss.take() if loss is None else loss)
+        if any(isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss) for optimizer in self.optimizers):
+            raise ConfigurationError(
+                "backward got a loss that optimizer.loss_scale() has scaled already: pass the loss itself, or call loss.backward()."
+            )
         if self._scale is None:
             self._watch.record(loss.detach(), self._num_steps + 1)
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
@@ -164,7 +173,8 @@ class OptimManager:
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
-        if self._scale is not None and state.get("loss_scale") is not None:
+        is_scaled = state.get("loss_scale") is not None and state.get("loss_scale_enabled", True)  # the flag is BMTrain's
+        if self._scale is not None and is_scaled:
             self._scale.load_state_dict(state["loss_scale"])
         self._num_steps = int(state.get("num_steps", 0))
 
@@ -189,12 +199,11 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str
     state = optimizer.state_dict()
     if not gather:
         return state
-    return {**state, "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"]), "gathered": True}
+    return {**state, "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"])}
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    if isinstance(optimizer, AdamBase) or not saved.get("gathered", False):
+    if isinstance(optimizer, AdamBase):
         optimizer.load_state_dict(saved)
-        return
-    gathered.check_groups(optimizer.param_groups, saved)
-    optimizer.load_state_dict({**saved, "state": gathered.slice_states(parameters_of(optimizer.param_groups), saved["state"])})
+    else:
+        optimizer.load_state_dict({**saved, "state": resharding.local_states(optimizer.param_groups, saved)})

@@ -1,0 +1,191 @@
+"""What the documents' programs take as given: layers, models, data, a metric, and `.cuda()` where there is no GPU.
+
+Every model exists twice: as a BMTrain program would write it, and in plain PyTorch with the same names, for the answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+
+ROWS, LENGTH = 12, 5  # of all ranks together
+
+
+class Linear(bmt.DistributedModule):
+    def __init__(self, columns: int, rows: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = bmt.DistributedParameter(torch.empty(rows, columns, dtype=dtype), init_method=torch.nn.init.xavier_normal_)
+        self.bias = bmt.DistributedParameter(torch.empty(rows, dtype=dtype), init_method=torch.nn.init.zeros_)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(bmt.DistributedModule):
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        init = bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=0.5)
+        self.weight = bmt.DistributedParameter(torch.empty(rows, columns, dtype=dtype), init_method=init)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class PlainStack(torch.nn.ModuleList):
+    def forward(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        for layer in self:
+            x = layer(x, *rest)
+        return x
+
+
+def stack_of_blocks(layers: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    return bmt.TransformerBlockList([bmt.CheckpointBlock(layer) for layer in layers])
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a model is made of."""
+
+    linear: Callable[..., torch.nn.Module]
+    embedding: Callable[..., torch.nn.Module]
+    stack: Callable[[Sequence[torch.nn.Module]], torch.nn.Module]
+
+
+DISTRIBUTED = Parts(Linear, Embedding, stack_of_blocks)
+PLAIN = Parts(torch.nn.Linear, torch.nn.Embedding, PlainStack)
+
+
+class SomeTransformerBlock(torch.nn.Module):
+    """Takes the arguments of the quick start's `module(x, 1, 2, 3)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, a: int, b: int, c: int) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x.view(-1, 8))).view(-1) * (a + b - c + 0.5)
+
+
+class SomeDistributedBlock(bmt.DistributedModule):
+    """The same, with the distributed parameters that BMTrain asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Linear(8, 8)
+
+    forward = SomeTransformerBlock.forward
+
+
+class TransformerLayer(torch.nn.Module):
+    """Attention and feed-forward, normalised before."""
+
+    def __init__(self, dim: int, heads: int, dim_ff: int, dtype: torch.dtype, parts: Parts) -> None:
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.qkv, self.out = parts.linear(dim, 3 * dim, dtype=dtype), parts.linear(dim, dim, dtype=dtype)
+        self.up, self.down = parts.linear(dim, dim_ff, dtype=dtype), parts.linear(dim_ff, dim, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows, length, dim = x.shape
+        split = self.qkv(F.layer_norm(x, (dim,))).view(rows, length, 3, self.heads, dim // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(dim / self.heads)).masked_fill(~mask[:, None], -1e4)
+        x = x + self.out((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(rows, length, dim))
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, (dim,)))))
+
+
+class GPT(bmt.DistributedModule):
+    """The README's model: its arguments, `model(ids, positions, mask)`, at a hundredth of the size."""
+
+    def __init__(
+        self, num_layers: int, vocab_size: int, dim_model: int, dim_head: int, num_heads: int, dim_ff: int, max_distance: int,
+        bias: bool, dtype: torch.dtype, parts: Parts = DISTRIBUTED,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if dim_head * num_heads != dim_model or not bias or max_distance < LENGTH:
+            raise ValueError("these are not the README's arguments")
+        dim, heads, ff = dim_model // 64, num_heads // 8, dim_ff // 64
+        self.word = parts.embedding(vocab_size // 256, dim, dtype=dtype)
+        self.position = parts.embedding(LENGTH, dim, dtype=dtype)
+        self.transformers = parts.stack([TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)])
+
+    def forward(self, ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=ids.device).tril()
+        x = self.transformers(self.word(ids) + self.position(pos), causal[None] & mask[:, None, :])
+        return F.linear(F.layer_norm(x, x.shape[-1:]), self.word.weight)
+
+
+README_SIZES: dict[str, Any] = {
+    "num_layers": 8, "vocab_size": 10240, "dim_model": 2560, "dim_head": 80, "num_heads": 32, "dim_ff": 8192, "max_distance": 1024,
+    "bias": True,
+}  # fmt: skip
+
+
+class Classifier(torch.nn.Module):
+    """ModelCenter's quick start: a pretrained body and a new head in a plain module."""
+
+    def __init__(self, dtype: torch.dtype, parts: Parts = DISTRIBUTED) -> None:
+        super().__init__()
+        self.body = GPT(**README_SIZES, dtype=dtype, parts=parts)
+        self.dense = parts.linear(40, 2, dtype=dtype)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        pos = torch.arange(LENGTH, device=input_ids.device).repeat(len(input_ids), 1)
+        return self.dense(self.body(input_ids, pos, attention_mask).mean(1))
+
+
+def batch(number: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rank's rows of tokens, lengths and next tokens; outside a run on the CPU."""
+    device = bmt.device() if bmt.is_initialized() else torch.device("cpu")
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(0, 40, (ROWS, LENGTH + 1), generator=generator)
+    length = torch.randint(1, LENGTH + 1, (ROWS,), generator=generator)
+    parts = (ids[:, :-1].contiguous(), length, ids[:, 1:].contiguous())
+    first, second, third = (part.chunk(world_size)[rank].to(device) for part in parts)
+    return first, second, third
+
+
+def load_data(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The README's `enc_input, enc_length, targets` of an iteration."""
+    return batch(number, bmt.rank(), bmt.world_size())
+
+
+def labelled(numbers: Sequence[int], rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """What ModelCenter's data loader gives: one batch per number."""
+    batches = []
+    for number in numbers:
+        ids, length, _ = batch(number, rank, world_size)
+        mask = torch.arange(LENGTH, device=ids.device)[None, :] < length[:, None]
+        batches.append({"input_ids": ids, "attention_mask": mask, "labels": ids.sum(1) % 2})
+    return batches
+
+
+def first_of(count: int) -> Callable[[int], Iterator[int]]:
+    """A `range` that ends early."""
+    return lambda stop: itertools.islice(iter(range(stop)), count)
+
+
+def offer_sklearn() -> None:
+    """`sklearn.metrics.accuracy_score`, whether scikit-learn is there or not."""
+    package, metrics = (
+        importlib.util.module_from_spec(importlib.machinery.ModuleSpec(n, None)) for n in ("sklearn", "sklearn.metrics")
+    )
+    metrics.__dict__["accuracy_score"] = lambda truth, found: sum(a == b for a, b in zip(truth, found, strict=True)) / len(truth)
+    sys.modules |= {"sklearn": package, "sklearn.metrics": metrics}
+
+
+def offer_cuda() -> None:
+    """Where there is no GPU, `.cuda()` stays on the CPU."""
+    if not torch.cuda.is_available():
+        torch.Tensor.cuda = lambda self: self  # type: ignore[method-assign, assignment, misc]
