@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
+from parallel_models import ParallelGPT
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -27,11 +28,11 @@ class Backend(ABC):
 
 
 class Ours(Backend):
-    """This library: bf16 weights in shards, fp32 masters in the optimizer."""
+    """This library: bf16 weights in shards, fp32 masters in the optimizer; with --tp the layers are split over ranks too."""
 
     def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
         with torch.device("meta"):
-            model = GPT(shape).to(torch.bfloat16)
+            model = GPT(shape).to(torch.bfloat16) if args.tp == 1 else ParallelGPT(shape, torch.bfloat16)
         blocks = [bmt.Block(block, use_checkpoint=args.recompute, zero_level=args.zero_level) for block in model.blocks]
         model.blocks = bmt.TransformerBlockList(blocks)  # type: ignore[assignment]
         model.head = bmt.Block(model.head, use_checkpoint=False, zero_level=2)  # type: ignore[assignment]

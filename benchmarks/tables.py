@@ -15,7 +15,8 @@ COLUMNS = ("backend", "model", "GPUs", "batch a GPU", "tokens/s a GPU", "MFU", "
 def mode_of(record: dict[str, Any]) -> str:
     """The backend with what was turned on."""
     words = [record["backend"], *(name for name in ("compile", "recompute", "offload") if record[name])]
-    return " + ".join(words)
+    tp = record.get("tp", 1)  # which older records lack
+    return " + ".join(words + ([f"tp {tp}"] if tp > 1 else []))
 
 
 def rows_of(report: dict[str, Any]) -> list[str]:

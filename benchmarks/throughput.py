@@ -35,6 +35,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
     parser.add_argument("--zero-level", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer (bmtrain only)")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profile", help="write a table of kernel times of one step to this file")
@@ -83,13 +84,13 @@ def main() -> None:
     """Build once, measure every batch size, stop at the first that does not fit."""
     args = parse()
     shape = SHAPES[args.shape]
-    bmt.init_distributed(seed=0)
+    bmt.init_distributed(seed=0, tp_size=args.tp)
     began = time.perf_counter()
     backend = BACKENDS[args.backend](shape, args)
     torch.cuda.synchronize()
     common = {
         "backend": args.backend, "shape": args.shape, "gpus": bmt.world_size(), "seq": shape.seq, "compile": args.compile,
-        "recompute": args.recompute, "offload": args.offload, "build_seconds": round(time.perf_counter() - began, 1),
+        "recompute": args.recompute, "offload": args.offload, "tp": args.tp, "build_seconds": round(time.perf_counter() - began, 1),
         "build_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
         "share_gib": round(shape.num_parameters * 2 / bmt.world_size() / GIB, 2),
     }  # fmt: skip

@@ -7,30 +7,30 @@ import torch
 import bmtrain as bmt
 from checkpointing import Position
 from data import IGNORED, TokenData, validation_batches
-from models import GPT
+from models import GPT, rows_of_all
 from options import Options
 from report import Report
 from together import from_rank_zero
 
 
 def batch_loss(model: GPT, loss_function: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Loss of a batch of int64 (batch, seq) inputs and targets, on whichever device they are."""
+    """Loss of int64 (batch, seq) inputs and targets, on whichever device they are; with those of all tensor-parallel ranks."""
     inputs, targets = inputs.to(bmt.device(), non_blocking=True), targets.to(bmt.device(), non_blocking=True)
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     logits = model(inputs, positions, None)  # sequences are packed: nothing is padding
-    loss: torch.Tensor = loss_function(logits.view(-1, logits.shape[-1]), targets.view(-1))
+    loss: torch.Tensor = loss_function(logits.flatten(0, 1), rows_of_all(targets).flatten())
     return loss
 
 
 @torch.no_grad()
 def validate(model: GPT, data: TokenData, position: Position, options: Options, report: Report) -> None:
     """Mean loss per held-out token, over all ranks."""
-    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=IGNORED, reduction="sum")
+    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=IGNORED, reduction="sum", parallel=True)
     model.eval()
     sums = torch.zeros(2, device=bmt.device())  # loss, tokens
     batches = validation_batches(data.valid, options.seq_len, options.batch_size, bmt.rank(), bmt.world_size(), options.val_samples)
     for inputs, targets in batches:
-        sums[0] += batch_loss(model, loss_function, inputs, targets)
+        sums[0] += batch_loss(model, loss_function, inputs, targets) / bmt.config["tp_size"]  # each of them sums all their rows
         sums[1] += (targets != IGNORED).sum()
     model.train()
     loss, tokens = bmt.sum_loss(sums).tolist()
@@ -58,7 +58,8 @@ def write_text(
         window = tokens[-seq_len:]
         # Always the same shape, so that a compiled model is compiled once; what follows the window is not seen by it.
         padded = torch.tensor([window + [data.end_of_text] * (seq_len - len(window))], device=bmt.device())
-        logits = model(padded, positions, None)[0, len(window) - 1].float().cpu()
+        own = model(padded, positions, None)[0, len(window) - 1]  # the scores of this rank's part of the vocabulary
+        logits = bmt.distributed.all_gather(own, bmt.config["tp_comm"]).flatten().float().cpu()
         values, candidates = logits.topk(min(top_k, len(logits)))
         drawn = torch.multinomial(torch.softmax(values / temperature, dim=0), 1, generator=generator)
         # Ranks that differed in one bit of a score could end the text at different places and wait for each other for ever.

@@ -60,6 +60,7 @@ class Options(Preset):
     dim_ff: int
     grad_accumulation: int
     zero_level: int
+    tp: int
     offload: bool
     compile: bool
     deterministic: bool
@@ -128,6 +129,13 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         help="2 keeps gathered parameters until backward, 3 gathers them again (default: 3)",
     )
     group.add_argument(
+        "--tp",
+        type=_positive,
+        default=1,
+        help="processes that share each layer (tensor parallelism); must divide the number of processes, --heads, --dim-ff and "
+        "--vocab-size (default: 1)",
+    )
+    group.add_argument(
         "--recompute",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -193,6 +201,9 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
         values["prompt"] = "def " if values["data"] is None else ""
     if values["dim"] % values["heads"]:
         parser.error(f"--dim {values['dim']} is not divisible by --heads {values['heads']}")
+    for name in ("heads", "dim_ff", "vocab_size"):
+        if values[name] % values["tp"]:
+            parser.error(f"--{name.replace('_', '-')} {values[name]} is not divisible by --tp {values['tp']}")
     if not values["lr"] > 0:
         parser.error(f"--lr is {values['lr']}: expected a number above 0")
     if not own_warmup:  # a short run of a preset should not need a second flag

@@ -83,7 +83,7 @@ def train_step(
 ) -> Position:
     """One optimizer step on `grad_accumulation` micro-batches per rank; returns the position after it."""
     started = time.perf_counter()
-    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=-100)
+    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=-100, parallel=True)
     lr, loss_scale = optimizer.param_groups[0]["lr"], optim_manager.loss_scale
     total = torch.zeros((), device=bmt.device())
 
@@ -159,6 +159,7 @@ def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpo
     report.say(
         f"GPT-2 ({options.preset}): {options.layers} layers, {options.dim} wide, {options.dtype}, "
         f"ZeRO-{options.zero_level} over {bmt.world_size()} process(es) on {bmt.device().type}"
+        + (f", {options.tp} of them share each layer" if options.tp > 1 else "")
     )
     report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
     report.say(f"going on from {checkpoint}" if checkpoint is not None else f"starting anew; checkpoints go to {options.save_dir}")
@@ -169,7 +170,7 @@ def main() -> int:
     options = parse_options(sys.argv[1:], bmt.device().type)
     if options.deterministic:
         choose_repeatable_kernels()
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level)
+    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, tp_size=options.tp)
     try:
         run(options)
     except (DataError, ResumeError) as error:

@@ -4,7 +4,7 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 `optim.OptimManager`, keep with `save` and `load`.
 """
 
-from bmtrain import benchmark, distributed, inspect, loss, lr_scheduler, optim, utils
+from bmtrain import benchmark, distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.pipeline import PipelineTransformerBlockList
 from bmtrain.block.stack import TransformerBlockList
@@ -45,6 +45,7 @@ __all__ = [
     "loss",
     "lr_scheduler",
     "nccl",
+    "nn",
     "optim",
     "optim_step",
     "print_block",

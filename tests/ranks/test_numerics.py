@@ -138,6 +138,28 @@ def collect_garbage_on_one_rank() -> float:
     return float(bmt.sum_loss(loss))
 
 
+def lose_a_block_between_forward_and_backward() -> torch.Tensor:
+    gc.disable()
+    lost, kept = (bmt.Block(torch.nn.Linear(8, 8), use_checkpoint=True, zero_level=3) for _ in range(2))
+    x = torch.ones(2, 8, requires_grad=True)
+    kept(x).sum().backward()
+    cycle: list[object] = [lost]
+    cycle.append(cycle)
+    del lost, cycle
+    out = kept(x).sum()
+    if bmt.rank() == 0:
+        gc.collect()
+    out.backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def test_a_block_lost_on_one_rank_does_not_part_the_ranks() -> None:
+    """The buffers of its size stay as they are, wherever and whenever it is noticed."""
+    first, second = run_ranks(lose_a_block_between_forward_and_backward, 2, timeout=20)
+    assert torch.equal(first, second)
+
+
 def test_garbage_collected_on_one_rank_does_not_part_the_ranks() -> None:
     """Training and validation in turn, with one rank dropping old graphs at once and the others keeping them."""
     first, second = run_ranks(collect_garbage_on_one_rank, 2, timeout=40)

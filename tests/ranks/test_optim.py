@@ -15,6 +15,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.errors import ConfigurationError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 
 BOTH = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
@@ -536,3 +537,22 @@ def frozen_replica() -> None:
 def test_a_frozen_replica_may_be_given_and_unfrozen() -> None:
     """A plain parameter without gradient is no error in any optimizer, and is averaged once it has one."""
     run_ranks(frozen_replica, 2)
+
+
+def step_replicas() -> None:
+    linear = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    x = torch.full((4, 3), float(bmt.rank()))
+    linear(x).sum().backward()
+    with pytest.raises(ConfigurationError, match=r"optim_step got SGD with a parameter of shape \(2, 3\) that is not sharded"):
+        bmt.optim_step(optimizer)
+    optimizer.zero_grad()
+    bmt.optim.OptimManager().add_optimizer(optimizer)
+    linear(x).sum().backward()
+    bmt.optim_step(optimizer)
+    everyone = bmt.distributed.all_gather(linear.weight.detach())
+    assert torch.equal(everyone[0], everyone[1])
+
+
+def test_old_steps_cannot_part_replicas() -> None:
+    run_ranks(step_replicas, 2)

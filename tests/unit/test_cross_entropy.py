@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmtrain.errors import ConfigurationError, UnsupportedError
+from bmtrain.errors import ConfigurationError, NotInitializedError
 from bmtrain.loss import FusedCrossEntropy, cross_entropy
 
 ROWS, CLASSES = 37, 23
@@ -205,5 +205,5 @@ def test_bad_arguments_are_named() -> None:
         FusedCrossEntropy(label_smoothing=1.5)
     with pytest.raises(ConfigurationError, match=r"weight: got shape \(2, 2\) of float32"):
         FusedCrossEntropy(torch.ones(2, 2))
-    with pytest.raises(UnsupportedError, match="parallel=False"):
+    with pytest.raises(NotInitializedError, match="parallel=True"):
         FusedCrossEntropy(parallel=True)

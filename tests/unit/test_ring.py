@@ -13,7 +13,8 @@ class Member:
 
 def make(num_members: int, capacity: int = 3) -> Ring:
     ring = Ring(16, torch.float32, torch.device("cpu"), capacity)
-    ring.num_members = num_members
+    for _ in range(num_members):
+        ring.join()
     return ring
 
 
@@ -46,6 +47,19 @@ def test_a_size_that_one_storage_has_keeps_nothing() -> None:
     assert ring.num_buffers == 1
     ring.give_back(buffer, None)
     assert ring.num_buffers == 0
+
+
+def test_memory_goes_with_the_last_storage() -> None:
+    """Not before: another rank may not have noticed yet that the others are gone, and all must keep the same buffers."""
+    ring = make(3)
+    buffers = [ring.take(Member()) for _ in range(3)]
+    for buffer in buffers[:2]:
+        ring.give_back(buffer, None)
+    ring.leave()
+    ring.leave()
+    assert ring.num_buffers == 3 and ring.num_kept == 3
+    ring.leave()
+    assert ring.num_buffers == 1, "what is held stays until it is given back"
 
 
 def test_refilling_is_no_change_to_autograd() -> None:

@@ -1,9 +1,9 @@
-"""The layers of GPT-2, each a `bmt.DistributedModule`."""
+"""The layers of GPT-2, each a `bmt.DistributedModule` or made of such."""
 
 from layers.attention import Attention
 from layers.embedding import Embedding
 from layers.feedforward import Feedforward
 from layers.layernorm import Layernorm
-from layers.linear import Linear
+from layers.linear import column_linear, row_linear
 
-__all__ = ["Attention", "Embedding", "Feedforward", "Layernorm", "Linear"]
+__all__ = ["Attention", "Embedding", "Feedforward", "Layernorm", "column_linear", "row_linear"]

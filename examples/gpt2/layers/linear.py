@@ -1,30 +1,26 @@
-"""The affine map."""
+"""The two affine maps, split over the tensor-parallel ranks by outputs or by inputs; whole where there is but one of them."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 import bmtrain as bmt
 
 
-class Linear(bmt.DistributedModule):
-    """x @ weight.T + bias over the last dimension: (..., in_features) -> (..., out_features)."""
+def column_linear(
+    in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
+) -> bmt.nn.ColumnParallelLinear:
+    """x @ weight.T + bias, split by outputs: (rows, ..., in_features) -> (rows of all ranks, ..., out_features / ranks)."""
+    return bmt.nn.ColumnParallelLinear(in_features, out_features, bias, dtype, init_method=first_values())
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None, init_std: float = 0.02
-    ) -> None:
-        super().__init__()
-        self.weight = bmt.DistributedParameter(
-            torch.empty(out_features, in_features, dtype=dtype),
-            init_method=bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=init_std),
-        )
-        if bias:
-            self.bias = bmt.DistributedParameter(
-                torch.empty(out_features, dtype=dtype), init_method=bmt.ParameterInitializer(torch.nn.init.zeros_)
-            )
-        else:
-            self.register_parameter("bias", None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+def row_linear(
+    in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
+) -> bmt.nn.RowParallelLinear:
+    """x @ weight.T + bias, split by inputs: (rows of all ranks, ..., in_features / ranks) -> (rows, ..., out_features)."""
+    return bmt.nn.RowParallelLinear(in_features, out_features, bias, dtype, init_method=first_values())
+
+
+def first_values(std: float = 0.02) -> bmt.ParameterInitializer:
+    """How the weights of GPT-2 start."""
+    return bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)

@@ -1,4 +1,7 @@
-"""GPT-2: token and position embeddings, pre-norm transformer blocks, and a head tied to the token embedding."""
+"""GPT-2: token and position embeddings, pre-norm transformer blocks, and a head tied to the token embedding.
+
+With tensor parallelism every rank passes its own sequences, and each split layer works on those of all tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class GPT(bmt.DistributedModule):
 
     Args:
         num_layers, dim_model, dim_head, num_heads, dim_ff: the size of the network.
-        vocab_size: number of tokens.
+        vocab_size: number of tokens. It and num_heads and dim_ff are split over the tensor-parallel ranks.
         max_distance: longest sequence, in tokens.
         bias: whether linear maps and norms have one.
         dtype: of parameters and computation; None is torch's default.
@@ -56,7 +59,7 @@ class GPT(bmt.DistributedModule):
     ) -> None:
         super().__init__()
         self.max_distance = max_distance
-        self.token_embedding = Embedding(vocab_size, dim_model, dtype=dtype)
+        self.token_embedding = bmt.nn.VPEmbedding(vocab_size, dim_model, dtype=dtype, init_std=0.02)
         self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype)
         self.layers = bmt.TransformerBlockList(
             [
@@ -71,7 +74,7 @@ class GPT(bmt.DistributedModule):
         self.norm = Layernorm(dim_model, bias=bias, dtype=dtype)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Score the next token at every position.
+        """Score the next token at every position, for the sequences of all tensor-parallel ranks.
 
         Args:
             input_ids: token numbers, int64 (batch, seq).
@@ -79,11 +82,17 @@ class GPT(bmt.DistributedModule):
             mask: bool (batch, seq), False where a token is padding; None where nothing is.
 
         Returns:
-            Logits (batch, seq, vocab_size).
+            Logits (batch of all tensor-parallel ranks, seq, vocab_size / ranks), for FusedCrossEntropy(parallel=True).
         """
         x = self.token_embedding(input_ids) + self.position_embedding(position_ids)
-        x = self.layers(x, attention_mask(mask))
-        return self.token_embedding.projection(self.norm(x))
+        x = self.layers(x, attention_mask(None if mask is None else rows_of_all(mask)))
+        return self.token_embedding(self.norm(x), projection=True)
+
+
+def rows_of_all(x: torch.Tensor) -> torch.Tensor:
+    """The rows of all tensor-parallel ranks, (ranks * rows, ...), of each rank's own `x` (rows, ...), without a gradient."""
+    whole = bmt.distributed.all_gather(x.long(), bmt.config["tp_comm"]).flatten(0, 1)
+    return whole.to(x.dtype)
 
 
 def attention_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
+from bmtrain.errors import ConfigurationError
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.clip import all_finite, parameters_of
 from bmtrain.optim.runs import contiguous_runs
+from bmtrain.runtime import world
 from bmtrain.runtime.log import print_rank
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.parameter import DistributedParameter
 
 
 def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -17,6 +21,7 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
 
     With a loss scale, gradients that overflow on any rank make all ranks skip the step and lower `optimizer.scale`.
     """
+    _check_replicas(optimizer)
     if not isinstance(optimizer, AdamBase) or (optimizer.scale == 1 and not _has_fp16(optimizer)):
         optimizer.step()
     elif bool(all_finite(contiguous_runs(parameters_of(optimizer.param_groups))).item()):
@@ -29,6 +34,18 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
         return
     if lr_scheduler is not None:
         lr_scheduler.step()
+
+
+def _check_replicas(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of torch's, which nobody has asked to keep ordinary parameters equal on all ranks, must not part them."""
+    backward = world.current("optim_step").service(Engine).backward
+    for param in parameters_of(optimizer.param_groups):
+        if param.grad is not None and not isinstance(param, DistributedParameter) and not backward.is_replicated(param):
+            raise ConfigurationError(
+                f"optim_step got {type(optimizer).__name__} with a parameter of shape {tuple(param.shape)} that is not sharded, "
+                "and whose gradients have not been averaged over ranks: add the optimizer to an OptimManager before the first "
+                "backward pass, use an optimizer of bmtrain.optim, or shard the model with BMTrainModelWrapper."
+            )
 
 
 def _has_fp16(optimizer: AdamBase) -> bool:

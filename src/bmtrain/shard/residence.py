@@ -148,7 +148,7 @@ class Ringed(Residence):
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
-        ring.num_members += 1
+        ring.join()
         weakref.finalize(shard, ring.leave)
 
     def prefetch(self, phase: Phase) -> None:

@@ -30,12 +30,15 @@ class Ring:
     """Up to `capacity` buffers of one size, taken least-recently-released first among those nobody holds.
 
     When all are held (nested blocks, say), one more is made and dropped again when given back. A size that only one
-    storage has keeps no buffer between uses: it would hold memory that no other block can share.
+    storage has ever had keeps no buffer between uses: it would hold memory that no other block can share.
+
+    Storages join at the same places of the program on all ranks, but garbage is collected when each rank pleases. So a storage
+    that is gone still counts: which buffers are kept, and with them what need not be gathered, must be the same everywhere.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
         self.capacity = capacity
-        self.num_members = 0
+        self._num_joined = self._num_present = 0
         self._numel, self._dtype, self._device = numel, dtype, device
         self._buffers: list[RingBuffer] = []  # least recently released first
 
@@ -47,13 +50,18 @@ class Ring:
     @property
     def num_kept(self) -> int:
         """Buffers that stay allocated when nobody holds them."""
-        return min(self.capacity, self.num_members) if self.num_members > 1 else 0
+        return min(self.capacity, self._num_joined) if self._num_joined > 1 else 0
+
+    def join(self) -> None:
+        """One more storage has this size."""
+        self._num_joined += 1
+        self._num_present += 1
 
     def leave(self) -> None:
-        """One storage of this size is gone; the memory goes with the last."""
-        self.num_members -= 1
-        while len(self._buffers) > self.num_kept and not self._buffers[0].held:
-            self._buffers.pop(0).owner = None
+        """One storage of this size is gone; the memory goes with the last, when nobody is left whose values it could hold."""
+        self._num_present -= 1
+        if self._num_present == 0:
+            self._buffers = [buffer for buffer in self._buffers if buffer.held]
 
     def take(self, owner: object) -> RingBuffer:
         """A buffer for `owner` to fill once its `free` event has passed; held until given back."""

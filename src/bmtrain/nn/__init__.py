@@ -1,0 +1,7 @@
+"""Linear maps and embeddings, whole or split over the tensor-parallel ranks."""
+
+from bmtrain.nn.embedding import VPEmbedding
+from bmtrain.nn.linear import Linear, OpLinear
+from bmtrain.nn.parallel_linear import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear
+
+__all__ = ["ColumnParallelLinear", "Linear", "OpLinear", "OpParallelLinear", "ReduceType", "RowParallelLinear", "VPEmbedding"]

@@ -1,0 +1,33 @@
+"""Tensor-parallel layers and loss on real GPUs over NCCL, one rank per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.ranks import test_tensor_parallel as layers
+from tests.ranks.runner import run_ranks
+
+pytestmark = pytest.mark.gpu
+MESHES = [mesh for mesh in [(1, 1), (2, 2), (4, 4), (4, 2)] if mesh[0] <= torch.cuda.device_count()]  # ranks, tp_size
+
+
+@pytest.mark.parametrize(("ranks", "tp_size"), MESHES)
+@pytest.mark.parametrize("program", [layers.columns, layers.rows, layers.embeddings, layers.blocks])
+def test_layers(program: Callable[[], None], ranks: int, tp_size: int) -> None:
+    """The values and gradients of one process on the CPU."""
+    run_ranks(program, ranks, device=None, timeout=300, init={"tp_size": tp_size})
+
+
+@pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])
+@pytest.mark.parametrize(("level", "recompute"), [(2, False), (3, False), (3, True)])
+def test_compiled_blocks(level: int, recompute: bool, ranks: int, tp_size: int) -> None:
+    """The operations inside code that the compiler has made."""
+    run_ranks(layers.compiled, ranks, "inductor", level, recompute, device=None, timeout=300, init={"tp_size": tp_size})
+
+
+@pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])
+def test_memory_is_held_while_it_travels(ranks: int, tp_size: int) -> None:
+    """Large enough that rows are under way while others are multiplied, and memory comes and goes between."""
+    run_ranks(layers.churning, ranks, 20, 8192, 2048, device=None, timeout=300, init={"tp_size": tp_size})

@@ -1,0 +1,83 @@
+"""The GPT-2 example with --tp: what it learns does not depend on how many processes share a layer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SIZES = ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "512", "--seq-len", "32", "--batch-size", "4"]
+
+
+def train(folder: pathlib.Path, run: str, *arguments: str) -> list[dict[str, Any]]:
+    """The metrics of a run of two processes, six steps, checkpoints after three and six."""
+    launch(
+        str(ROOT / "examples/gpt2/train.py"),
+        "--data", str(folder / "text"), "--cache-dir", str(folder / "cache"), "--save-dir", str(folder / run), *SIZES,
+        "--steps", "6", "--warmup", "2", "--save-every", "3", "--val-every", "3", "--val-samples", "5", "--sample-tokens", "3",
+        *arguments,
+    )  # fmt: skip
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def launch(*arguments: str) -> str:
+    """What a program prints on two processes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Some text, cut into documents."""
+    out = tmp_path_factory.mktemp("gpt2")
+    (out / "text").mkdir()
+    lines = pathlib.Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
+    for start in range(0, 1500, 50):
+        (out / "text" / f"{start}.txt").write_text("\n".join(lines[start : start + 50]), encoding="utf-8")
+    return out
+
+
+def close(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    """The same records, but for times and memory."""
+    kept = ("step", "loss", "grad_norm", "validation_loss", "lr")
+    pairs = [[{name: record[name] for name in kept if name in record} for record in records] for records in (got, want)]
+    assert pairs[0] == [pytest.approx(record, rel=2e-5) for record in pairs[1]]
+
+
+def test_shared_layers_learn_the_same(folder: pathlib.Path) -> None:
+    """Loss, gradient norm and validation loss of --tp 2 are those of --tp 1, from the start and from its checkpoint."""
+    whole = train(folder, "whole")
+    assert len(whole) == 8 and whole[-2]["loss"] < whole[0]["loss"]
+    close(train(folder, "split", "--tp", "2"), whole)
+    shutil.copytree(folder / "whole", folder / "resumed")
+    shutil.rmtree(folder / "resumed" / "step-00000006")
+    (folder / "resumed" / "latest").unlink()
+    close(train(folder, "resumed", "--tp", "2", "--recompute", "--zero-level", "2"), whole)
+
+
+def test_sizes_that_cannot_be_shared(folder: pathlib.Path) -> None:
+    """Each is named before anything starts."""
+    with pytest.raises(AssertionError, match="--heads 4 is not divisible by --tp 3"):
+        train(folder, "bad", "--tp", "3")
+
+
+def test_the_program_of_the_documentation(tmp_path: pathlib.Path) -> None:
+    """docs/parallel.md shows a program, and it learns."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", launch(str(tmp_path / "program.py")))]
+    assert len(losses) == 30
+    assert losses[0] > 5.0  # bytes known nothing of: log 256 is 5.5
+    assert losses[-1] < 0.8 * losses[0]
