@@ -7,7 +7,8 @@ import torch
 import bmtrain as bmt
 from checkpointing import Position
 from data import IGNORED, TokenData, validation_batches
-from models import GPT, rows_of_all
+from layers import rows_of_all
+from models import GPT
 from options import Options
 from report import Report
 from together import from_rank_zero
@@ -58,6 +59,7 @@ def write_text(
         window = tokens[-seq_len:]
         # Always the same shape, so that a compiled model is compiled once; what follows the window is not seen by it.
         padded = torch.tensor([window + [data.end_of_text] * (seq_len - len(window))], device=bmt.device())
+        padded = padded.expand(bmt.config["micros"], -1)  # a pipeline cuts what it gets into so many parts
         own = model(padded, positions, None)[0, len(window) - 1]  # the scores of this rank's part of the vocabulary
         logits = bmt.distributed.all_gather(own, bmt.config["tp_comm"]).flatten().float().cpu()
         values, candidates = logits.topk(min(top_k, len(logits)))

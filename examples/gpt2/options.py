@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -61,6 +62,8 @@ class Options(Preset):
     grad_accumulation: int
     zero_level: int
     tp: int
+    pp: int
+    micro_batches: int
     offload: bool
     compile: bool
     deterministic: bool
@@ -136,6 +139,17 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         "--vocab-size (default: 1)",
     )
     group.add_argument(
+        "--pp",
+        type=_positive,
+        default=1,
+        help="stages of a pipeline that the layers are cut into; must divide the number of processes (default: 1)",
+    )
+    group.add_argument(
+        "--micro-batches",
+        type=_positive,
+        help="parts that the batches of a pipeline's stages pass in; must divide --pp x --batch-size (default: as many as stages)",
+    )
+    group.add_argument(
         "--recompute",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -199,11 +213,7 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
         values["save_dir"] = Path("runs") / f"gpt2-{values['preset']}"
     if values["prompt"] is None:
         values["prompt"] = "def " if values["data"] is None else ""
-    if values["dim"] % values["heads"]:
-        parser.error(f"--dim {values['dim']} is not divisible by --heads {values['heads']}")
-    for name in ("heads", "dim_ff", "vocab_size"):
-        if values[name] % values["tp"]:
-            parser.error(f"--{name.replace('_', '-')} {values[name]} is not divisible by --tp {values['tp']}")
+    _check_sizes(parser, values)
     if not values["lr"] > 0:
         parser.error(f"--lr is {values['lr']}: expected a number above 0")
     if not own_warmup:  # a short run of a preset should not need a second flag
@@ -211,6 +221,23 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
     elif not 0 <= values["warmup"] < values["steps"]:
         parser.error(f"--warmup is {values['warmup']}: expected 0 to {values['steps'] - 1}, less than --steps")
     return Options(**values)
+
+
+def _check_sizes(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
+    """Exit with a message where one size does not divide another; the number of micro-batches is decided here."""
+    if values["dim"] % values["heads"]:
+        parser.error(f"--dim {values['dim']} is not divisible by --heads {values['heads']}")
+    for name in ("heads", "dim_ff", "vocab_size"):
+        if values[name] % values["tp"]:
+            parser.error(f"--{name.replace('_', '-')} {values[name]} is not divisible by --tp {values['tp']}")
+    if values["micro_batches"] is None:
+        values["micro_batches"] = values["pp"]
+    if values["pp"] > values["layers"]:
+        parser.error(f"--pp {values['pp']} is more than --layers {values['layers']}")
+    if values["pp"] * values["batch_size"] % values["micro_batches"]:
+        parser.error(
+            f"--micro-batches {values['micro_batches']} does not divide --pp {values['pp']} x --batch-size {values['batch_size']}"
+        )
 
 
 def _positive(text: str) -> int:

@@ -160,6 +160,7 @@ def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpo
         f"GPT-2 ({options.preset}): {options.layers} layers, {options.dim} wide, {options.dtype}, "
         f"ZeRO-{options.zero_level} over {bmt.world_size()} process(es) on {bmt.device().type}"
         + (f", {options.tp} of them share each layer" if options.tp > 1 else "")
+        + (f", {options.pp} stages, {options.micro_batches} micro-batches" if options.pp > 1 else "")
     )
     report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
     report.say(f"going on from {checkpoint}" if checkpoint is not None else f"starting anew; checkpoints go to {options.save_dir}")
@@ -170,7 +171,13 @@ def main() -> int:
     options = parse_options(sys.argv[1:], bmt.device().type)
     if options.deterministic:
         choose_repeatable_kernels()
-    bmt.init_distributed(seed=options.seed, zero_level=options.zero_level, tp_size=options.tp)
+    bmt.init_distributed(
+        seed=options.seed,
+        zero_level=options.zero_level,
+        tp_size=options.tp,
+        pipe_size=options.pp if options.pp > 1 else -1,
+        num_micro_batches=options.micro_batches,
+    )
     try:
         run(options)
     except (DataError, ResumeError) as error:

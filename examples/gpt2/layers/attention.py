@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from layers.linear import column_linear, row_linear
+from layers.linear import column_linear, row_linear, rows_of_all
 
 
 class Attention(bmt.DistributedModule):
@@ -28,10 +28,11 @@ class Attention(bmt.DistributedModule):
 
         Args:
             x: hidden states (batch, seq, dim_model).
-            mask: None for plain causal attention, else bool (batch of all tensor-parallel ranks, 1, seq, seq), True where a
-                query (dim 2) may see a key (dim 3).
+            mask: None for plain causal attention, else bool (batch, 1, seq, seq), True where a query (dim 2) may see a key
+                (dim 3).
         """
         qkv = self.project_qkv(x).unflatten(-1, (-1, 3, self.dim_head))  # (batch of all ranks, seq, heads / ranks, 3, dim_head)
         query, key, value = qkv.permute(3, 0, 2, 1, 4).unbind(0)  # each (batch of all ranks, heads / ranks, seq, dim_head)
+        mask = None if mask is None else rows_of_all(mask)
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         return self.project_out(out.transpose(1, 2).flatten(2))

@@ -21,6 +21,13 @@ def row_linear(
     return bmt.nn.RowParallelLinear(in_features, out_features, bias, dtype, init_method=first_values())
 
 
+def rows_of_all(x: torch.Tensor) -> torch.Tensor:
+    """The rows of all tensor-parallel ranks, (ranks * rows, ...), of each rank's own `x` (rows, ...), without a gradient."""
+    sent = x.to(torch.uint8) if x.dtype == torch.bool else x  # which every backend can send
+    whole: torch.Tensor = bmt.distributed.all_gather(sent, bmt.config["tp_comm"]).flatten(0, 1)
+    return whole.to(x.dtype)
+
+
 def first_values(std: float = 0.02) -> bmt.ParameterInitializer:
     """How the weights of GPT-2 start."""
     return bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=std)

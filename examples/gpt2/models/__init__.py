@@ -1,5 +1,5 @@
 """The model."""
 
-from models.gpt import GPT, TransformerBlock, rows_of_all
+from models.gpt import GPT, TransformerBlock
 
-__all__ = ["GPT", "TransformerBlock", "rows_of_all"]
+__all__ = ["GPT", "TransformerBlock"]

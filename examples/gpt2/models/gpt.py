@@ -1,6 +1,7 @@
 """GPT-2: token and position embeddings, pre-norm transformer blocks, and a head tied to the token embedding.
 
 With tensor parallelism every rank passes its own sequences, and each split layer works on those of all tensor-parallel ranks.
+With a pipeline, too: the list of layers joins the sequences of its ranks, and gives each the hidden states of its own back.
 """
 
 from __future__ import annotations
@@ -61,15 +62,14 @@ class GPT(bmt.DistributedModule):
         self.max_distance = max_distance
         self.token_embedding = bmt.nn.VPEmbedding(vocab_size, dim_model, dtype=dtype, init_std=0.02)
         self.position_embedding = Embedding(max_distance, dim_model, dtype=dtype)
-        self.layers = bmt.TransformerBlockList(
-            [
-                bmt.Block(
-                    TransformerBlock(dim_model, dim_head, num_heads, dim_ff, bias=bias, dtype=dtype),
-                    use_checkpoint=use_checkpoint,
-                    zero_level=zero_level,
-                )
-                for _ in range(num_layers)
-            ]
+        kind = bmt.PipelineTransformerBlockList if bmt.config["pipe_enabled"] else bmt.TransformerBlockList
+        self.layers = kind(
+            bmt.Block(
+                TransformerBlock(dim_model, dim_head, num_heads, dim_ff, bias=bias, dtype=dtype),
+                use_checkpoint=use_checkpoint,
+                zero_level=zero_level,
+            )
+            for _ in range(num_layers)
         )
         self.norm = Layernorm(dim_model, bias=bias, dtype=dtype)
 
@@ -85,14 +85,8 @@ class GPT(bmt.DistributedModule):
             Logits (batch of all tensor-parallel ranks, seq, vocab_size / ranks), for FusedCrossEntropy(parallel=True).
         """
         x = self.token_embedding(input_ids) + self.position_embedding(position_ids)
-        x = self.layers(x, attention_mask(None if mask is None else rows_of_all(mask)))
+        x = self.layers(x, attention_mask(mask))
         return self.token_embedding(self.norm(x), projection=True)
-
-
-def rows_of_all(x: torch.Tensor) -> torch.Tensor:
-    """The rows of all tensor-parallel ranks, (ranks * rows, ...), of each rank's own `x` (rows, ...), without a gradient."""
-    whole = bmt.distributed.all_gather(x.long(), bmt.config["tp_comm"]).flatten(0, 1)
-    return whole.to(x.dtype)
 
 
 def attention_mask(mask: torch.Tensor | None) -> torch.Tensor | None:

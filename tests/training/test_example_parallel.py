@@ -1,4 +1,4 @@
-"""The GPT-2 example with --tp: what it learns does not depend on how many processes share a layer."""
+"""The GPT-2 example with --tp and --pp: what it learns does not depend on how processes share the layers."""
 
 from __future__ import annotations
 
@@ -67,16 +67,32 @@ def test_shared_layers_learn_the_same(folder: pathlib.Path) -> None:
     close(train(folder, "resumed", "--tp", "2", "--recompute", "--zero-level", "2"), whole)
 
 
+def test_stages_learn_the_same(folder: pathlib.Path) -> None:
+    """So do loss, gradient norm and validation loss with --pp 2, from the start and from a checkpoint of another --pp."""
+    whole = train(folder, "unstaged")
+    close(train(folder, "staged", "--pp", "2", "--micro-batches", "4"), whole)
+    shutil.copytree(folder / "staged", folder / "unstaged-again")
+    shutil.rmtree(folder / "unstaged-again" / "step-00000006")
+    (folder / "unstaged-again" / "latest").unlink()
+    close(train(folder, "unstaged-again", "--tp", "2"), whole)
+
+
 def test_sizes_that_cannot_be_shared(folder: pathlib.Path) -> None:
     """Each is named before anything starts."""
     with pytest.raises(AssertionError, match="--heads 4 is not divisible by --tp 3"):
         train(folder, "bad", "--tp", "3")
+    with pytest.raises(AssertionError, match="--pp 3 is more than --layers 2"):
+        train(folder, "bad", "--pp", "3")
+    with pytest.raises(AssertionError, match="--micro-batches 3 does not divide --pp 2 x --batch-size 4"):
+        train(folder, "bad", "--pp", "2", "--micro-batches", "3")
 
 
-def test_the_program_of_the_documentation(tmp_path: pathlib.Path) -> None:
-    """docs/parallel.md shows a program, and it learns."""
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"), flags=re.DOTALL)
-    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_programs_of_the_documentation(number: int, tmp_path: pathlib.Path) -> None:
+    """docs/parallel.md shows a tensor-parallel and a pipelined program, and they learn."""
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(programs) == 2
+    (tmp_path / "program.py").write_text(programs[number], encoding="utf-8")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", launch(str(tmp_path / "program.py")))]
     assert len(losses) == 30
     assert losses[0] > 5.0  # bytes known nothing of: log 256 is 5.5
