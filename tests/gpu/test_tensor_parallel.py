@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -20,11 +21,16 @@ def test_layers(program: Callable[[], None], ranks: int, tp_size: int) -> None:
     run_ranks(program, ranks, device=None, timeout=300, init={"tp_size": tp_size})
 
 
+def compiled_quietly(level: int, recompute: bool) -> None:
+    warnings.filterwarnings("ignore", module=r"torch\.")  # the compiler's own use of what torch has deprecated
+    layers.compiled("inductor", level, recompute)
+
+
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])
 @pytest.mark.parametrize(("level", "recompute"), [(2, False), (3, False), (3, True)])
 def test_compiled_blocks(level: int, recompute: bool, ranks: int, tp_size: int) -> None:
     """The operations inside code that the compiler has made."""
-    run_ranks(layers.compiled, ranks, "inductor", level, recompute, device=None, timeout=300, init={"tp_size": tp_size})
+    run_ranks(compiled_quietly, ranks, level, recompute, device=None, timeout=300, init={"tp_size": tp_size})
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])

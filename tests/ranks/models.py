@@ -22,7 +22,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: flo
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     if want.numel() == 0:
         return
-    error = (got.double() - want.double()).abs().max().item()
+    error = (got.double().cpu() - want.double().cpu()).abs().max().item()
     scale = max(want.double().abs().max().item(), 1e-6)
     assert error <= tolerance * scale, f"{what}: off by {error:g}, relative {error / scale:g}, allowed {tolerance:g}"
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
-from bmtrain.errors import StaleParameterError
+from bmtrain.errors import ParameterError, StaleParameterError
 
 MODES = list(itertools.product((2, 3), (False, True)))  # ZeRO level, recomputation
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -94,6 +94,19 @@ class Normed(nn.Module):
         return self.inner(x)
 
 
+class Spectral(nn.Module):
+    """Its buffers move in every forward pass and enter the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5))
+        with torch.no_grad():  # far from the weight that the buffers fit, so that every pass moves them
+            self.inner.parametrizations.weight.original.copy_(torch.randn(5, 8))  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 class BufferOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -159,6 +172,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "convolution": (Convolution, squared),
     "parameter lists": (Lists, squared),
     "weight norm": (Normed, squared),
+    "spectral norm": (Spectral, squared),
     "no parameters": (nn.GELU, squared),
     "buffers only": (BufferOnly, squared),
     "frozen": (lambda: nn.Linear(8, 8).requires_grad_(False), squared),
@@ -180,7 +194,7 @@ def run_case(name: str) -> None:
             torch.manual_seed(2)
             share(call(block, sequence().requires_grad_())).backward()  # a second pass adds the same again
             doubled = {key: None if grad is None else grad * 2 for key, grad in first.items()}
-            if "convolution" not in name:
+            if name not in ("convolution", "spectral norm"):  # whose buffers have moved
                 models.assert_same_dicts(models.full_gradients(block), doubled, f"second pass: {mode_name(level, recompute)}")
 
 
@@ -351,18 +365,150 @@ def stale() -> None:
 
 
 def hooks() -> None:
+    """All kinds, on a module inside and on the block's own, registered before and after: full weights, values, counts."""
+    for mode, early in itertools.product(MODES, (True, False)):
+        torch.manual_seed(1)
+        plain = nn.ModuleDict({"whole": nn.Linear(6, 6), "part": nn.Sequential(nn.Linear(6, 6), nn.Tanh())})
+        sharded = copy.deepcopy(plain)
+        seen: dict[int, dict[str, list[torch.Tensor]]] = {}
+        for number, net in enumerate((plain, sharded)):
+            seen[number] = {}
+            if early:
+                watch(net, seen[number])
+            if net is sharded:
+                for name in plain:
+                    net[name] = bmt.Block(net[name], zero_level=mode[0], use_checkpoint=mode[1])
+            if not early:
+                watch(net, seen[number])
+            x = torch.linspace(-1, 1, 12).view(2, 6).requires_grad_()
+            (net["part"](net["whole"](x)).square().sum() / (1 if net is plain else bmt.world_size())).backward()
+        assert sorted(seen[0]) == sorted(seen[1]), mode_name(*mode)
+        for key, values in seen[0].items():
+            got = seen[1][key]
+            # Those of the inner modules run again when their forward pass does, which stops at the last tensor that is needed.
+            again = mode[1] and "forward" in key and (early or "part" in key)
+            assert len(got) in ((1, 2) if again else (1,)), (key, len(got), mode_name(*mode))
+            scale = bmt.world_size() if "backward" in key and "weight" not in key else 1
+            for a, b in zip(got, values * 2, strict=False):
+                models.assert_same(a * scale, b, f"{key}, {early=}, {mode_name(*mode)}")
+        models.assert_same_dicts(models.full_gradients(sharded), models.plain_gradients(plain), mode_name(*mode))
+
+
+def watch(net: nn.ModuleDict, seen: dict[str, list[torch.Tensor]]) -> None:
+    """Note down what hooks of all kinds see, and the weight that they find."""
+
+    def note(key: str) -> Callable[..., None]:
+        def hook(module: nn.Module, *values: Any) -> None:
+            seen.setdefault(f"{key}: weight", []).append(module.weight.detach().clone())  # type: ignore[operator]
+            for place, value in enumerate(values):
+                tensor = value[0] if isinstance(value, tuple) else value
+                seen.setdefault(f"{key}: {place}", []).append(tensor.detach().clone())
+
+        return hook
+
+    for name, module in (("whole", net["whole"]), ("part", net["part"].get_submodule("0"))):
+        module.register_forward_pre_hook(note(f"{name}, forward pre"))
+        module.register_forward_hook(note(f"{name}, forward"))
+        module.register_full_backward_pre_hook(note(f"{name}, backward pre"))
+        module.register_full_backward_hook(note(f"{name}, backward"))
+
+
+class Mutating(nn.Module):
+    """Changes its parameter while it runs."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        with torch.no_grad():
+            if self.how == "in place":
+                self.inner.weight.clamp_(-0.1, 0.1)
+            elif self.how == "data":
+                self.inner.weight.data = self.inner.weight.data * 0.5
+            elif self.how == "another":
+                self.inner.weight = nn.Parameter(self.inner.weight * 0.5)
+        return y
+
+
+def mutating() -> None:
+    for mode, how in itertools.product(MODES, ("in place", "data", "another")):
+        block = bmt.Block(Mutating(how), zero_level=mode[0], use_checkpoint=mode[1])
+        for context in (torch.enable_grad, torch.no_grad):
+            with context(), pytest.raises(ParameterError, match=r"forward pass .*inner\.weight.*lost.*between passes"):
+                block(torch.ones(2, 6))
+        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), mode_name(*mode)
+
+
+class Outside(nn.Module):
+    """Modules outside of lists that read their weights in ways of their own, and one whose class a program asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 8))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.recurrent = nn.LSTM(8, 5, batch_first=True)
+        self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+        self.head = nn.Linear(5, 6)
+        forward = self.head.forward
+        self.head.forward = lambda x: forward(x) * 2  # a function that knows the module as it was
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.recurrent(self.spectral(self.normed(x)))[0]
+        return self.head(h + self.attention(h, h, h, need_weights=False)[0])
+
+
+def outside_of_lists() -> None:
+    torch.manual_seed(1)
+    plain = Outside()
+    x = torch.randn(2, 3, 6)
+    torch.manual_seed(1)
+    model = bmt.BMTrainModelWrapper(Outside())
+    assert isinstance(model, Outside) and isinstance(model.recurrent, nn.LSTM) and model.__class__ is Outside
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for step in range(2):
+        plain.zero_grad()
+        model.zero_grad()
+        want, got = plain(x), model(x)
+        models.assert_same(got.detach(), want.detach(), f"value, step {step}")
+        want.square().sum().backward()
+        share(got.square().sum()).backward()
+        models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), f"step {step}")
+        with torch.no_grad():
+            for module in (plain, model):
+                for param in module.parameters():
+                    param.add_(param.grad * 1e-2)
+    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "state")
+
+
+def attributes() -> None:
+    """What is set on a block is set on the module inside."""
+    inner = nn.Sequential(nn.Linear(4, 4))
+    inner.flag = None  # type: ignore[assignment]
+    block = bmt.Block(inner)
+    block.flag = "set"
+    block.use_checkpoint = False
+    assert inner.flag == "set" and "use_checkpoint" not in inner.__dict__
+    block.flag = nn.Linear(2, 2)  # a module in the place of an attribute
+    assert inner.flag is block.flag and "flag" in dict(block.named_children())
+    del block.flag
+    assert not any(name == "flag" for name, _ in inner.named_children())
+    assert isinstance(block, nn.Sequential) and isinstance(block, bmt.Block) and not isinstance(block, nn.Linear)
+    assert copy.deepcopy(block)(torch.ones(1, 4)).shape == (1, 4)
+
+
+def moving_buffers() -> None:
+    """Recomputation starts from the buffers of its own forward pass, though later passes have moved them."""
     for mode in MODES:
-        plain, sharded = feed(mode)
-        seen: list[tuple[tuple[int, ...], torch.Tensor]] = []
-        for module in (plain, sharded):
-            module[1].get_submodule("0").register_forward_hook(
-                lambda m, args, out, seen=seen: seen.append((tuple(m.weight.shape), out.detach().clone()))
-            )
-        x = torch.ones(2, 6)
-        plain(x)
-        sharded(x)
-        assert [shape for shape, _ in seen] == [(11, 6), (11, 6)], mode_name(*mode)
-        models.assert_same(seen[1][1], seen[0][1], f"hook, {mode_name(*mode)}")
+        torch.manual_seed(1)
+        plain = Spectral()
+        block = bmt.Block(copy.deepcopy(plain), zero_level=mode[0], use_checkpoint=mode[1])
+        for module, part in ((plain, 1), (block, bmt.world_size())):
+            losses = [squared(module, sequence() * scale) for scale in (1.0, 2.0, 3.0)]
+            (sum(losses) / part).backward()  # type: ignore[union-attr]
+        models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode))
+        models.assert_same_dicts(block.state_dict(), plain.state_dict(), f"buffers: {mode_name(*mode)}")
 
 
 def training_mode() -> None:
@@ -474,7 +620,8 @@ def extra_attributes() -> None:
 
 PROGRAMS = [
     interrupted_forward, without_grad, two_losses, input_gradient, copies, stale, hooks, training_mode,
-    training_mode_overridden, returned_parameters, nested, loading, extra_attributes,
+    training_mode_overridden, returned_parameters, nested, loading, extra_attributes, attributes, mutating, outside_of_lists,
+    moving_buffers,
 ]  # fmt: skip
 
 

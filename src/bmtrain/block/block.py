@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,18 +12,38 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from bmtrain.block.adopt import Converted, Place, adopt, move_buffers, move_to_stage, places_of, storages_at
+from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of
+from bmtrain.block.binding import Binding, Slice, storages_of
 from bmtrain.block.compiled import CompiledModule, SeveralGraphsError
+from bmtrain.block.replay import Replay, spare_buffers
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
 
 MODES = ("BLOCK", "PIPE")
+# Registered on either the block or the inner module, they work for both: saving and loading go through the block.
+_STATE_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
 Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """How a call runs: the slices that full tensors replace, who gathers those, what computes with them.
+
+    packs: whether autograd saves tensors of this run until backward.
+    lends: whether Python code of the module may run in backward, hooks and recomputation inside it, and need full parameters.
+    """
+
+    slices: list[Slice]
+    use: Use
+    call: Call
+    packs: bool
+    lends: bool = True
 
 
 class Block(DistributedModule):
@@ -74,16 +95,15 @@ class Block(DistributedModule):
         self._hidden = [inner]
         self._parameters, self._buffers, self._modules = inner._parameters, inner._buffers, inner._modules
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
-        self.training = inner.training
+        for name in _STATE_HOOKS:
+            self.__dict__[name] = inner.__dict__[name]
+        del self.__dict__["training"]  # asked of the inner module
         self.use_checkpoint = use_checkpoint
         self._compiled: CompiledModule | None = None
         self._shared: Use | None = None  # of the calls that are made together
-        parts = list(_plain_subtree("", inner))
-        self._places = list(places_of(parts))
-        adopt(self._places, self._policy, current.service(Converted))
-        self._rnns = [part for _, part in parts if isinstance(part, torch.nn.RNNBase)]
-        for _, part in parts:
-            move_buffers(part, current.device)
+        self._binding = Binding(functools.partial(_parts_of, inner))
+        self.shard()
+        self._is_made = True
 
     @property
     def _inner(self) -> torch.nn.Module:
@@ -93,7 +113,27 @@ class Block(DistributedModule):
     @property
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
-        return storages_at(self._places)
+        return storages_of(self._binding.slices())
+
+    def shard(self) -> None:
+        """Shard the parameters that are not yet: those of modules that have been put in since, too. Collective."""
+        current = world.current("Block")
+        parts = self._parts()
+        adopt(list(places_of(parts)), self._policy, current.service(Converted))
+        for _, part in parts:
+            move_buffers(part, current.device)
+
+    def _parts(self) -> list[tuple[str, torch.nn.Module]]:
+        """The inner module and its plain descendants, by path."""
+        return _parts_of(self._inner)
+
+    @property  # type: ignore[misc]  # never assigned
+    def __class__(self) -> type:
+        """The inner module's: `isinstance(block, Layer)` is true of a block around a Layer, as `isinstance(block, Block)` is."""
+        return self._inner.__class__
+
+    def _get_name(self) -> str:
+        return "Block"
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -103,26 +143,48 @@ class Block(DistributedModule):
                 raise
             return getattr(self._inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "_is_made" not in own or name in own or name in own["_parameters"]:
+            super().__setattr__(name, value)
+        else:
+            self._inner.__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            self._inner.__delattr__(name)
+
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """The inner module and its plain descendants; distributed modules among them save and load their own parameters."""
         yield "", self._inner
-        for path, module in _plain_subtree("", self._inner):
+        for path, module in self._parts():
             if module is not self._inner and not isinstance(module, DistributedModule):
                 yield path, module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the inner module returns for these arguments."""
-        use = Use(self.storages) if self._shared is None else self._shared
+    @property
+    def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # assignments go through __setattr__
+        """What the inner module returns for its arguments. A function assigned here becomes the inner module's `forward`."""
+        return functools.partial(self._forward, self._inner.forward)
+
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._binding.is_running:  # called by a function that has taken the place of `original`
+            return original(*args, **kwargs)
+        slices = self._binding.slices()
+        use = Use(storages_of(slices)) if self._shared is None else self._shared
         call = self._inner_call if self._compiled is None else self._compiled.plain
         if not (self.use_checkpoint and torch.is_grad_enabled()):
-            return self._run(use, torch.is_grad_enabled(), call, kwargs, *args)
+            return self._run(_Run(slices, use, call, packs=torch.is_grad_enabled()), args, kwargs)
         if self._compiled is not None and self._compiled.recomputes_inside:
             try:
-                return self._run(use, True, self._compiled.recomputing, kwargs, *args)
+                return self._run(_Run(slices, use, self._compiled.recomputing, packs=True, lends=False), args, kwargs)
             except SeveralGraphsError:  # said in a warning; from now on recomputed from outside
-                return self.forward(*args, **kwargs)
+                return self._forward(original, *args, **kwargs)
+        replay = Replay([part for _, part in self._parts()], args, kwargs)
         # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
-        return checkpoint(self._run, use, False, call, kwargs, *args, use_reentrant=False)
+        run = _Run(slices, use, call, packs=False)
+        return checkpoint(self._run_replayed, replay, run, kwargs, *args, use_reentrant=False)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -139,64 +201,41 @@ class Block(DistributedModule):
 
     def move_to_stage(self, stage: int) -> None:
         """Leave the parameters on the ranks of one pipeline stage, which keep them from forward to backward. Collective."""
-        move_to_stage(self._places, stage, dataclasses.replace(self._policy, zero_level=2))
+        move_to_stage(list(places_of(self._parts())), stage, dataclasses.replace(self._policy, zero_level=2))
 
-    def _run(self, use: Use, pack: bool, call: Call, kwargs: dict[str, Any], *args: Any) -> Any:
-        """Run the inner module on gathered parameters; `pack` when autograd saves tensors of this run until backward."""
-        with use.running(), self._bound(use), self._spare_buffers() if in_backward() else contextlib.nullcontext():
-            with use.packing() if pack else contextlib.nullcontext():
-                out = call(self._inner, args, kwargs)
-            return _detached_from(use, out)
+    def _run_replayed(self, replay: Replay, run: _Run, kwargs: dict[str, Any], *args: Any) -> Any:
+        with replay.run(args, kwargs) as arguments:
+            return self._run(run, *arguments)
+
+    def _run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the inner module on gathered parameters."""
+        use, binding = run.use, self._binding
+        again = spare_buffers([part for _, part in self._parts()]) if in_backward() else contextlib.nullcontext()
+        first_node = torch._C._autograd._get_sequence_nr()
+        with use.running(), again:
+            views = use.open()
+            with binding.running(run.slices, use, views):
+                with use.packing() if run.packs else contextlib.nullcontext():
+                    out = run.call(self._inner, args, kwargs)
+                use.check_unchanged()
+            out = _detached_from(use, out)
+        if run.lends and torch.is_grad_enabled():
+            end = next((view.grad_fn for view in views if view.requires_grad), None)
+            lend = functools.partial(binding.lend, run.slices, use)
+            _before_backward_of(out, first_node, lambda: use.lend(lend, end))
+        return out
 
     @staticmethod
     def _inner_call(inner: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return inner(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _bound(self, use: Use) -> Iterator[None]:
-        """Inside, the inner modules find full tensors where their parameters are."""
-        views = use.open()
-        before: list[tuple[Place, torch.nn.Parameter]] = []
-        for place in self._places:
-            param = place.module._parameters[place.name]
-            if isinstance(param, DistributedParameter):
-                before.append((place, param))
-                view = views[use.position(param.storage_of, param.index_in_storage)]
-                place.module._parameters[place.name] = view  # type: ignore[assignment]
-        try:
-            self._refresh_rnns()
-            yield
-        finally:
-            for place, param in before:
-                place.module._parameters[place.name] = param
-            self._refresh_rnns()
-
-    @contextlib.contextmanager
-    def _spare_buffers(self) -> Iterator[None]:
-        """Inside, buffers are copies: recomputation must not update running statistics a second time."""
-        modules = [module for _, module in _plain_subtree("", self._inner)]
-        before = [dict(module._buffers) for module in modules]
-        try:
-            for module in modules:
-                module._buffers.update({name: b if b is None else b.clone() for name, b in module._buffers.items()})
-            yield
-        finally:
-            for module, buffers in zip(modules, before, strict=True):
-                module._buffers.update(buffers)
-
-    def _refresh_rnns(self) -> None:
-        """torch's recurrent modules read their weights from a list of their own."""
-        for rnn in self._rnns:
-            rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
 
     def compile(self, **options: Any) -> None:
         """Compile the inner module with torch.compile's arguments; blocks of equal shape share the compiled code."""
         self._compiled = CompiledModule(options)
 
     def train(self, mode: bool = True) -> Block:
-        """Set training mode on the inner module too."""
-        self._inner.train(mode)  # which may be more than a flag
-        self.training = mode
+        """Set the mode of the inner module, whose method may do more than set a flag."""
+        self._inner.train(mode)
         return self
 
     def extra_repr(self) -> str:
@@ -207,11 +246,26 @@ class Block(DistributedModule):
 CheckpointBlock = Block
 
 
+def _parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    return list(_plain_subtree("", module))
+
+
 def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     yield path, module
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Block):
             yield from _plain_subtree(f"{path}{name}.", child)
+
+
+def _before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
+    """`do` whenever backward comes to a tensor of `out` whose node has a number from `since` on: it is no argument passed on."""
+
+    def watch(x: torch.Tensor) -> torch.Tensor:
+        if x.grad_fn is not None and x.grad_fn._sequence_nr() >= since:
+            x.grad_fn.register_prehook(lambda _: do())
+        return x
+
+    _map_tensors(watch, out)
 
 
 def _detached_from(use: Use, out: Any) -> Any:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import types
 from typing import TypeVar, cast
 
 import torch
+from torch.nn.utils.parametrize import ParametrizationList
 
 from bmtrain.block.adopt import Converted, move_buffers
 from bmtrain.block.block import Block
+from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
 from bmtrain.block.stack import plan_gathers
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.world import World
 from bmtrain.shard import initialize
@@ -21,16 +22,28 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def BMTrainModelWrapper(model: Module) -> Module:
-    """Shard every parameter of any nn.Module and return a module of the same class.
+    """Shard every parameter of any nn.Module, in place, and return it.
 
     Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping the current; other
     parameters are gathered when a module reads them. Buffers move to the rank's device. Ties and frozen parameters are kept.
-    Call it on all ranks, on equal models. The returned module replaces `model`, whose state it shares.
+    All modules keep their identity and pass `isinstance` of their classes. Call it on all ranks, on equal models; call it again
+    when modules have been put in, which shards those and changes nothing else.
+
+    `save_pretrained` and `generate` of transformers' and peft's models are then to be called on all ranks too: rank 0 writes,
+    and ranks that are done generating keep pace with the others.
+
+    Raises:
+        ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a tensor class of its own).
+            Nothing has been changed then.
     """
     current = world.current("BMTrainModelWrapper")
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module.")
-    return cast(Module, _Wrapping(current).wrap(model))
+    _check(model)
+    out = _Wrapping(current).wrap(model)
+    if not isinstance(out, DistributedModule):
+        become_distributed(out)
+    return cast(Module, out)
 
 
 def init_parameters(module: torch.nn.Module) -> None:
@@ -66,23 +79,31 @@ class _Wrapping:
         self._done: dict[int, torch.nn.Module] = {}
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The sharded stand-in for `module`."""
-        if id(module) in self._done:
-            return self._done[id(module)]
+        """The sharded module: `module` itself, unless it has to be a Block."""
+        if id(module) not in self._done:
+            out = self._wrap(module)
+            self._done[id(module)] = self._done[id(out)] = out
+        return self._done[id(module)]
+
+    def _wrap(self, module: torch.nn.Module) -> torch.nn.Module:
+        if isinstance(module, Block):
+            for part in module.modules():
+                if isinstance(part, Block):
+                    part.shard()
+            return module
+        if isinstance(module, torch.nn.RNNBase):  # its kernels take a list of weights, which are not looked up by name
+            return Block(module, use_checkpoint=False)
         self.wrap_children(module)
-        out = module
-        if any(param is not None for param in module._parameters.values()) and not isinstance(module, DistributedModule):
-            out = _twin(module)
-        self._done[id(module)] = out
-        self._done[id(out)] = out
+        has_parameters = any(param is not None for param in module._parameters.values())
+        if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(module, DistributedModule):
+            become_distributed(module)
         self._shard(module)
-        return out
+        return module
 
     def wrap_children(self, module: torch.nn.Module) -> None:
         """Wrap everything below `module`."""
-        if isinstance(module, Block):
-            return
-        if isinstance(module, torch.nn.ModuleList):
+        # A parametrization is a list of functions of one weight, not of layers.
+        if isinstance(module, torch.nn.ModuleList) and not isinstance(module, ParametrizationList):
             self._wrap_list(module)
             return
         for name, child in module._modules.items():
@@ -115,10 +136,17 @@ class _Wrapping:
         move_buffers(module, self._world.device)
 
 
-def _twin(module: torch.nn.Module) -> torch.nn.Module:
-    """A module over the same state whose class gathers parameters when they are read. `module` itself keeps its class."""
-    kind = type(module)
-    twin_kind = types.new_class(f"Distributed{kind.__name__}", (DistributedModule, kind))
-    twin: torch.nn.Module = object.__new__(twin_kind)
-    twin.__dict__ = module.__dict__
-    return twin
+def _check(model: torch.nn.Module) -> None:
+    """ParameterError for what cannot be sharded, before anything is changed."""
+    for name, param in model.named_parameters():
+        if isinstance(param, DistributedParameter):
+            continue
+        if isinstance(param, torch.nn.parameter.UninitializedParameter):
+            raise ParameterError(f"parameter {name!r} is lazy and has no shape yet: run the model once before it is sharded.")
+        kind = type(param.detach())
+        if not param.dtype.is_floating_point or kind is not torch.Tensor:
+            what = str(param.dtype) if kind is torch.Tensor else f"a {kind.__name__}"
+            raise ParameterError(
+                f"parameter {name!r} is {what}: only plain floating point tensors are sharded. Load the model without "
+                "quantisation, or register what is not trained as a buffer, which every rank keeps whole."
+            )

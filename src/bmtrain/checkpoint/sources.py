@@ -94,7 +94,7 @@ class SafetensorsFile(Source):
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         shape, stored = self.headers[name].shape, self._stored[name]
         if start == stop:
-            return torch.empty(0, dtype=self.headers[name].dtype)
+            return torch.empty(0, dtype=self.headers[name].dtype, device="cpu")
         row = torch.Size(shape[1:]).numel()
         if not shape or (start, stop) == (0, row * shape[0]):
             return self._file.get_tensor(stored).reshape(-1)[start:stop]

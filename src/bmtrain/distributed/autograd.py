@@ -84,7 +84,7 @@ def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None) -> torch.Ten
     axis = _axis(comm, "broadcast")
     _check_place(root, axis, "broadcast")
     if torch.is_grad_enabled() and x.is_floating_point() and axis.size > 1:
-        wanted = torch.tensor([x.requires_grad], dtype=torch.uint8)
+        wanted = torch.tensor([x.requires_grad], dtype=torch.uint8, device="cpu")
         collectives.broadcast_(wanted, root, axis)
         x = (x if x.requires_grad else x.detach().requires_grad_()) if wanted.item() else x.detach()
     out: torch.Tensor = _Broadcast.apply(x, root, axis)
@@ -104,9 +104,9 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
             f"send_activations got {x.dim()} dims of {x.dtype}: expected at most {_MAX_DIMS} dims of an ordinary dtype."
         )
     wants_grad = torch.is_grad_enabled() and x.requires_grad
-    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
-    header[:3] = torch.tensor([_DTYPES.index(x.dtype), wants_grad, x.dim()])
-    header[3 : 3 + x.dim()] = torch.tensor(x.shape, dtype=torch.int64)
+    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
+    header[:3] = torch.tensor([_DTYPES.index(x.dtype), wants_grad, x.dim()], device="cpu")
+    header[3 : 3 + x.dim()] = torch.tensor(x.shape, dtype=torch.int64, device="cpu")
     collectives.send(header, target, axis)
     token: torch.Tensor = _Send.apply(x, target, axis)
     return token
@@ -121,7 +121,7 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     current = world.current("recv_activations")
     axis = _axis(comm, "recv_activations")
     _check_place(source, axis, "recv_activations")
-    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     collectives.receive_(header, source, axis)
     code, wants_grad, num_dims = header[:3].tolist()
     # Nothing here requires grad by itself; the anchor makes the result do so, and never gets a gradient.

@@ -165,4 +165,4 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
 def barrier(axis: Axis) -> None:
     """Wait on the CPU until every rank of the axis is here."""
     if axis.size > 1:
-        dist.all_reduce(torch.zeros(1), group=axis.group)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)

@@ -81,7 +81,7 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _row(x: torch.Tensor | None) -> torch.Tensor:
     """Seven numbers of one tensor, on its device: nothing here waits for it."""
-    row = torch.zeros(NUM_COLUMNS, dtype=torch.float64, device=None if x is None or x.is_meta else x.device)
+    row = torch.zeros(NUM_COLUMNS, dtype=torch.float64, device="cpu" if x is None or x.is_meta else x.device)
     row[TOP:] = -math.inf
     if x is None:
         return row

@@ -73,7 +73,7 @@ def _update_on_cpu(
     if s.scale != 1.0:
         exact = exact / s.scale
     torch._fused_adamw_(
-        [master], [exact], [mean], [square], [], [torch.tensor(float(s.step))], amsgrad=False, maximize=s.maximize,
+        [master], [exact], [mean], [square], [], [torch.tensor(float(s.step), device="cpu")], amsgrad=False, maximize=s.maximize,
         lr=s.lr, beta1=s.beta1, beta2=s.beta2, weight_decay=s.weight_decay, eps=s.eps,
     )  # fmt: skip
     if weight is not master:

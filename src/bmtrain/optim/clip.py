@@ -79,7 +79,7 @@ def _global_norm(parts: list[tuple[Run, torch.Tensor]], order: float) -> torch.T
         return torch.maximum(sharded, replicated)
     power = sharded**order
     collectives.all_reduce_(power, "sum", current.mesh.world)
-    return torch.as_tensor((power + replicated**order) ** (1.0 / order))
+    return torch.pow(power + replicated**order, 1.0 / order)
 
 
 def _norm(grad: torch.Tensor, order: float) -> torch.Tensor:

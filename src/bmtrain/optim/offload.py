@@ -40,7 +40,7 @@ class Staging:
     """What one chunk passes through: casts happen on the GPU, so that only fp32 crosses the bus and the CPU only updates."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host_grad = torch.empty(CHUNK, dtype=torch.float32, pin_memory=True)
+        self.host_grad = torch.empty(CHUNK, dtype=torch.float32, device="cpu", pin_memory=True)
         self.device_grad = torch.empty(CHUNK, dtype=torch.float32, device=device)
         self.device_weight = torch.empty(CHUNK, dtype=torch.float32, device=device)
         self.arrived = torch.cuda.Event()
@@ -66,7 +66,7 @@ class AdamOffloadOptimizer(AdamBase):
             maximize=maximize, scale=scale, scale_factor=scale_factor, scale_steps=scale_steps,
         )  # fmt: skip
         self._record_delta = record_delta
-        self._sums = torch.zeros(3, dtype=torch.float64)  # count, sum and sum of squares of the last step's changes
+        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")  # count, sum and sum of squares of the last step's changes
         self._pipeline: collections.deque[Chunk] = collections.deque()
         device = self._engine.device
         self._on_gpu = device.type != "cpu"

@@ -113,7 +113,7 @@ def _local_state(param: DistributedParameter, own: dict[str, Any], held: Sequenc
     for name, value in described.items():
         if isinstance(value, _Held):
             ranks = [state.get(name, NOTHING) for state in held]
-            out[name] = _own_slice(param, own.get(name, torch.empty(0, dtype=value.dtype)), ranks, value.dtype)
+            out[name] = _own_slice(param, own.get(name, torch.empty(0, dtype=value.dtype, device="cpu")), ranks, value.dtype)
         else:
             out[name] = own.get(name, value)
     return out
@@ -129,7 +129,7 @@ def _own_slice(param: DistributedParameter, value: torch.Tensor, held: Sequence[
         return value.reshape(-1)
     if set(sizes) == {param._tp_original_shape.numel()}:
         return storage.slice_of_whole(slot, value.reshape(param._tp_original_shape))
-    padded = torch.zeros(max(sizes), dtype=dtype)
+    padded = torch.zeros(max(sizes), dtype=dtype, device="cpu")
     padded[: value.numel()] = value.reshape(-1)
     # Bytes travel: not every backend moves every dtype.
     rows = collectives.all_gather(padded.view(torch.uint8), storage.axis).view(dtype).view(len(sizes), -1)

@@ -18,6 +18,8 @@ from bmtrain.shard.transport import Transport
 class OpenUse(Protocol):
     """A use of gathered parameters that backward has begun to read."""
 
+    order: int  # of calls: later ones have higher numbers, and backward comes to them earlier
+
     @property
     def is_droppable(self) -> bool:
         """Whether nothing will end this use by itself (all its parameters are frozen) and no code is running in it."""
@@ -56,7 +58,7 @@ class Backward:
     def begin_use(self, use: OpenUse) -> None:
         """Backward reads `use` from now on; uses of frozen parameters that it has left behind are dropped."""
         self._join()
-        for other in [u for u in self._uses if u is not use and u.is_droppable]:
+        for other in [u for u in self._uses if u.order > use.order and u.is_droppable]:
             other.drop()
             self._uses.remove(other)
         if use not in self._uses:
@@ -90,6 +92,10 @@ class Backward:
             param.requires_grad_(True)  # a frozen parameter takes no hook, and may be trained later
             param.register_hook(self._collector(weakref.ref(param)))
             param.requires_grad_(trainable)
+
+    def is_replicated(self, param: torch.nn.Parameter) -> bool:
+        """Whether gradients of an ordinary parameter are summed over ranks."""
+        return self._world.size == 1 or any(reference() is param for reference in self._replicated)
 
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
@@ -201,6 +207,6 @@ def _any_rank(flags: list[bool], axis: Axis) -> list[bool]:
     """Which flags are true on any rank of the axis. Travels on the CPU: no device waits."""
     if axis.size == 1 or not flags:
         return flags
-    wire = torch.tensor(flags, dtype=torch.uint8)
+    wire = torch.tensor(flags, dtype=torch.uint8, device="cpu")
     collectives.all_reduce_(wire, "max", axis)
     return [bool(flag) for flag in wire.tolist()]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from bmtrain.errors import StaleParameterError
+from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.storage import Storage
@@ -47,6 +49,37 @@ class Packed:
     offset: int
 
 
+# Gives a module the tensors of a use, one per slot of all storages, and returns what takes them back.
+Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
+
+
+class Loan:
+    """Full tensors of a use in the hands of code that runs during backward: recomputation inside a module, hooks of the user.
+
+    They are leaves: a backward pass inside the pass, as reentrant checkpointing runs one, leaves its gradients on them. The pass
+    alone keeps the loan alive, which therefore ends with the pass however that ends.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
+        self._tensors, self._give_back = tensors, give_back
+        self.task = torch._C._current_graph_task_id()
+
+    @property
+    def is_open(self) -> bool:
+        """Until `end`."""
+        return bool(self._tensors)
+
+    def end(self) -> list[torch.Tensor | None]:
+        """Take the tensors back; returns the gradients that were left on them."""
+        tensors, self._tensors = self._tensors, ()
+        if tensors:
+            self._give_back()
+        return [tensor.grad for tensor in tensors]
+
+    def __del__(self) -> None:
+        self.end()
+
+
 class Use:
     """One call of a module that reads some storages: holds their full buffers while anything may read them.
 
@@ -56,7 +89,12 @@ class Use:
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._storages = storages
         self._full: dict[Storage, torch.Tensor] = {}
+        self._written: dict[Storage, int] = {}
         self._running = 0
+        self.order = next(_ORDER)
+        self._loan: weakref.ref[Loan] | None = None
+        self._has_end = True
+        self._ended_in = -1
         self._is_together = False
         self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
         self._first: dict[Storage, int] = {}
@@ -69,7 +107,7 @@ class Use:
     @property
     def is_droppable(self) -> bool:
         """No gradient will end this use, and no module is running in it."""
-        return not any(self.trainable) and not self._running
+        return not (any(self.trainable) and self._has_end) and not self._running
 
     def open(self) -> list[torch.Tensor]:
         """Gather and return one view per slot of all storages, tied to the graph where gradients are wanted."""
@@ -123,10 +161,41 @@ class Use:
                 storage.engine.backward.begin_use(self)
             full = storage.engine.acquire(storage.residence, Phase.BACKWARD if backward else Phase.FORWARD)
             self._full[storage] = full
+            self._written[storage] = _version(full)
         return full
 
+    def lend(self, bind: Bind, end: torch.autograd.graph.Node | None) -> None:
+        """Backward has come to this call: its module gets full parameters until all its gradients are computed.
+
+        Args:
+            bind: gives the module the tensors.
+            end: the node that will end this use; None if all parameters are frozen.
+        """
+        if not self._storages or self._ended_in == torch._C._current_graph_task_id() or self._open_loan() is not None:
+            return
+        self._check_versions()
+        self._storages[0].engine.backward.begin_use(self)
+        # No gradient gets past a checkpoint that runs a backward pass of its own: then nothing may lead to the end.
+        self._has_end = end is not None and torch._C._will_engine_execute_node(end)
+        tensors = [view.requires_grad_(trainable) for view, trainable in zip(self.views(), self.trainable, strict=True)]
+        loan = Loan(tensors, bind(tensors))
+        self._loan = weakref.ref(loan)
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.drop() if loan.is_open else None)
+
+    def _open_loan(self) -> Loan | None:
+        loan = None if self._loan is None else self._loan()
+        return loan if loan is not None and loan.is_open else None
+
     def drop(self) -> None:
-        """Let go of all full buffers."""
+        """Let go of all full buffers. Gradients that only a loan has brought are reduced now."""
+        loan = self._open_loan()
+        if loan is not None:
+            if torch._C._current_graph_task_id() not in (-1, loan.task):
+                return  # a pass inside the pass is over
+            late = loan.end()
+            if in_backward():
+                self._reduce(late)
+        self._has_end = True
         while self._full:
             storage, full = self._full.popitem()
             storage.residence.release(full)
@@ -142,12 +211,28 @@ class Use:
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Backward has computed the gradients of all slots: give the buffers back and reduce."""
         self._check_versions()
-        backward = self._storages[0].engine.backward
-        backward.end_use(self)
+        loan = self._open_loan()
+        if loan is not None:
+            grads = [_sum(grad, late) for grad, late in zip(grads, loan.end(), strict=True)]
+        self._ended_in = torch._C._current_graph_task_id()
+        self._storages[0].engine.backward.end_use(self)
+        self._reduce(grads)
+
+    def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         for storage, start in self._first.items():
             own = slice(start, start + len(storage.layout.slots))
             if any(self.trainable[own]):
-                backward.add(storage.gradient, grads[own])
+                storage.engine.backward.add(storage.gradient, grads[own])
+
+    def check_unchanged(self) -> None:
+        """ParameterError if a full buffer has been written to: it is a copy, and what was written would be lost."""
+        for storage, full in self._full.items():
+            if _version(full) != self._written[storage]:
+                names = ", ".join(slot.name for slot in storage.layout.slots[:3])
+                raise ParameterError(
+                    f"the forward pass changed a parameter ({names}, ...) in place, which would be lost: inside it parameters are "
+                    "gathered copies. Change them between passes; what changes in a pass is a buffer."
+                )
 
     def packing(self) -> contextlib.AbstractContextManager[object]:
         """Saved tensors inside the body do not keep released buffers alive: they are found again by place."""
@@ -188,3 +273,17 @@ class Use:
                     f"parameters ({names}, ...) were changed in place after the forward pass that this backward pass belongs to: "
                     "call backward before the optimizer's step, or run the forward pass again."
                 )
+
+
+# Later calls have later numbers; backward comes to them earlier.
+_ORDER = itertools.count()
+
+
+def _version(full: torch.Tensor) -> int:
+    return 0 if full.is_inference() else full._version
+
+
+def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b

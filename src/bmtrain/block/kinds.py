@@ -1,0 +1,116 @@
+"""Classes for modules that are sharded where they are: what each was, and a DistributedModule."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bmtrain.distributed import collectives
+from bmtrain.errors import ParameterError
+from bmtrain.runtime import world
+from bmtrain.shard.module import DistributedModule
+
+Method = Callable[..., Any]
+
+_MERGE = (
+    "do it on one that is not wrapped. Save the adapters with model.save_pretrained(folder), then load them with "
+    "PeftModel.from_pretrained(base_model, folder) and merge there"
+)
+# Methods that write to whole weights, and what to do instead.
+_WRITING = {
+    "merge_adapter": _MERGE,
+    "unmerge_adapter": _MERGE,
+    "merge_and_unload": _MERGE,
+    "resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapper(model)",
+}
+
+
+def become_distributed(module: torch.nn.Module) -> None:
+    """Change the class of `module` into one that gathers parameters when they are read.
+
+    The object stays the same one: functions that replaced a `forward`, hooks and lists that the program keeps all go on working.
+    """
+    kind: Any = type(module)
+    object.__setattr__(module, "__class__", _distributed(kind))
+
+
+def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
+    """Whether the module has methods that must know of its being sharded."""
+    return bool(_methods_of_whole_models(type(module)))
+
+
+@functools.cache
+def _distributed(kind: Any) -> Any:
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace["__doc__"] = kind.__doc__
+        namespace["__module__"] = kind.__module__
+        # Others look up classes and their names: a sharded module says it is what it was. Python itself asks type().
+        namespace["__class__"] = property(lambda _: kind)
+        namespace.update(_methods_of_whole_models(kind))
+
+    return types.new_class(f"Distributed{kind.__name__}", (DistributedModule, kind), exec_body=fill)
+
+
+def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
+    """Methods of transformers' and peft's models: told of the ranks by the arguments that they have for it, or refused."""
+    told = {"save_pretrained": ("is_main_process", _saving), "generate": ("synced_gpus", _generating)}
+    out = {}
+    for name, (argument, adapt) in told.items():
+        method = getattr(kind, name, None)
+        if inspect.isfunction(method) and argument in inspect.signature(method).parameters:
+            out[name] = adapt(method)
+    for name, remedy in _WRITING.items():
+        if inspect.isfunction(getattr(kind, name, None)):
+            out[name] = _refusing(name, remedy)
+    return out
+
+
+def _refusing(name: str, remedy: str) -> Method:
+    """In place of what writes to whole weights: they are gathered copies, and what is written to them is lost."""
+
+    def refuse(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        raise ParameterError(f"{name} cannot change the weights of a sharded model: {remedy}.")
+
+    return refuse
+
+
+def _saving(method: Method) -> Method:
+    """Every rank takes part in gathering, rank 0 writes; what fails on one rank raises on all."""
+
+    @functools.wraps(method)
+    def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        current = world.current("save_pretrained")
+        call = inspect.signature(method).bind(self, *args, **kwargs)
+        call.arguments["is_main_process"] = call.arguments.get("is_main_process", True) and current.rank == 0
+        result, failure = None, None
+        try:
+            result = method(*call.args, **call.kwargs)
+        except Exception as error:
+            failure = error
+        told = collectives.gather_objects(None if failure is None else repr(failure), current.mesh.world)
+        if failure is not None:
+            raise failure
+        for rank, reason in enumerate(told):
+            if reason is not None:
+                raise RuntimeError(f"save_pretrained failed on rank {rank}: {reason}")
+        return result
+
+    return save_pretrained
+
+
+def _generating(method: Method) -> Method:
+    """Ranks whose sequences are complete go on computing while others are not: gathering takes all of them."""
+
+    @functools.wraps(method)
+    def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(method).bind(self, *args, **kwargs)
+        if call.arguments.get("synced_gpus") is None:
+            call.arguments["synced_gpus"] = world.world_size() > 1
+        return method(*call.args, **call.kwargs)
+
+    return generate

@@ -1,0 +1,110 @@
+"""Programs that tests/ranks runs on the CPU, on GPUs over NCCL: inspection, old programs, other people's models.
+
+Inside the ranks the GPU is torch's default device, so that programs need not name it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks import runner, test_communication, test_delta, test_inner_checkpoint, test_inspect, test_seeds, test_transformers
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+import bmtrain as bmt
+
+pytestmark = pytest.mark.gpu
+SIZES = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
+
+
+class DrawnOnTheCpu(TorchFunctionMode):
+    """Random tensors of a generator of the CPU, which programs seed, move to the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        generator = kwargs.get("generator")
+        if func in (torch.rand, torch.randn, torch.randint) and generator is not None and generator.device.type == "cpu":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(bmt.device())
+        return func(*args, **kwargs)
+
+
+def on_its_gpu(program: Callable[..., Any], *args: Any) -> Any:
+    torch.set_default_device(bmt.device())
+    with DrawnOnTheCpu():
+        return tree_map_only(torch.Tensor, lambda x: x.cpu(), program(*args))
+
+
+def run_on_gpus(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    options = {**options, "device": None, "timeout": 300}
+    return runner.run_ranks(functools.partial(on_its_gpu, program), world_size, *args, **options)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
+    """Lets the tests of a module start their ranks on GPUs."""
+    return lambda module: monkeypatch.setattr(module, "run_ranks", run_on_gpus)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "test",
+    [test_inspect.test_parameters_and_gradients, test_inspect.test_activations_and_their_gradients],
+    ids=["parameters", "activations"],
+)
+def test_inspection(test: Callable[[int], None], size: int, gpus: Callable[[ModuleType], None]) -> None:
+    gpus(test_inspect)
+    test(size)
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_inspection_of_parallel_models(size: int, gpus: Callable[[ModuleType], None]) -> None:
+    gpus(test_inspect)
+    test_inspect.test_tensor_parallel_parameters(size)
+    test_inspect.test_pipelined_lists_record_like_plain_ones(size, 2)
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_old_programs(size: int, gpus: Callable[[ModuleType], None], capsys: pytest.CaptureFixture[str]) -> None:
+    gpus(test_seeds)
+    test_seeds.test_model_center_training_loop(size, torch.float32, capsys)
+    for offload in (False, True):
+        test_seeds.test_the_first_api_trains_as_torch_does(size, torch.float32, offload)
+
+
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_the_readme_in_half_precision(size: int) -> None:
+    """Losses and norms; half-precision products round differently on another device, and so do the weights."""
+    results = run_on_gpus(test_seeds.readme, size, "gpt_loop", join=False)
+    want, _ = test_seeds.plain_readme(results[0][0], size)
+    for _, log, _ in results:
+        assert log == [pytest.approx(record, rel=5e-3) for record in want]
+
+
+def test_verbs(gpus: Callable[[ModuleType], None]) -> None:
+    gpus(test_communication)
+    for size in SIZES:
+        test_communication.test_values_and_gradients_are_those_of_one_process(size)
+        test_communication.test_sum_loss_and_gather_result(size)
+    test_communication.test_nccl_alone()
+
+
+OTHERS = [
+    test_transformers.training,
+    test_transformers.checkpointing_flags,
+    test_transformers.generating,
+    test_delta.before_sharding,
+    test_delta.after_sharding,
+    functools.partial(test_inner_checkpoint.checkpoints_inside, False),
+    functools.partial(test_inner_checkpoint.checkpoints_inside, True),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("program", OTHERS)
+def test_other_peoples_models(program: Callable[[], None], size: int) -> None:
+    run_on_gpus(program, size)

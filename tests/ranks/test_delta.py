@@ -1,0 +1,287 @@
+"""Delta tuning as OpenDelta and OpenPrompt do it, with modules put in before and after the model is sharded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from tests.ranks import models, test_transformers
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.errors import ParameterError
+from bmtrain.optim import AdamOptimizer, OptimManager
+
+VOCAB, DIM, LENGTH, ROWS = 17, 8, 5, 4
+
+
+class Mixer(nn.Module):
+    """Stands for an attention: every position sees the mean of those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = torch.arange(1, x.shape[1] + 1)[:, None]
+        return self.project(x).cumsum(1) / counts
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.mixer = Mixer()
+        self.up, self.down = nn.Linear(DIM, 13), nn.Linear(13, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mixer(self.norm(x))
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Adapter(nn.Module):
+    """Houlsby's bottleneck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(DIM, 3), nn.Linear(3, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(torch.relu(self.down(x)))
+
+
+class Parallel(nn.Module):
+    """A low-rank update beside a layer, which becomes its child."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Parameter(torch.randn(2, base.in_features) * 0.3)
+        self.b = nn.Parameter(torch.randn(base.out_features, 2) * 0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.a), self.b)
+
+
+class SoftPrompt(nn.Module):
+    """An embedding that puts trained rows in place of the first ones."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.prompt = nn.Parameter(torch.randn(2, DIM))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.prompt.expand(len(tokens), -1, -1), self.embedding(tokens[:, 2:])], 1)
+
+
+def after(module: nn.Module) -> None:
+    """OpenDelta's way: a new child, and a function in the place of `forward` that calls the old one and the child."""
+    module.adapter = Adapter()
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: module.adapter(forward(*args, **kwargs))
+
+
+def adapters(model: Any) -> None:
+    """Behind a child of each layer, behind each layer, and behind a module outside of the list."""
+    for layer in model.layers:
+        after(layer.mixer)
+    after(model.layers[1])
+    after(model.norm)
+
+
+def children(model: Any) -> None:
+    """Replaced in some layers, at every depth, and outside."""
+    model.layers[0].up = Parallel(model.layers[0].up)
+    model.layers[2].mixer.project = Parallel(model.layers[2].mixer.project)
+    model.head = Parallel(model.head)
+    model.embedding = SoftPrompt(model.embedding)
+
+
+def prefixes(model: Any) -> None:
+    """Bare parameters, used by a pre-hook."""
+    for layer in model.layers:
+        layer.mixer.prefix = nn.Parameter(torch.randn(1, 1, DIM))
+        layer.mixer.register_forward_pre_hook(lambda module, args: (args[0] + module.prefix,))
+    model.layers[0].gain = nn.Parameter(torch.ones(DIM))
+    model.layers[0].register_forward_hook(lambda module, args, out: out * module.gain)
+
+
+DELTAS = [adapters, children, prefixes]
+
+
+def make(*deltas: Callable[[Any], None], wrap: bool = False) -> Any:
+    """The same values with deltas put in before or after sharding; only the deltas train."""
+    torch.manual_seed(5)
+    model = Model().requires_grad_(False)
+    if wrap:
+        model = bmt.BMTrainModelWrapper(model)
+    for delta in deltas:
+        delta(model)
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(0, VOCAB, (2, ROWS, LENGTH), generator=generator)
+    return tokens, targets
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+SETTINGS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+
+
+class Pair:
+    """A plain model and its sharded twin, each with an optimizer of what is trainable."""
+
+    def __init__(self, plain: nn.Module, model: nn.Module, what: str) -> None:
+        self.plain, self.model, self.what = plain, model, f"{what}, {bmt.world_size()} ranks"
+        self.stepper = torch.optim.AdamW(trainable(plain), **SETTINGS)
+        self.optimizer = AdamOptimizer(trainable(model), **SETTINGS)
+        self.manager = OptimManager()
+        self.manager.add_optimizer(self.optimizer)
+
+    def train(self) -> None:
+        """Three steps: losses, gradients, parameters and names stay equal."""
+        rows = ROWS // bmt.world_size()
+        own = slice(bmt.rank() * rows, (bmt.rank() + 1) * rows)
+        assert [n for n, _ in self.model.named_parameters()] == [n for n, _ in self.plain.named_parameters()], self.what
+        for step in range(3):
+            self.stepper.zero_grad()
+            self.manager.zero_grad()
+            tokens, targets = batch(step)
+            want, got = loss_of(self.plain, tokens, targets), loss_of(self.model, tokens[own], targets[own])
+            here = f"{self.what}, step {step}"
+            models.assert_same(bmt.gather_result(got.detach().view(1)).mean(), want.detach(), f"{here}: loss")
+            want.backward()
+            self.manager.backward(got)
+            models.assert_same_dicts(models.full_gradients(self.model), models.plain_gradients(self.plain), here)
+            self.stepper.step()
+            self.manager.step()
+        models.assert_same_dicts(self.model.state_dict(), self.plain.state_dict(), f"{self.what}: parameters")
+        assert list(self.model.state_dict()) == list(self.plain.state_dict()), self.what
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def all_sharded(model: nn.Module) -> bool:
+    return all(isinstance(param, bmt.DistributedParameter) for param in model.parameters())
+
+
+def before_sharding() -> None:
+    for deltas in (*((delta,) for delta in DELTAS), DELTAS):
+        model = bmt.BMTrainModelWrapper(make(*deltas))
+        assert all_sharded(model)
+        Pair(make(*deltas), model, f"before: {[delta.__name__ for delta in deltas]}").train()
+
+
+def after_sharding() -> None:
+    for deltas in (*((delta,) for delta in DELTAS), DELTAS):
+        model = make(*deltas, wrap=True)
+        known = {id(param) for param in model.parameters() if isinstance(param, bmt.DistributedParameter)}
+        assert not all_sharded(model)
+        assert bmt.BMTrainModelWrapper(model) is model
+        assert all_sharded(model)
+        assert known <= {id(param) for param in model.parameters()}, "parameters that were sharded before were replaced"
+        Pair(make(*deltas), model, f"after: {[delta.__name__ for delta in deltas]}").train()
+
+
+def again_and_again() -> None:
+    """Deltas put in while training goes on: what an optimizer has of the others goes on too."""
+    pair = Pair(make(adapters), bmt.BMTrainModelWrapper(make(adapters, wrap=True)), "again")
+    pair.train()
+    known = [{id(param) for param in trainable(module)} for module in (pair.plain, pair.model)]
+    for module in (pair.plain, pair.model):
+        torch.manual_seed(6)
+        children(module)
+    assert bmt.BMTrainModelWrapper(pair.model) is pair.model and all_sharded(pair.model)
+    for module, optimizer, ids in zip((pair.plain, pair.model), (pair.stepper, pair.optimizer), known, strict=True):
+        optimizer.add_param_group({"params": [param for param in trainable(module) if id(param) not in ids]})
+    pair.train()
+    params = list(pair.model.parameters())
+    storages = [param.storage_of for param in params]  # type: ignore[attr-defined]
+    assert bmt.BMTrainModelWrapper(pair.model) is pair.model
+    assert all(a is b for a, b in zip(pair.model.parameters(), params, strict=True)), "nothing new, and parameters have changed"
+    assert [param.storage_of for param in params] == storages, "nothing new, and storages have changed"  # type: ignore[attr-defined]
+    pair.train()
+
+
+def forgotten() -> None:
+    """Put into a block and not sharded: an error. Elsewhere: kept equal by whatever optimizer of ours takes them."""
+    model = make(adapters, wrap=True)
+    with pytest.raises(ParameterError, match=r"'(mixer\.)?adapter\.down\.weight'.*not sharded.*BMTrainModelWrapper\(model\) again"):
+        loss_of(model, *batch(0))
+    with torch.no_grad(), pytest.raises(ParameterError, match=r"adapter.*not sharded"):
+        model(batch(0)[0])
+    for layer in range(3):
+        bmt.BMTrainModelWrapper(model.layers[layer])
+    assert not all_sharded(model)
+    with torch.no_grad():
+        for param in model.norm.adapter.parameters():
+            param.add_(bmt.rank())  # every rank its own values: rank 0's count
+    Pair(make(adapters), model, "outside of blocks, not sharded").train()
+    for param in model.norm.adapter.parameters():
+        values = bmt.gather_result(param.detach()[None])
+        assert (values == values[0]).all(), "replicas have parted"
+
+
+def cached_prefix() -> None:
+    """Prefix tuning: trained keys and values arrive in the cache, which recomputation must not fill twice."""
+    plain = test_transformers.make("gpt2").requires_grad_(False)
+    plain.set_attn_implementation("eager")  # others overlook keys at the end
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    prefix = nn.Parameter(torch.randn(2, 2, 1, 2, 3, 8, generator=torch.Generator().manual_seed(1)))
+    sharded = bmt.DistributedParameter(prefix.detach().clone())
+    inputs = test_transformers.batch(plain, 0)
+    del inputs["attention_mask"]
+
+    def loss(module: Any, values: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        cache = hf.DynamicCache()
+        for layer in range(2):
+            key, value = values[layer].expand(-1, len(inputs["labels"]), -1, -1, -1)
+            cache.update(key, value, layer)
+        out = module(**inputs, past_key_values=cache)
+        assert out.past_key_values.get_seq_length() == 3 + test_transformers.LENGTH
+        return out.loss
+
+    want, got = loss(plain, prefix, inputs), loss(model, sharded.gather(), test_transformers.own_rows(inputs))
+    models.assert_same(bmt.gather_result(got.detach().view(1)).mean(), want.detach(), "loss")
+    want.backward()
+    (got / bmt.world_size()).backward()
+    models.assert_same(bmt.gather_result(sharded.grad).view(prefix.shape), prefix.grad, "gradient of the prefix")
+
+
+PROGRAMS = [before_sharding, after_sharding, again_and_again, forgotten, cached_prefix]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program(program: Callable[[], None], world_size: int) -> None:
+    """What the function of this name states, against the same in one process of plain PyTorch."""
+    run_ranks(program, world_size)
