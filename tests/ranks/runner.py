@@ -34,7 +34,15 @@ from bmtrain.runtime import world
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 # What ranks would else import themselves, some of it at the first optimizer step or meta tensor, seconds each.
-PRELOADED = ["pytest", "torch", "torch._dynamo", "torch._meta_registrations", "safetensors.torch", "tests.ranks.runner"]
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch._meta_registrations",
+    "safetensors.torch",
+    "transformers",
+    "tests.ranks.runner",
+]
 GRACE_S = 2.0  # how long the other ranks may go on after one has failed
 
 

@@ -20,6 +20,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.recording import Recorder
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
 
@@ -173,12 +174,14 @@ class Block(DistributedModule):
             return original(*args, **kwargs)
         slices = self._binding.slices()
         use = Use(storages_of(slices)) if self._shared is None else self._shared
-        call = self._inner_call if self._compiled is None else self._compiled.plain
+        # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether anybody still listens or not.
+        compiled = None if world.current("Block").service(Recorder).is_listening else self._compiled
+        call = self._inner_call if compiled is None else compiled.plain
         if not (self.use_checkpoint and torch.is_grad_enabled()):
             return self._run(_Run(slices, use, call, packs=torch.is_grad_enabled()), args, kwargs)
-        if self._compiled is not None and self._compiled.recomputes_inside:
+        if compiled is not None and compiled.recomputes_inside:
             try:
-                return self._run(_Run(slices, use, self._compiled.recomputing, packs=True, lends=False), args, kwargs)
+                return self._run(_Run(slices, use, compiled.recomputing, packs=True, lends=False), args, kwargs)
             except SeveralGraphsError:  # said in a warning; from now on recomputed from outside
                 return self._forward(original, *args, **kwargs)
         replay = Replay([part for _, part in self._parts()], args, kwargs)

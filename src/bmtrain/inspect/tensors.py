@@ -161,8 +161,8 @@ class Inspector:
 def inspect_tensor() -> Iterator[Inspector]:
     """`with inspect_tensor() as inspector`: inside, `record_tensor` keeps what it is given, until the inspector is dropped.
 
-    Gradients are kept if backward runs inside too. Compiled code records nothing. May be nested: every open inspector keeps its
-    own copies.
+    Gradients are kept if backward runs inside too. Compiled blocks run uncompiled inside; other compiled code records nothing.
+    May be nested: every open inspector keeps its own copies.
 
     Raises:
         NotInitializedError: before `init_distributed`.

@@ -22,7 +22,7 @@ class OpenUse(Protocol):
 
     @property
     def is_droppable(self) -> bool:
-        """Whether nothing will end this use by itself (all its parameters are frozen) and no code is running in it."""
+        """Whether no gradient will end this use (all its parameters are frozen, say) and no code is running in it."""
 
     def drop(self) -> None:
         """Let go of the full buffers."""
@@ -56,7 +56,7 @@ class Backward:
             self._deferring = before
 
     def begin_use(self, use: OpenUse) -> None:
-        """Backward reads `use` from now on; uses of frozen parameters that it has left behind are dropped."""
+        """Backward reads `use` from now on; uses that it has left behind and that nothing will end are dropped."""
         self._join()
         for other in [u for u in self._uses if u.order > use.order and u.is_droppable]:
             other.drop()
