@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import runner, test_communication, test_delta, test_inner_checkpoint, test_inspect, test_seeds, test_transformers
+from tests.ranks import (
+    runner,
+    test_communication,
+    test_delta,
+    test_inner_checkpoint,
+    test_inspect,
+    test_peft,
+    test_seeds,
+    test_transformers,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -97,6 +106,8 @@ OTHERS = [
     test_transformers.training,
     test_transformers.checkpointing_flags,
     test_transformers.generating,
+    test_peft.training,
+    test_peft.optimizer_states,
     test_delta.before_sharding,
     test_delta.after_sharding,
     functools.partial(test_inner_checkpoint.checkpoints_inside, False),
