@@ -24,7 +24,3 @@ class CheckpointError(RuntimeError):
 
 class StaleParameterError(RuntimeError):
     """Parameters changed between the forward pass that used them and its backward pass."""
-
-
-class UnsupportedError(NotImplementedError):
-    """A documented name whose work is not built yet; the message says what to use instead."""
