@@ -36,7 +36,9 @@ def main() -> None:
     except SignalException:
         print("launch: interrupted; all processes have ended", file=sys.stderr)
     except ChildFailedError as error:
-        sys.exit(max(abs(failure.exitcode) for failure in error.failures.values()))
+        codes = [failure.exitcode for failure in error.failures.values()]
+        # Below 0 are the processes that torchrun stopped because another had failed: what that one says counts.
+        sys.exit(max(codes) if max(codes) > 0 else -min(codes))
 
 
 if __name__ == "__main__":

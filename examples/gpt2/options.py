@@ -94,6 +94,7 @@ class Options(Preset):
 def build_parser() -> argparse.ArgumentParser:
     """All flags. Those that a preset decides default to None here."""
     parser = argparse.ArgumentParser(
+        usage="%(prog)s [--FLAG VALUE ...]   (--help lists the flags)",  # short: every rank prints it before an error
         description="Train a GPT-2. Start with: torchrun --standalone --nproc_per_node=2 examples/gpt2/train.py. "
         "Start it again after an interruption and it goes on from its last checkpoint.",
         epilog=_preset_table(),

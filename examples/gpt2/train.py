@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 import bmtrain as bmt
+from bmtrain.errors import ConfigurationError
 from checkpointing import Checkpoints, Position, ResumeError, check_same_run, choose_repeatable_kernels, load_state
 from corpus import DataError
 from data import TokenData, TrainingSequences, rank_position
@@ -166,11 +167,8 @@ def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpo
     report.say(f"going on from {checkpoint}" if checkpoint is not None else f"starting anew; checkpoints go to {options.save_dir}")
 
 
-def main() -> int:
-    """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that cannot be used."""
-    options = parse_options(sys.argv[1:], bmt.device().type)
-    if options.deterministic:
-        choose_repeatable_kernels()
+def start(options: Options) -> None:
+    """Join the run."""
     bmt.init_distributed(
         seed=options.seed,
         zero_level=options.zero_level,
@@ -178,6 +176,18 @@ def main() -> int:
         pipe_size=options.pp if options.pp > 1 else -1,
         num_micro_batches=options.micro_batches,
     )
+
+
+def main() -> int:
+    """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that cannot be used."""
+    options = parse_options(sys.argv[1:], bmt.device().type)
+    if options.deterministic:
+        choose_repeatable_kernels()
+    try:
+        start(options)
+    except ConfigurationError as error:  # every rank says so: none knows its number yet
+        print(f"error: --tp {options.tp} --pp {options.pp}: {error}", file=sys.stderr, flush=True)
+        return 2
     try:
         run(options)
     except (DataError, ResumeError) as error:

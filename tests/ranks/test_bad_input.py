@@ -61,7 +61,7 @@ def wrong_sizes() -> None:
     for arguments in ({"tp_size": 2}, {"pipe_size": 2}, {"pipe_size": 3, "tp_size": 2}):
         with pytest.raises(ConfigurationError, match=r"3 ranks.*(tp_size|pipe_size).*divisible by"):
             bmt.init_distributed(device="cpu", **arguments)  # type: ignore[arg-type]
-    for arguments in ({"zero_level": 1}, {"num_buffers": 1}, {"reduce_dtype": torch.int32}):
+    for arguments in ({"zero_level": 1}, {"num_buffers": 1}, {"num_micro_batches": 0}, {"reduce_dtype": torch.int32}):
         with pytest.raises(ConfigurationError, match=f"{next(iter(arguments))}.*expected"):
             bmt.init_distributed(device="cpu", **arguments)  # type: ignore[arg-type]
     os.environ["RANK"] = "two"

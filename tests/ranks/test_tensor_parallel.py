@@ -425,7 +425,7 @@ def bad_calls() -> None:
         (lambda: out(torch.randn(4, OUT)), r"\(4, 12\).*expected \(rows, \.\.\., 6\).*split_input"),
         (lambda: every(h), r"\(4, 6\).*expected \(rows, \.\.\., 12\)"),
         (lambda: out(h[:3]), r"3 rows \(dim 0\).*tp_size=2.*multiple of 2"),
-        (lambda: table(torch.tensor([0, VOCAB])), r"id 16 \(2 of 4 ids are out of range\).*0 to 15"),
+        (lambda: table(torch.tensor([0, VOCAB])), r"id 16 \(2 of 4 ids of the tensor-parallel ranks are out of range\).*0 to 15"),
         (lambda: table(torch.tensor([-1, 2]) if rank else torch.tensor([1, 2])), r"id -1 \(1 of 4 ids"),
         (lambda: table(torch.ones(3)), r"ids of torch\.float32: expected integers"),
         (lambda: OpParallelLinear.apply(x, x, reduce_output_type="sum"), r"reduce_output_type is 'sum'.*ALL_REDUCE"),  # type: ignore[arg-type]

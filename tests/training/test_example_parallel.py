@@ -10,30 +10,40 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIZES = ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "512", "--seq-len", "32", "--batch-size", "4"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def train(folder: pathlib.Path, run: str, *arguments: str) -> list[dict[str, Any]]:
     """The metrics of a run of two processes, six steps, checkpoints after three and six."""
-    launch(
-        str(ROOT / "examples/gpt2/train.py"),
+    launch(str(ROOT / "examples/gpt2/train.py"), *flags(folder, run, *arguments))
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def flags(folder: pathlib.Path, run: str, *more: str) -> list[str]:
+    """Those of a tiny run; later ones override earlier ones."""
+    return [
         "--data", str(folder / "text"), "--cache-dir", str(folder / "cache"), "--save-dir", str(folder / run), *SIZES,
         "--steps", "6", "--warmup", "2", "--save-every", "3", "--val-every", "3", "--val-samples", "5", "--sample-tokens", "3",
-        *arguments,
-    )  # fmt: skip
-    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        *more,
+    ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Of programs on the CPU."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def launch(*arguments: str) -> str:
     """What a program prints on two processes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*TORCHRUN, *arguments], env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -85,6 +95,34 @@ def test_sizes_that_cannot_be_shared(folder: pathlib.Path) -> None:
         train(folder, "bad", "--pp", "3")
     with pytest.raises(AssertionError, match="--micro-batches 3 does not divide --pp 2 x --batch-size 4"):
         train(folder, "bad", "--pp", "2", "--micro-batches", "3")
+    with pytest.raises(AssertionError, match=r"error: --tp 2 --pp 2: the world of 2 ranks.*expected a world size divisible by 4"):
+        train(folder, "bad", "--tp", "2", "--pp", "2")
+
+
+def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
+    """When torchrun is killed, which tells its ranks nothing, they save and end; the next run goes on from there."""
+    out = folder / "orphaned"
+    arguments = [str(ROOT / "examples/gpt2/train.py"), *flags(folder, "orphaned", "--tp", "2", "--steps", "100000")]
+    with (folder / "said").open("w+") as said:
+        launcher = subprocess.Popen([*TORCHRUN, *arguments], env=environment(), stdout=said, stderr=subprocess.STDOUT)
+        try:
+            wait_for((out / "metrics.jsonl").exists)
+        finally:
+            launcher.kill()
+            launcher.wait()
+        wait_for(lambda: "run the same command to go on" in (folder / "said").read_text(encoding="utf-8"))
+    found = re.search(r"stopped after step (\d+)", (folder / "said").read_text(encoding="utf-8"))
+    assert found is not None
+    step = int(found[1])
+    assert f"this run had finished before: {step} steps" in launch(*arguments, "--steps", str(step), "--warmup", "0")
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    """AssertionError when it has not happened after a minute."""
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, "waited for a minute"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [0, 1])

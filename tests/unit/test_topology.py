@@ -50,11 +50,18 @@ def test_every_rank_is_in_one_group_of_every_kind(world: int, pipe: int, tp: int
             assert [getattr(places[rank], name) for rank in group] == list(range(len(group))), kind
 
 
-@pytest.mark.parametrize(("world", "pipe", "tp"), [(3, 2, 1), (4, 1, 3), (4, 3, 2), (4, 0, 1), (4, 1, -1)])
+@pytest.mark.parametrize(("world", "pipe", "tp"), [(3, 2, 1), (4, 1, 3), (4, 3, 2)])
 def test_sizes_that_do_not_divide(world: int, pipe: int, tp: int) -> None:
     """The message has all three numbers."""
     with pytest.raises(ConfigurationError, match=rf"{world} ranks.*pipe_size={pipe} x tp_size={tp}"):
         Topology(rank=0, world_size=world, pipe_size=pipe, tp_size=tp)
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("pipe_size", {"pipe_size": 0}), ("tp_size", {"tp_size": -1})])
+def test_sizes_below_one(name: str, sizes: dict[str, int]) -> None:
+    """Are named."""
+    with pytest.raises(ConfigurationError, match=rf"{name} is {sizes[name]}: expected at least 1"):
+        Topology(rank=0, world_size=4, **sizes)
 
 
 def test_an_unknown_group() -> None:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
+from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
@@ -107,6 +109,8 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
                 f"parameter {name!r} is shared with another pipeline stage or with the rest of the model: tie only inside a "
                 "layer, or use TransformerBlockList."
             )
+        if storage.placement.stage == stage:
+            continue
         placement = dataclasses.replace(storage.placement, stage=stage)
         slots = storage.layout.slots
         new = Storage(
@@ -181,6 +185,26 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
                 else None
             )
             module._buffers[name] = buffer.to(device) if unset is None else unset
+
+
+def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -> None:
+    """The persistent buffers of `modules` become those of the rank at place `source`, None and new ones included. Collective."""
+    own = [
+        {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        for module in modules
+    ]
+    found = collectives.broadcast_object(
+        [{n: None if b is None else b.cpu() for n, b in each.items()} for each in own], source, axis
+    )
+    if axis.index == source:
+        return
+    for module, before, after in zip(modules, own, found, strict=True):
+        for name, value in after.items():
+            buffer = before.get(name)
+            if buffer is None or value is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                module._buffers[name] = value if value is None or buffer is None else value.to(buffer.device)
+            else:  # in place: several modules may have the same one
+                buffer.copy_(value)
 
 
 def full_shape(param: torch.nn.Parameter) -> torch.Size:

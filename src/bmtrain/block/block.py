@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of
+from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of, share_buffers
 from bmtrain.block.binding import Binding, Slice, storages_of
 from bmtrain.block.compiled import CompiledModule, SeveralGraphsError
 from bmtrain.block.replay import Replay, spare_buffers
@@ -101,6 +101,7 @@ class Block(DistributedModule):
         del self.__dict__["training"]  # asked of the inner module
         self.use_checkpoint = use_checkpoint
         self._compiled: CompiledModule | None = None
+        self._stage: int | None = None  # of the pipeline; None outside of one
         self._shared: Use | None = None  # of the calls that are made together
         self._binding = Binding(functools.partial(_parts_of, inner))
         self.shard()
@@ -123,6 +124,8 @@ class Block(DistributedModule):
         adopt(list(places_of(parts)), self._policy, current.service(Converted))
         for _, part in parts:
             move_buffers(part, current.device)
+        if self._stage is not None:
+            self.move_to_stage(self._stage)
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
         """The inner module and its plain descendants, by path."""
@@ -204,7 +207,13 @@ class Block(DistributedModule):
 
     def move_to_stage(self, stage: int) -> None:
         """Leave the parameters on the ranks of one pipeline stage, which keep them from forward to backward. Collective."""
+        self._stage = stage
         move_to_stage(list(places_of(self._parts())), stage, dataclasses.replace(self._policy, zero_level=2))
+
+    def settle_buffers(self) -> None:
+        """Buffers have the values of the pipeline stage that runs the block on the ranks of the others too. Collective."""
+        if self._stage is not None:
+            share_buffers([part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe)
 
     def _run_replayed(self, replay: Replay, run: _Run, kwargs: dict[str, Any], *args: Any) -> Any:
         with replay.run(args, kwargs) as arguments:

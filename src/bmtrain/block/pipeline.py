@@ -32,6 +32,9 @@ class PipelineTransformerBlockList(BlockList):
     back: the batches are joined, cut into `num_micro_batches` (both given to `init_distributed`) and run through the stages,
     which work on different micro-batches at the same time. Inside a stage parameters are sharded with ZeRO-2 over the ranks of
     the stage. Every rank must run backward through the result if any does.
+    An exception that only some ranks meet inside a layer leaves the others waiting for them until the time limit of the run.
+
+    The running statistics of a layer are those of its stage, for `save` and `state_dict` too: of all micro-batches of a pass.
 
     Args:
         modules: blocks, or plain modules, which are wrapped; the same on every rank.
@@ -52,7 +55,8 @@ class PipelineTransformerBlockList(BlockList):
         layers_of = stage_layers(len(blocks), pipe.size)
         for stage, layers in enumerate(layers_of):
             for block in dict.fromkeys(blocks[layer] for layer in layers):
-                block.move_to_stage(stage)
+                for part in _with_inner(block):
+                    part.move_to_stage(stage)
         self._own = [blocks[layer] for layer in layers_of[pipe.index]]  # a plain list: they are registered already
         self._known: dict[object, _Known] = {}
         plan_gathers(self._own)
@@ -82,8 +86,8 @@ class PipelineTransformerBlockList(BlockList):
         joined = _Joined(call, axis, count)
         passing = _Passing(self._own, current.service(Links), None if known is None else known.incoming)
         with contextlib.ExitStack() as stack:
-            for block in dict.fromkeys(self._own):
-                stack.enter_context(block.together())
+            for part in dict.fromkeys(part for block in self._own for part in _with_inner(block)):
+                stack.enter_context(part.together())
             enter = stack.enter_context(current.service(Recorder).pipelined_pass(axis.index))
             for number in range(count):
                 with enter(number):
@@ -145,8 +149,8 @@ class _Joined:
         self._num_rows = rows_per_micro_batch(call.num_rows, axis.size, num_micro_batches)
         self._hidden = [stages.to_first(x, axis) for x in call.hidden]
         self._leaves = [_join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)]
-        gathered = [x for x, cut in zip(self._leaves, call.is_cut, strict=True) if cut]
-        self.ties = [x for x in (*self._hidden, *gathered) if x.requires_grad]
+        # What the layers of one stage may ignore has gradients, and their reductions, on the others.
+        self.ties = [x for x in (*self._hidden, *self._leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
         self.num_micro_batches = num_micro_batches
 
     def hidden(self, number: int) -> Hidden:
@@ -176,10 +180,7 @@ class _Passing:
 
     def run(self, joined: _Joined, number: int) -> None:
         """Take micro-batch `number` through the blocks of this stage."""
-        if self._upstream is None:
-            hidden = joined.hidden(number)
-        else:
-            hidden = self._receive(self._upstream, number, joined.num_micro_batches)
+        hidden = joined.hidden(number) if self._upstream is None else self._receive(self._upstream, number, joined)
         args, kwargs = joined.rest(number)
         inputs = []
         for block in self._blocks:
@@ -193,13 +194,13 @@ class _Passing:
             self._downstream.send_heads([Head.of(x) for x in hidden])
         self.ties.append(stages.pass_on(hidden, self._downstream))
 
-    def _receive(self, link: Link, number: int, num_micro_batches: int) -> Hidden:
+    def _receive(self, link: Link, number: int, joined: _Joined) -> Hidden:
         if number == 0 and not self._is_known:
             self.incoming = link.receive_heads()
         arriving = self._arriving or link.receive(self.incoming)
-        more = number + 1 < num_micro_batches  # the next comes while this one is computed
+        more = number + 1 < joined.num_micro_batches  # the next comes while this one is computed
         self._arriving = link.receive(self.incoming) if more else None
-        hidden = stages.take_over(self.incoming, arriving, link)
+        hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
         self.ties += [x for x in hidden if x.requires_grad]
         return hidden
 
@@ -217,6 +218,11 @@ class _Passing:
                 layers = [torch.cat([inputs[layer][place] for inputs in self._inputs]) for layer in range(len(self._blocks))]
                 out.append(torch.stack(layers))
         return out
+
+
+def _with_inner(block: Block) -> list[Block]:
+    """The block and those inside it."""
+    return [part for part in block.modules() if isinstance(part, Block)]
 
 
 def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:

@@ -13,6 +13,7 @@ from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
 from bmtrain.block.stack import plan_gathers
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.runtime import world
+from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard import initialize
 from bmtrain.shard.module import DistributedModule
@@ -32,6 +33,8 @@ def BMTrainModelWrapper(model: Module) -> Module:
     `save_pretrained` and `generate` of transformers' and peft's models are then to be called on all ranks too: rank 0 writes,
     and ranks that are done generating keep pace with the others.
 
+    Buffers on the meta device that no file has are NaN from now on, of which a warning tells.
+
     Raises:
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a tensor class of its own).
             Nothing has been changed then.
@@ -40,6 +43,13 @@ def BMTrainModelWrapper(model: Module) -> Module:
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module.")
     _check(model)
+    unset = _unset_buffers(model)
+    if unset:
+        warn(
+            f"no file has these buffers, which are on the meta device: {', '.join(unset)}. They are NaN (0 for integers) until you "
+            "fill them, as in model.get_buffer(name).copy_(values), and answers are wrong, not always NaN. Building the model on "
+            "the CPU avoids that."
+        )
     out = _Wrapping(current).wrap(model)
     if not isinstance(out, DistributedModule):
         become_distributed(out)
@@ -150,3 +160,13 @@ def _check(model: torch.nn.Module) -> None:
                 f"parameter {name!r} is {what}: only plain floating point tensors are sharded. Load the model without "
                 "quantisation, or register what is not trained as a buffer, which every rank keeps whole."
             )
+
+
+def _unset_buffers(model: torch.nn.Module) -> list[str]:
+    """Names of buffers that are neither anywhere nor in any file."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+    ]

@@ -13,6 +13,7 @@ from bmtrain.checkpoint.entries import Entry, entries, names_in_order
 from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
+from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
@@ -60,6 +61,9 @@ def _check_target(path: pathlib.Path) -> None:
 
 def _collect(model: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """Copies of all tensors on the CPU, tied names sharing one; empty unless `keep`. Collective."""
+    for module in model.modules():
+        if isinstance(module, DistributedModule):
+            module.settle_buffers()
     found: dict[str, torch.Tensor] = {}
     groups: dict[Storage, list[Entry]] = {}
     for entry in entries(model):

@@ -93,13 +93,18 @@ def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
     return token
 
 
-def take_over(heads: Sequence[Head], transfer: collectives.Transfer, link: Link) -> tuple[torch.Tensor, ...]:
-    """The activations that the neighbour passes on, once they are here; they require grad if they did there."""
+def take_over(
+    heads: Sequence[Head], transfer: collectives.Transfer, link: Link, ties: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """The activations that the neighbour passes on, once they are here; they require grad if they did there.
+
+    They are a function of `ties` to autograd, which get no gradient: a backward pass towards those must come by here.
+    """
     transfer.wait()
     if not any(head.requires_grad for head in heads):
         return tuple(transfer.tensors)
     anchor = torch.zeros((), device=transfer.tensors[0].device, requires_grad=True)
-    out: tuple[torch.Tensor, ...] = _TakeOver.apply(anchor, heads, link, *transfer.tensors)
+    out: tuple[torch.Tensor, ...] = _TakeOver.apply(anchor, heads, link, len(heads), *transfer.tensors, *ties)
     return out
 
 
@@ -177,10 +182,10 @@ class _PassOn(torch.autograd.Function):
 class _TakeOver(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, heads: Sequence[Head], link: Link, *tensors: torch.Tensor
+        ctx: Any, anchor: torch.Tensor, heads: Sequence[Head], link: Link, num_taken: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.link, ctx.heads = link, heads
-        out = tuple(x.detach() for x in tensors)
+        ctx.link, ctx.heads, ctx.num_inputs = link, heads, 4 + len(tensors)
+        out = tuple(x.detach() for x in tensors[:num_taken])
         ctx.mark_non_differentiable(*(x for x, head in zip(out, heads, strict=True) if not head.requires_grad))
         return out
 
@@ -188,7 +193,7 @@ class _TakeOver(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
         ctx.link.send([grad for grad, head in zip(grads, ctx.heads, strict=True) if head.requires_grad])
-        return (None,) * (3 + len(grads))
+        return (None,) * ctx.num_inputs
 
 
 class _ToOwners(torch.autograd.Function):

@@ -30,7 +30,8 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
         the whole tensor), std, mean, max, min, grad_std and grad_mean (of `.grad` as it is: summed over ranks, with the loss
         scale). Numbers are floats of fp64 arithmetic; None is a number that does not exist: the std of a single element,
         those of an empty or complex tensor, of a gradient that is None. A tied parameter is listed once, under its first
-        name, if any of its names matches. Parameters that are not sharded are looked at on each rank by itself.
+        name, if any of its names matches. Parameters that are not sharded are looked at on each rank by itself. A pattern that
+        matches nothing gives an empty list.
 
     Raises:
         NotInitializedError: before `init_distributed`.

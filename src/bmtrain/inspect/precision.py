@@ -83,7 +83,7 @@ def precision_report(
     rows = [_row(settings, members) for settings, members in groups.items()]
     columns = ("parameters", "elements", "stored", "computed", "reduced", "accumulated", "optimizer", "master", "moments")
     caption = "* as torch's optimizers make it at their first step" if any(_is_expected(row) for row in rows) else ""
-    print_table(f"Precision of {type(model).__name__}", columns, [_cells(row) for row in rows], caption, file)
+    print_table(f"Precision of {model.__class__.__name__}", columns, [_cells(row) for row in rows], caption, file)
     return rows
 
 

@@ -60,7 +60,7 @@ def print_inspect(model: torch.nn.Module, pattern: str = "*", file: TextIO | Non
     folded = fold((name, _settings(param)) for name, param in found.items())
     rows = [dataclasses.replace(line.settings, name=line.name, count=line.count) for line in folded]
     columns = ("parameter", "shape", "dtype", "elements", f"on rank {world.rank()}", "sharded", "trainable", "group")
-    print_table(type(model).__name__, columns, [_cells(row) for row in rows], _totals(rows), file)
+    print_table(model.__class__.__name__, columns, [_cells(row) for row in rows], _totals(rows), file)
     return rows
 
 

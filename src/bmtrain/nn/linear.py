@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, Initializer, ParameterInitializer
 
@@ -32,6 +33,7 @@ class Linear(DistributedModule):
             b = 1/sqrt(in_features), as torch.nn.Linear does. The bias starts at zero.
 
     Raises:
+        NotInitializedError: before `init_distributed`.
         ConfigurationError: for sizes that are not whole numbers above 0.
     """
 
@@ -44,6 +46,7 @@ class Linear(DistributedModule):
         *,
         init_method: Initializer | None = None,
     ) -> None:
+        world.current("Linear")
         super().__init__()
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features

@@ -21,8 +21,11 @@ class Topology:
     tp_size: int = 1
 
     def __post_init__(self) -> None:
+        for name, size in (("pipe_size", self.pipe_size), ("tp_size", self.tp_size)):
+            if size < 1:
+                raise ConfigurationError(f"{name} is {size}: expected at least 1.")
         parts = self.pipe_size * self.tp_size
-        if self.pipe_size < 1 or self.tp_size < 1 or self.world_size % parts:
+        if self.world_size % parts:
             raise ConfigurationError(
                 f"the world of {self.world_size} ranks cannot be split into pipe_size={self.pipe_size} x tp_size={self.tp_size}: "
                 f"expected a world size divisible by {parts}; start a multiple of {parts} processes or change the sizes."

@@ -150,6 +150,8 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     defaults = Defaults(
         zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers
     )
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise ConfigurationError(f"num_micro_batches is {num_micro_batches}: expected at least 1, or None for as many as stages.")
     number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
     local_rank = _environment_number("LOCAL_RANK", number)
     local_size = _environment_number("LOCAL_WORLD_SIZE", size)
@@ -166,7 +168,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         mesh=build_mesh(topology),
         defaults=defaults,
         pipe_enabled=pipe_size > 0,
-        num_micro_batches=num_micro_batches or max(pipe_size, 1),
+        num_micro_batches=max(pipe_size, 1) if num_micro_batches is None else num_micro_batches,
     )
     seed_everything(seed)
     if not _PROCESS.registered:

@@ -19,6 +19,7 @@ class OpenUse(Protocol):
     """A use of gathered parameters that backward has begun to read."""
 
     order: int  # of calls: later ones have higher numbers, and backward comes to them earlier
+    is_repeated: bool  # whether backward comes to it again and again, for the micro-batches of a pipelined pass
 
     @property
     def is_droppable(self) -> bool:
@@ -58,7 +59,9 @@ class Backward:
     def begin_use(self, use: OpenUse) -> None:
         """Backward reads `use` from now on; uses that it has left behind and that nothing will end are dropped."""
         self._join()
-        for other in [u for u in self._uses if u.order > use.order and u.is_droppable]:
+        # Not from inside a pipeline, which the stages enter one after the other: dropping may reduce gradients over all ranks.
+        left = [] if use.is_repeated else [u for u in self._uses if u.order > use.order and u.is_droppable]
+        for other in left:
             other.drop()
             self._uses.remove(other)
         if use not in self._uses:
@@ -165,8 +168,10 @@ class Backward:
             gradient.discard_deferred()
         self._waiting.clear()
 
-    def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor], torch.Tensor]:
-        def collect(grad: torch.Tensor) -> torch.Tensor:
+    def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+        def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
+            if grad is None:  # the node was passed, but nothing on this rank used the parameter
+                return None
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass, the same on every rank.
             self._join()
             key = id(reference())

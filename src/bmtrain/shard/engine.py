@@ -48,7 +48,9 @@ class Engine:
             self._begin_forward()
         following = self.schedule.observe(residence, phase)
         full = residence.acquire(phase)
-        if following is not None:
+        # Backward seldom gathers inside a pipeline (a graph that was retained). What follows may be outside, where the ranks of
+        # other stages do not come before they have got gradients from this one.
+        if following is not None and not (residence.is_pipelined and phase is Phase.BACKWARD):
             following.prefetch(phase)
         return full
 

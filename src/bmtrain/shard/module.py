@@ -47,6 +47,10 @@ class DistributedModule(torch.nn.Module):
         """(prefix, module) of the modules whose distributed parameters this one saves and loads: itself."""
         yield "", self
 
+    def settle_buffers(self) -> None:
+        """Make this module's buffers ready to be saved by rank 0. Collective."""
+        return None
+
     def _own_parameters(self) -> Iterator[tuple[str, DistributedParameter]]:
         for prefix, module in self.sharded_modules():
             for name, param in module._parameters.items():
@@ -55,6 +59,7 @@ class DistributedModule(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
         """Full tensors on the CPU under plain names. Collective; arguments as in nn.Module.state_dict."""
+        self.settle_buffers()
         keep = kwargs.pop("keep_vars", False)
         into = kwargs.get("destination")
         known = set(into) if into is not None else set()

@@ -41,6 +41,8 @@ class Residence(ABC):
 
     #: whether the full buffer stays from forward to backward; otherwise saved tensors must be packed and gathered again
     survives_forward: bool = True
+    #: whether only the ranks of one pipeline stage have it
+    is_pipelined: bool = False
 
     @abstractmethod
     def prefetch(self, phase: Phase) -> None:

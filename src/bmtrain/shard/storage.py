@@ -69,6 +69,7 @@ class Storage:
         )
         self.gradient = Gradient(self.layout, self._params, wire, engine.device, engine.transport, self.axis)
         self.residence = self._make_residence()
+        self.residence.is_pipelined = placement.stage is not None
         engine.register(self.residence)
 
     def _make_residence(self) -> Residence:

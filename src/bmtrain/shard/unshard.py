@@ -95,6 +95,7 @@ class Use:
         self._loan: weakref.ref[Loan] | None = None
         self._has_end = True
         self._ended_in = -1
+        self.is_repeated = False
         self._is_together = False
         self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
         self._first: dict[Storage, int] = {}
@@ -106,8 +107,8 @@ class Use:
 
     @property
     def is_droppable(self) -> bool:
-        """No gradient will end this use, and no module is running in it."""
-        return not (any(self.trainable) and self._has_end) and not self._running
+        """Backward has left this use for good, no gradient will end it, and no module is running in it."""
+        return not (any(self.trainable) and self._has_end) and not self._running and not self.is_repeated
 
     def open(self) -> list[torch.Tensor]:
         """Gather and return one view per slot of all storages, tied to the graph where gradients are wanted."""
@@ -143,7 +144,7 @@ class Use:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Calls inside are one to the graph: autograd adds up their gradients and ends the use once."""
-        self._is_together = True
+        self._is_together = self.is_repeated = True
         try:
             with self.running():
                 yield
