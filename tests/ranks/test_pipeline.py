@@ -344,3 +344,185 @@ def marked() -> None:
 
 def test_the_caller_may_say_what_has_rows() -> None:
     run_ranks(marked, 2, init={"pipe_size": 2})
+
+
+class Simple(torch.nn.Module):
+    """One layer that adds the other argument, or ignores it."""
+
+    def __init__(self, adds: bool = True) -> None:
+        super().__init__()
+        self.inner, self.adds = torch.nn.Linear(WIDTH, WIDTH), adds
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x if more is None or not self.adds else x + more))
+
+
+def simple_layers(count: int, frozen: bool = False) -> list[torch.nn.Module]:
+    return [Simple().requires_grad_(not frozen) for _ in range(count)]
+
+
+def seeded(seed: int) -> torch.Tensor:
+    """Rows of two ranks."""
+    return torch.randn(2 * ROWS, SEQ, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def run_all(parts: list[Any], x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """Layers before, in and after the pipeline; those in it get `more`."""
+    for index, part in enumerate(parts):
+        for layer in part if isinstance(part, list) else [part]:
+            x = layer(x, more) if index == 1 else layer(x)
+    return x.square().sum()
+
+
+def input_gradients(case: str) -> list[tuple[torch.Tensor, ...]]:
+    torch.manual_seed(3)
+    before = bmt.TransformerBlockList(simple_layers(2))
+    inside = bmt.PipelineTransformerBlockList(simple_layers(4, frozen="frozen" in case))
+    parts, found = [before, inside, bmt.TransformerBlockList(simple_layers(2))], []
+    for step in range(3):  # the first passes teach the order of gathers that the later ones follow
+        x, more = (seeded(seed).chunk(2)[bmt.rank()].requires_grad_() for seed in (step, step + 10))
+        loss = run_all(parts, x, more)
+        if case == "both":
+            found.append(torch.autograd.grad(loss, [x, more]))
+        elif case == "one":
+            found.append(torch.autograd.grad(loss, [more]))
+        else:
+            loss.backward(retain_graph="retained" in case)
+            if "retained" in case:
+                loss.backward()
+            found.append((x.grad, more.grad))  # type: ignore[arg-type]  # backward has been here
+    return found
+
+
+@pytest.mark.parametrize("case", ["both", "one", "frozen", "retained", "frozen retained"])
+def test_gradients_of_inputs_with_blocks_around_the_pipeline(case: str) -> None:
+    results = run_ranks(input_gradients, 2, case, init={"pipe_size": 2, "num_micro_batches": 4})
+    torch.manual_seed(3)
+    parts = [simple_layers(2), simple_layers(4), simple_layers(2)]
+    for step in range(3):
+        x, more = seeded(step).requires_grad_(), seeded(step + 10).requires_grad_()
+        grads = torch.autograd.grad(
+            run_all(parts, x, more) * (2 if "retained" in case else 1), [more] if case == "one" else [x, more]
+        )
+        for rank, result in enumerate(results):
+            for grad, expected in zip(result[step], grads, strict=True):
+                torch.testing.assert_close(grad, expected.chunk(2)[rank], rtol=1e-4, atol=1e-5)
+
+
+class Shifted(torch.nn.Module):
+    """Layers of which some use what a parameter outside of them gives."""
+
+    def __init__(self, users: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.shift = torch.nn.Parameter(torch.randn(WIDTH))
+        self.layers: Any = torch.nn.ModuleList([Simple(adds=index in users) for index in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shift = torch.sin(self.shift).view(1, 1, WIDTH)
+        for layer in self.layers if isinstance(self.layers, torch.nn.ModuleList) else [self.layers]:
+            x = layer(x, shift)
+        return x.square().mean()
+
+
+def shifted(users: tuple[int, ...], sharded: bool) -> dict[str, torch.Tensor | None]:
+    model = Shifted(users)
+    model.layers = bmt.PipelineTransformerBlockList(model.layers)
+    if sharded:
+        model = bmt.BMTrainModelWrapper(model)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    manager.backward(model(seeded(0).chunk(2)[bmt.rank()]))
+    manager.step()
+    return {**model.state_dict(), "grad": dict(model.named_parameters())["shift"].grad}
+
+
+@pytest.mark.parametrize("users", [(0,), (3,), ()])
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_argument_that_some_stages_ignore(users: tuple[int, ...], sharded: bool) -> None:
+    model = Shifted(users)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(seeded(0)).backward()
+    optimizer.step()
+    for result in run_ranks(shifted, 2, users, sharded, init={"pipe_size": 2}):
+        assert (result.pop("grad") is None) == (model.shift.grad is None)
+        for name, value in model.state_dict().items():
+            close(result[name], value)
+
+
+class Counting(torch.nn.Module):
+    """A layer with running statistics, in a block of its own."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.norm, self.inside = torch.nn.BatchNorm1d(WIDTH), wrap(torch.nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("last", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x.detach().mean()
+        return x + self.inside(self.norm(x))
+
+
+def counting(file: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(6)
+    blocks = bmt.PipelineTransformerBlockList([Counting(bmt.Block) for _ in range(4)])
+    for step in range(2):
+        blocks(seeded(step)[:, 0].chunk(2)[bmt.rank()]).square().sum().backward()
+    bmt.save(blocks, file)
+    return on_cpu(blocks.state_dict())
+
+
+def test_buffers_are_saved_as_their_stage_has_them_and_blocks_may_contain_blocks(tmp_path: pathlib.Path) -> None:
+    results = run_ranks(counting, 2, str(tmp_path / "model.pt"), init={"pipe_size": 2, "num_micro_batches": 2})
+    torch.manual_seed(6)
+    layers = torch.nn.ModuleList([Counting(lambda module: module) for _ in range(4)])
+    for step in range(2):
+        for rows in seeded(step)[:, 0].chunk(2):
+            x = rows
+            for layer in layers:
+                x = layer(x)
+    for found in (*results, torch.load(tmp_path / "model.pt", weights_only=True)):
+        assert found.keys() == layers.state_dict().keys()
+        for name, value in layers.state_dict().items():
+            close(found[name], value)
+
+
+class Adapted(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.more = inner, torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.more(x)
+
+
+def adapted() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    torch.manual_seed(8)
+    blocks = bmt.PipelineTransformerBlockList(simple_layers(4))
+    model = bmt.BMTrainModelWrapper(torch.nn.Sequential(blocks))
+    for layer in blocks:
+        layer.inner = Adapted(layer.inner)
+    bmt.BMTrainModelWrapper(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(seeded(0).chunk(2)[bmt.rank()]).square().sum().backward()
+    optimizer.step()
+    return on_cpu(blocks.state_dict()), {name: param.numel() for name, param in blocks.named_parameters()}
+
+
+def test_modules_put_in_later_join_the_stage() -> None:
+    results = run_ranks(adapted, 2, init={"pipe_size": 2})
+    torch.manual_seed(8)
+    layers = torch.nn.ModuleList(simple_layers(4))
+    for layer in layers:
+        layer.inner = Adapted(layer.inner)  # type: ignore[arg-type]  # a module
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    x = seeded(0)
+    for layer in layers:
+        x = layer(x)
+    x.square().sum().backward()
+    optimizer.step()
+    for values, _ in results:
+        for name, value in layers.state_dict().items():
+            torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
+    for name, param in layers.named_parameters():
+        assert [sizes[name] for _, sizes in results] == ([param.numel(), 0] if name[0] in "01" else [0, param.numel()])

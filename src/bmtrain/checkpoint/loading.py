@@ -110,7 +110,8 @@ def _mismatch(copy: Copy, source: Source) -> str:
     """Why this tensor cannot be copied; empty if it can."""
     entry, header = copy.entry, source.headers[copy.name]
     if entry.shape != header.shape:
-        flat = "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes" if len(header.shape) == 1 < len(entry.shape) else ""
+        is_flat = len(header.shape) == 1 < len(entry.shape)
+        flat = "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes" if is_flat else ""
         return f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in {source.file_of(copy.name)}{flat}"
     if entry.tensor.is_meta:
         return f"{copy.name!r} is on the meta device in the model: shard it or call to_empty(device=bmtrain.device())"

@@ -150,13 +150,12 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     defaults = Defaults(
         zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers
     )
-    if num_micro_batches is not None and num_micro_batches < 1:
-        raise ConfigurationError(f"num_micro_batches is {num_micro_batches}: expected at least 1, or None for as many as stages.")
     number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
     local_rank = _environment_number("LOCAL_RANK", number)
     local_size = _environment_number("LOCAL_WORLD_SIZE", size)
     topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
     chosen = _pick_device(local_rank, device)
+    micro_batches = _num_micro_batches(num_micro_batches, pipe_size)
     _join(init_method, number, size, chosen, timeout)
     _PROCESS.world = World(
         rank=number,
@@ -168,7 +167,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         mesh=build_mesh(topology),
         defaults=defaults,
         pipe_enabled=pipe_size > 0,
-        num_micro_batches=max(pipe_size, 1) if num_micro_batches is None else num_micro_batches,
+        num_micro_batches=micro_batches,
     )
     seed_everything(seed)
     if not _PROCESS.registered:
@@ -185,6 +184,12 @@ def shutdown() -> None:
     world.services.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _num_micro_batches(wanted: int | None, pipe_size: int) -> int:
+    if wanted is not None and wanted < 1:
+        raise ConfigurationError(f"num_micro_batches is {wanted}: expected at least 1, or None for as many as stages.")
+    return max(pipe_size, 1) if wanted is None else wanted
 
 
 def _environment_number(name: str, default: int) -> int:
