@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,17 +22,6 @@ class Layer(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Counting:
-    """A backend that runs the graph as it is and counts what it is given."""
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        self.num_graphs += 1
-        return graph.forward
-
-
 def compiled() -> None:
     for level, recompute in ((2, False), (3, False), (3, True)):
         what = f"ZeRO-{level}, recompute={recompute}, {bmt.world_size()} ranks"
@@ -41,7 +29,7 @@ def compiled() -> None:
         torch.manual_seed(3)
         plain = nn.ModuleList([Layer() for _ in range(5)])
         blocks = nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=recompute, zero_level=level) for m in plain])
-        backend = Counting()
+        backend = models.Counting()
         for block in blocks:
             block.compile(backend=backend)
         for _ in range(2):

@@ -565,23 +565,12 @@ def own_recomputation() -> None:
     assert_same_rows(inspector.get_summary(), seen.rows(), "checkpoint around a block and a plain layer")
 
 
-class Counting:
-    """A backend that runs the graph as it is and counts what it is given."""
-
-    def __init__(self) -> None:
-        self.num_graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
-        self.num_graphs += 1
-        return graph.forward
-
-
 def compiled_blocks(recompute: bool) -> None:
     plain, x = plain_stack(2), whole_batch()
     with plain_recording() as seen:
         plain(x).square().sum().backward()
     model = shard_stack("blocks", plain, 3, recompute)
-    backend = Counting()
+    backend = models.Counting()
     for layer in model.layers:  # type: ignore[union-attr]
         layer.compile(backend=backend)
     for step in range(3):
