@@ -7,23 +7,31 @@ from typing import TypeVar
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
 T = TypeVar("T")
 
 
-def agree(error: str | None, axis: Axis, cause: BaseException | None = None) -> None:
-    """Raise CheckpointError on every rank if any brings an `error`: its own, or else the first rank's. Collective."""
-    errors = collectives.gather_objects(error, axis)
+def everyone() -> Axis | None:
+    """All ranks of the run; None before `init_distributed`, where there is nobody to agree with."""
+    return world.current().mesh.world if world.is_initialized() else None
+
+
+def agree(
+    error: str | None, axis: Axis | None, cause: BaseException | None = None, kind: type[Exception] = CheckpointError
+) -> None:
+    """Raise `kind` on every rank if any brings an `error`: its own, or else the first rank's. Collective."""
+    errors = {} if axis is None else dict(zip(axis.ranks, collectives.gather_objects(error, axis), strict=True))
     if error is not None:
-        raise CheckpointError(error) from cause
-    for rank, text in zip(axis.ranks, errors, strict=True):
+        raise kind(error) from cause
+    for rank, text in errors.items():
         if text is not None:
-            raise CheckpointError(f"{text} (on rank {rank})")
+            raise kind(f"{text} (on rank {rank})")
 
 
-def attempt(step: Callable[[], T], axis: Axis) -> T:
-    """`step()` on every rank. An error of any rank is a CheckpointError on all."""
+def attempt(step: Callable[[], T], axis: Axis | None, kind: type[Exception] = CheckpointError) -> T:
+    """`step()` on every rank. An error of any rank is one of this `kind` on all."""
     result: T | None = None
     error: str | None = None
     cause: BaseException | None = None
@@ -31,6 +39,7 @@ def attempt(step: Callable[[], T], axis: Axis) -> T:
         result = step()
     except Exception as failure:  # whatever it is, the other ranks must hear of it before they wait for this one
         cause = failure
-        error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
-    agree(error, axis, cause)
+        is_told = isinstance(failure, CheckpointError | kind)
+        error = str(failure) if is_told else f"{type(failure).__name__}: {failure}"
+    agree(error, axis, cause, kind)
     return result  # type: ignore[return-value]  # None only if `step` returned it

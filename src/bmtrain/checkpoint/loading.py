@@ -12,10 +12,12 @@ import torch
 
 from bmtrain.checkpoint.agreement import attempt
 from bmtrain.checkpoint.entries import Entry, entries
+from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.sources import Renamed, Source, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
+from bmtrain.shard.layout import Piece, Slot, Split
 from bmtrain.shard.parameter import DistributedParameter
 
 SHOWN = 8  # names listed in a message
@@ -70,7 +72,7 @@ def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = Tr
     targets = entries(model)
     source = attempt(lambda: without_prefix(open_source(file), {name for entry in targets for name in entry.names}), axis)
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
-    attempt(lambda: _copy_all(plan, source), axis)
+    attempt(lambda: fill(plan, source), axis)
     if current.rank == 0:
         _tell_left_out(source)
         _tell_lost_precision(plan, source)
@@ -131,26 +133,39 @@ def _report(what: str, names: Sequence[str], unmatched: Collection[str], others:
     return lines
 
 
-def _copy_all(plan: Plan, source: Source) -> None:
+def fill(plan: Plan, source: Source) -> None:
+    """Do on this rank what was planned. An error leaves tensors half filled: agree on it with the other ranks (`attempt`)."""
+    reads = [read for copy in plan.copies if (read := _as_read(copy, source)) is not None]
+    read_all(reads, source)
     for copy in plan.copies:
-        tensor = copy.entry.tensor
-        if isinstance(tensor, DistributedParameter):
-            tensor.set_slice(_own_part(tensor, copy.name, source))
-            continue
-        with torch.no_grad():
-            tensor.copy_(source.whole(copy.name))
+        if isinstance(copy.entry.tensor, DistributedParameter):
+            copy.entry.tensor.mark_set()
 
 
-def _own_part(param: DistributedParameter, name: str, source: Source) -> torch.Tensor:
-    """This rank's slice of `param`, 1-D, of the whole tensor `name` in the file, reading little more than that."""
-    storage, index = param.storage_of, param.index_in_storage
+def _as_read(copy: Copy, source: Source) -> Read | None:
+    """What to read into this rank's values of a tensor; None if they do not lie together and have been copied already."""
+    tensor, name = copy.entry.tensor, copy.name
+    values = tensor.detach()
+    if not isinstance(tensor, DistributedParameter):
+        if values.is_contiguous():
+            return Read(values.view(-1), name, 0, values.numel())
+        values.copy_(source.whole(name))
+        return None
+    storage, index = tensor.storage_of, tensor.index_in_storage
     slot, piece = storage.layout.slots[index], storage.piece(index)
-    if slot.split is None or piece.numel == 0:
-        return source.part(name, piece.start, piece.stop)
-    first, last, width = slot.split.span(slot.shape, piece.start, piece.stop)
-    row, begin = width * slot.split.count, width * slot.split.index
-    if slot.split.dim == 0:  # one row, of which only the slice is read
-        return source.part(name, begin + piece.start, begin + piece.stop)
+    begin = 0
+    if slot.split is not None and piece.numel > 0:
+        if slot.split.dim > 0:
+            values.copy_(_columns(slot, slot.split, piece, source, name))
+            return None
+        begin = slot.numel * slot.split.index
+    return Read(values, name, begin + piece.start, begin + piece.stop)
+
+
+def _columns(slot: Slot, split: Split, piece: Piece, source: Source, name: str) -> torch.Tensor:
+    """This rank's slice, 1-D, of a part that is made of columns; all columns of its rows are read."""
+    first, last, width = split.span(slot.shape, piece.start, piece.stop)
+    row, begin = width * split.count, width * split.index
     rows = source.part(name, first * row, last * row).view(last - first, row)
     return rows[:, begin : begin + width].reshape(-1)[piece.start - first * width : piece.stop - first * width]
 

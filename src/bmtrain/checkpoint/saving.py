@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bmtrain.checkpoint.agreement import attempt
+from bmtrain.checkpoint.agreement import attempt, everyone
 from bmtrain.checkpoint.entries import Entry, entries, names_in_order
 from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.errors import CheckpointError
@@ -17,6 +18,8 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
+
+Take = Callable[[Entry, torch.Tensor], None]
 
 
 def save(model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> Writing:
@@ -45,7 +48,7 @@ def save(model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: boo
     writer.settle()
     path = pathlib.Path(os.path.realpath(file))
     attempt(lambda: _check_target(path) if axis.index == 0 else None, axis)
-    tensors = _collect(model, keep=axis.index == 0)
+    tensors = collect(model, keep=axis.index == 0)
     return writer.write(path, tensors, background=non_blocking)
 
 
@@ -59,33 +62,51 @@ def _check_target(path: pathlib.Path) -> None:
         raise CheckpointError(f"cannot save to {path}: the folder {path.parent} is not writable.")
 
 
-def _collect(model: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of all tensors on the CPU, tied names sharing one; empty unless `keep`. Collective."""
+def visit(model: torch.nn.Module, take: Take | None, kind: type[Exception] = CheckpointError) -> None:
+    """Call `take(entry, whole tensor)` for every parameter and persistent buffer, gathering one storage at a time. Collective.
+
+    The tensor is a view of a gathered buffer, which is gone when the call is over. Ranks that want nothing give None.
+
+    Raises:
+        kind: on every rank, at the first storage with which `take` fails on any.
+    """
     for module in model.modules():
         if isinstance(module, DistributedModule):
             module.settle_buffers()
-    found: dict[str, torch.Tensor] = {}
-    groups: dict[Storage, list[Entry]] = {}
+    axis = everyone()
+    plain: list[Entry] = []
+    groups: dict[Storage, list[tuple[Entry, int]]] = {}
     for entry in entries(model):
         if isinstance(entry.tensor, DistributedParameter):
-            groups.setdefault(entry.tensor.storage_of, []).append(entry)
-        elif keep:
-            copy = _to_host(entry.tensor.detach())
-            found.update(dict.fromkeys(entry.names, copy))
+            groups.setdefault(entry.tensor.storage_of, []).append((entry, entry.tensor.index_in_storage))
+        else:
+            plain.append(entry)
+    attempt(lambda: _each(take, ((entry, entry.tensor.detach()) for entry in plain)), axis, kind)
     for storage, members in groups.items():
-        found.update(_gather(storage, members, keep=keep))
-    return {name: found[name] for name in names_in_order(model)} if keep else {}
+        step = functools.partial(_take_storage, take, Whole(storage), members)
+        attempt(step, axis, kind)
+        del step  # and with it the gathered buffer, before the next is gathered
 
 
-def _gather(storage: Storage, members: Sequence[Entry], *, keep: bool) -> dict[str, torch.Tensor]:
-    """The full tensors of one storage; its gathered buffer is gone when this returns."""
-    whole = Whole(storage)
+def _take_storage(take: Take | None, whole: Whole, members: Sequence[tuple[Entry, int]]) -> None:
+    _each(take, ((entry, whole[index]) for entry, index in members))
+
+
+def _each(take: Take | None, tensors: Iterator[tuple[Entry, torch.Tensor]]) -> None:
+    if take is not None:
+        for entry, tensor in tensors:
+            take(entry, tensor)
+
+
+def collect(model: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """Copies of all tensors on the CPU, tied names sharing one; empty unless `keep`. Collective."""
     found: dict[str, torch.Tensor] = {}
-    if keep:
-        for entry in members:
-            if isinstance(entry.tensor, DistributedParameter):
-                found.update(dict.fromkeys(entry.names, _to_host(whole[entry.tensor.index_in_storage])))
-    return found
+
+    def take(entry: Entry, tensor: torch.Tensor) -> None:
+        found.update(dict.fromkeys(entry.names, _to_host(tensor)))
+
+    visit(model, take if keep else None)
+    return {name: found[name] for name in names_in_order(model)} if keep else {}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

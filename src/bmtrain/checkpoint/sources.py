@@ -9,6 +9,7 @@ import os
 import pathlib
 import pickle
 import re
+import sys
 import warnings
 import zipfile
 from abc import ABC, abstractmethod
@@ -21,8 +22,22 @@ import torch
 from bmtrain.errors import CheckpointError
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLES = ("model.safetensors", "pytorch_model.bin")
+SINGLES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 ZIP_MAGIC = b"PK\x03\x04"
+
+# By their names in a safetensors file.
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +64,19 @@ class Source(ABC):
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop) of the flattened tensor, 1-D, on the CPU, in the file's dtype."""
 
+    @abstractmethod
+    def mapped(self, name: str) -> torch.Tensor:
+        """The tensor as a view of the file: nothing is read before it is looked at."""
+
+    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, in memory, in any shape that they flatten from.
+
+        Args:
+            scratch: uint8, 1-D, on the CPU: where they may be put; large enough for all rows of the tensor that they touch.
+        """
+        values = self.part(name, start, stop)
+        return scratch[: values.nbytes].view(values.dtype).copy_(values)
+
     def whole(self, name: str) -> torch.Tensor:
         """The tensor."""
         shape = self.headers[name].shape
@@ -66,41 +94,74 @@ class TorchFile(Source):
         super().__init__(path, headers, others)
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._tensors[name].detach().reshape(-1)[start:stop]
+        return self.mapped(name).reshape(-1)[start:stop]
+
+    def mapped(self, name: str) -> torch.Tensor:
+        return self._tensors[name].detach()
 
 
 class SafetensorsFile(Source):
-    """A .safetensors file: of a part, only the rows that it touches are read."""
+    """A .safetensors file, of which exactly the bytes asked for are read."""
 
     def __init__(self, path: pathlib.Path) -> None:
         try:
             self._file = safetensors.safe_open(path, framework="pt", device="cpu")
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(_unreadable(path, f"it is truncated or no safetensors file ({error})")) from error
-        headers = {name: self._header(name) for name in self._file.keys()}  # noqa: SIM118 (it is no dict)
+        headers = {name: self._header(name) for name in self._file.offset_keys()}
         self._stored = {name: name for name in headers}
         for name, kept in (self._file.metadata() or {}).items():  # tied names, as save writes them
             if kept in headers and name not in self._stored:
                 self._stored[name] = kept
+        self._offsets = _offsets(path)
         super().__init__(path, {name: headers[kept] for name, kept in self._stored.items()}, {})
 
     def _header(self, name: str) -> Header:
         piece = self._file.get_slice(name)
-        dtype = _SAFETENSORS_DTYPES.get(piece.get_dtype())
+        dtype = SAFETENSORS_DTYPES.get(piece.get_dtype())
         if dtype is None:
             dtype = self._file.get_tensor(name).dtype
         return Header(tuple(piece.get_shape()), dtype)
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        shape, stored = self.headers[name].shape, self._stored[name]
-        if start == stop:
-            return torch.empty(0, dtype=self.headers[name].dtype, device="cpu")
-        row = torch.Size(shape[1:]).numel()
-        if not shape or (start, stop) == (0, row * shape[0]):
-            return self._file.get_tensor(stored).reshape(-1)[start:stop]
-        first, last = start // row, -(-stop // row)
-        rows: torch.Tensor = self._file.get_slice(stored)[first:last]
-        return rows.reshape(-1)[start - first * row : stop - first * row]
+        size = (stop - start) * self.headers[name].dtype.itemsize
+        return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu"))
+
+    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        dtype = self.headers[name].dtype
+        held = scratch[: (stop - start) * dtype.itemsize]
+        self._fill(memoryview(held.numpy().data), self._offsets[self._stored[name]] + start * dtype.itemsize)
+        return held.view(dtype)
+
+    def _fill(self, memory: memoryview, offset: int) -> None:
+        """Read as many bytes as `memory` has, from `offset` of the file on."""
+        with self.path.open("rb", buffering=0) as file:  # opened anew, since threads would move one place in the file together
+            file.seek(offset)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise CheckpointError(_unreadable(self.path, "it became shorter while it was read"))
+                memory = memory[count:]
+
+    def mapped(self, name: str) -> torch.Tensor:
+        stored = self._stored[name]
+        values: torch.Tensor = self._file.get_tensor(stored)
+        if sys.platform == "linux":  # read ahead: a page at a time, as they are looked at, is slow
+            with self.path.open("rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), self._offsets[stored], values.nbytes, os.POSIX_FADV_WILLNEED)
+        return values
+
+
+def _offsets(path: pathlib.Path) -> dict[str, int]:
+    """Where in a safetensors file, checked before, the bytes of each tensor begin.
+
+    The format: the length of a JSON header in 8 bytes, little-endian; the header; the bytes of all tensors, whose places the
+    header counts from there.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + about["data_offsets"][0] for name, about in header.items() if name != "__metadata__"}
 
 
 class Folder(Source):
@@ -125,6 +186,12 @@ class Folder(Source):
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._owners[name].part(name, start, stop)
 
+    def mapped(self, name: str) -> torch.Tensor:
+        return self._owners[name].mapped(name)
+
+    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        return self._owners[name].read(name, start, stop, scratch)
+
 
 class Renamed(Source):
     """Another source, without the `prefix` of every name."""
@@ -140,6 +207,12 @@ class Renamed(Source):
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._source.part(self.prefix + name, start, stop)
+
+    def mapped(self, name: str) -> torch.Tensor:
+        return self._source.mapped(self.prefix + name)
+
+    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        return self._source.read(self.prefix + name, start, stop, scratch)
 
 
 def without_prefix(source: Source, wanted: Collection[str]) -> Source:
@@ -249,17 +322,3 @@ def _like(path: pathlib.Path) -> str:
 
 def _unreadable(path: pathlib.Path, reason: str) -> str:
     return f"cannot load {path}: {reason}."
-
-
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}

@@ -114,6 +114,11 @@ def device() -> torch.device:
     return _PROCESS.world.device if _PROCESS.world else _pick_device(int(os.environ.get("LOCAL_RANK", "0")), None)
 
 
+def launcher() -> int | None:
+    """Process id of the torchrun that started this process; None where it was started otherwise."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
 def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     init_method: str = "env://",
     seed: int = 0,

@@ -1,0 +1,1 @@
+"""What all configurations of models have in common."""

@@ -1,0 +1,269 @@
+"""Configurations: dataclasses that are read from and written to config.json, ModelCenter's or Hugging Face's."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from model_center.errors import ConfigError
+from model_center.hub.resolving import resolve
+
+Self = TypeVar("Self", bound="Config")
+
+CONFIG_FILE = "config.json"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# How a run computes, not what the model is: not written to files.
+OF_THE_RUN = ("dtype", "half", "use_checkpoint", "zero_level")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Config:
+    """What every configuration has.
+
+    Attributes:
+        half: fp16 if true, fp32 if not, where `dtype` is None.
+        dtype: of parameters and computation: a torch.dtype or its name.
+        int8: an error if true.
+        use_checkpoint: recompute each layer in the backward pass in place of keeping its activations (in a process group).
+        zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
+    """
+
+    model_type: ClassVar[str] = ""  # the name in Hugging Face's config.json
+    other_types: ClassVar[tuple[str, ...]] = ()  # further names there of what is the same
+
+    half: bool = True
+    dtype: Any = None
+    int8: bool = False
+    use_checkpoint: bool = True
+    zero_level: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check and settle what depends on several values.
+
+        Raises:
+            ConfigError: naming the value.
+        """
+        if self.int8:
+            raise ConfigError("int8=True is not supported: weights are computed with as they are stored. Leave it out.")
+        self.dtype = dtype_of(self.dtype, self.half)
+        self.half = self.dtype == torch.float16
+
+    @classmethod
+    def from_pretrained(cls: type[Self], name_or_path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Read config.json of a folder or of a known identifier, ModelCenter's or Hugging Face's.
+
+        Args:
+            name_or_path: a folder, a name the project knows, or a Hugging Face repository.
+            overrides: values that replace those of the file.
+
+        Raises:
+            IdentifierError, ConfigError: for an unknown name, a folder without config.json, or unknown keys.
+        """
+        return cls.from_json_file(pathlib.Path(resolve(str(name_or_path), "config")) / CONFIG_FILE, **overrides)
+
+    @classmethod
+    def from_json_file(cls: type[Self], path: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Read this file; otherwise as `from_pretrained`."""
+        content = read_json(pathlib.Path(path))
+        try:
+            return cls.from_dict(content, **overrides)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @classmethod
+    def from_dict(cls: type[Self], content: Mapping[str, Any], **overrides: Any) -> Self:
+        """A configuration of these values, which are Hugging Face's if they name a `model_type`."""
+        if "model_type" in content:
+            content = cls._from_theirs(content)
+        return cls(**cls.checked({**content, **overrides}))
+
+    @classmethod
+    def _from_theirs(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        kind, known = content["model_type"], (cls.model_type, *cls.other_types)
+        if cls.model_type and kind not in known:
+            raise ConfigError(f"model_type is {kind!r}: {cls.__name__} is of {' or '.join(map(repr, known))}.")
+        try:
+            return cls.from_hugging_face(content)
+        except KeyError as error:
+            raise ConfigError(f"the Hugging Face configuration of type {kind!r} lacks {error}.") from error
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our values for those of a Hugging Face config.json."""
+        raise ConfigError(f"{cls.__name__} cannot be read from a Hugging Face configuration of type {content.get('model_type')!r}.")
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json for this model."""
+        raise ConfigError(f"{type(self).__name__} has no counterpart in Hugging Face: save it with format='model_center'.")
+
+    def refuse_unless(self, **expected: Any) -> None:
+        """Refuse to be written for Hugging Face with values that the model there cannot have.
+
+        Raises:
+            ConfigError: naming the values that are not as expected.
+        """
+        others = [
+            f"{name} is {getattr(self, name)!r}, there it is {value!r}"
+            for name, value in expected.items()
+            if getattr(self, name) != value
+        ]
+        if others:
+            raise ConfigError(
+                f"Hugging Face's {self.model_type} cannot have this configuration: {'; '.join(others)}. Save the model with "
+                "format='model_center'."
+            )
+
+    @classmethod
+    def checked(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values, if all of them are keys of this configuration.
+
+        Raises:
+            ConfigError: naming those that are not, with the nearest that are.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = [_with_nearest(name, known) for name in values if name not in known]
+        if unknown:
+            raise ConfigError(f"{cls.__name__} does not know {', '.join(unknown)}.")
+        return dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by name, in types that JSON has; the dtype as `half`, or by name where that does not say it."""
+        out = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in OF_THE_RUN}
+        out["half"] = self.half
+        if self.dtype == torch.bfloat16:
+            out["dtype"] = "bfloat16"
+        return {name: str(value) if isinstance(value, float) and math.isinf(value) else value for name, value in out.items()}
+
+    def to_json_string(self) -> str:
+        """`to_dict` as JSON, with sorted keys."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+    def to_json_file(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_json_string` to this file."""
+        pathlib.Path(path).write_text(self.to_json_string(), encoding="utf-8")
+
+
+@dataclasses.dataclass(kw_only=True)
+class TransformerConfig(Config):
+    """What every transformer has; names and meaning are those of the layers.
+
+    Attributes:
+        vocab_size, dim_model, num_heads, dim_head, dim_ff: sizes.
+        tied: whether the head is the embedding.
+        cls_head: number of classes of a classification head in place of the language model's; None for none.
+        post_layer_norm: norms behind each part; in models that have them before each part an error if true.
+    """
+
+    has_post_layer_norm: ClassVar[bool] = False  # whether the model does what `post_layer_norm` says
+
+    vocab_size: int
+    dim_model: int = 768
+    num_heads: int = 12
+    dim_head: int = 64
+    dim_ff: int = 3072
+    dropout_p: float = 0.0
+    emb_init_mean: float = 0.0
+    emb_init_std: float = 0.02
+    pos_bias_type: str = "none"
+    norm_init_var: float = 1.0
+    norm_bias: bool = True
+    norm_eps: float = 1e-5
+    att_init_mean: float = 0.0
+    att_init_std: float = 0.02
+    att_bias: bool = True
+    att_mask_value: float | str = -float("inf")
+    ffn_init_mean: float = 0.0
+    ffn_init_std: float = 0.02
+    ffn_bias: bool = True
+    ffn_activate_fn: str = "gelu"
+    proj_init_mean: float = 0.0
+    proj_init_std: float = 0.02
+    proj_bias: bool = True
+    length_scale: bool = False
+    attn_scale: bool = True
+    tied: bool = True
+    cls_head: int | None = None
+    post_layer_norm: bool = False
+
+    def __post_init__(self) -> None:
+        """As in Config; sizes are checked too."""
+        super().__post_init__()
+        self.att_mask_value = float(self.att_mask_value)
+        if self.post_layer_norm and not self.has_post_layer_norm:
+            raise ConfigError("post_layer_norm=True: this model has its norms before each part. Leave it out.")
+        for name in ("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}: expected a positive integer.")
+
+    def stack(self, num_layers: int) -> dict[str, Any]:
+        """Arguments of an Encoder or Decoder of this configuration that they have in common."""
+        same = (
+            "dim_model", "dim_ff", "num_heads", "dim_head", "dtype", "norm_init_var", "norm_bias", "norm_eps", "att_init_mean",
+            "att_init_std", "att_bias", "att_mask_value", "ffn_init_mean", "ffn_init_std", "ffn_bias", "ffn_activate_fn",
+            "pos_bias_type", "length_scale", "attn_scale", "dropout_p",
+        )  # fmt: skip
+        return {"num_layers": num_layers, **{name: getattr(self, name) for name in same}}
+
+    def embedding(self) -> dict[str, Any]:
+        """Arguments of an embedding of this configuration beside its sizes."""
+        return {
+            "length_scale": self.length_scale,
+            "dtype": self.dtype,
+            "init_mean": self.emb_init_mean,
+            "init_std": self.emb_init_std,
+        }
+
+    def head(self) -> dict[str, Any]:
+        """Arguments of the Linear of an output head of this configuration beside its sizes."""
+        return {
+            "length_scale": self.length_scale,
+            "dtype": self.dtype,
+            "init_mean": self.proj_init_mean,
+            "init_std": self.proj_init_std,
+            "bias": self.proj_bias,
+        }
+
+
+def dtype_of(dtype: torch.dtype | str | None, half: bool) -> torch.dtype:
+    """The dtype that a configuration means.
+
+    Raises:
+        ConfigError: for another name.
+    """
+    if dtype is None:
+        return torch.float16 if half else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype.removeprefix("torch.") not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype.removeprefix("torch.")]
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        ConfigError: if it is not there or holds something else.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no {path.name} in {path.parent}.")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}: expected an object.")
+    return content
+
+
+def _with_nearest(name: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "")

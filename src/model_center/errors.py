@@ -1,0 +1,27 @@
+"""Errors that users meet. Every message names the thing, what was got, what was expected and the remedy."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A configuration, or an argument of a layer or model, that cannot work."""
+
+
+class InputError(ValueError):
+    """Arguments of a forward pass or of a generation that do not fit the model."""
+
+
+class IdentifierError(ValueError):
+    """A name that stands for no model, dataset or task that is known."""
+
+
+class DataError(ValueError):
+    """Data that is missing, damaged or of another format; the message names the file and place."""
+
+
+class WeightsError(RuntimeError):
+    """Weights that cannot be found, read, written or matched to the model."""
+
+
+class ResumeError(ValueError):
+    """A checkpoint that does not belong to the run that was asked for, or one that nobody asked to go on from."""

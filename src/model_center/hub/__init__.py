@@ -1,0 +1,1 @@
+"""From names to folders with files: what the project knows, and Hugging Face's hub."""

@@ -1,0 +1,64 @@
+"""Two-dimensional convolution, and a layer that does nothing."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+from model_center.errors import ConfigError
+from model_center.layer.parameter import constant, normal, parameter, refuse_int8
+
+Pair = int | tuple[int, int]
+
+
+class Identity(torch.nn.Module):
+    """Returns its first argument."""
+
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return x
+
+
+class Conv2d(bmt.DistributedModule):
+    """Convolution of images (batch, in_channels, height, width) as torch.nn.Conv2d computes it.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in torch.nn.Conv2d.
+        dtype: of the parameters.
+        int8: an error if true.
+        init_mean, init_std: of the first weights; the bias starts at 0.
+        bias: whether to add one.
+        padding_mode: "zeros" only.
+    """
+
+    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Pair,
+        stride: Pair = 1,
+        padding: Pair | str = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        dtype: torch.dtype = torch.float,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+    ) -> None:
+        refuse_int8(int8)
+        if padding_mode != "zeros":
+            raise ConfigError(f"padding_mode is {padding_mode!r}: only 'zeros' is supported.")
+        super().__init__()
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        self.weight = parameter((out_channels, in_channels // groups, height, width), dtype, normal(init_mean, init_std))
+        if bias:
+            self.bias = parameter((out_channels,), dtype, constant(0.0))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, in_channels, height, width) to (batch, out_channels, height', width')."""
+        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)

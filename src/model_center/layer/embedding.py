@@ -1,0 +1,86 @@
+"""Embedding: rows looked up by number, and the same table as an output head."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+from model_center.errors import InputError
+from model_center.layer.parameter import Initializer, normal, parameter, refuse_int8
+
+
+class Embedding(bmt.DistributedModule):
+    """A table of `vocab_size` rows of `embedding_size` numbers.
+
+    Args:
+        vocab_size, embedding_size: shape of `weight`.
+        length_scale: divide rows looked up, and inputs of `projection`, by sqrt(embedding_size).
+        dtype: of the table.
+        int8: an error if true.
+        init_mean, init_std: of the first values.
+        padding_idx: a row that starts at 0 and gets no gradient from lookups; negative ones count from the end.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        length_scale: bool = False,
+        dtype: torch.dtype = torch.half,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+        padding_idx: int | None = None,
+    ) -> None:
+        refuse_int8(int8)
+        super().__init__()
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += vocab_size
+        self.dim_model, self.length_scale, self.padding_idx = embedding_size, length_scale, padding_idx
+        self.num_embeddings = vocab_size
+        self.weight = parameter((vocab_size, embedding_size), dtype, _first_values(init_mean, init_std, padding_idx))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Integer ids (...) to rows (..., embedding_size).
+
+        Raises:
+            InputError: for ids that are no integers, and on the CPU for ids outside the table.
+        """
+        check_range(ids, self.num_embeddings, "the embedding")
+        rows = F.embedding(ids, self.weight, self.padding_idx)
+        return rows / math.sqrt(self.dim_model) if self.length_scale else rows
+
+    def projection(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of every row, (..., vocab_size), for hidden states (..., embedding_size): a head tied to the table."""
+        if self.length_scale:
+            x = x / math.sqrt(self.dim_model)
+        return F.linear(x, self.weight)
+
+
+def check_range(numbers: torch.Tensor, size: int, what: str) -> None:
+    """Demand integers from 0 to `size` - 1; `what` they are is for the message.
+
+    Raises:
+        InputError: for other dtypes, and on the CPU for other numbers.
+    """
+    if numbers.is_floating_point() or numbers.dtype == torch.bool:
+        raise InputError(f"{what} got ids of {numbers.dtype}: expected integers.")
+    # Where they are on a GPU, looking at them would stop the program until the GPU has them.
+    if numbers.device.type == "cpu" and numbers.numel() > 0 and not torch.compiler.is_compiling():
+        low, high = (int(end) for end in numbers.aminmax())
+        if low < 0 or high >= size:
+            raise InputError(f"{what} of {size} rows got ids from {low} to {high}.")
+
+
+def _first_values(mean: float, std: float, padding_idx: int | None) -> Initializer:
+    if padding_idx is None:
+        return normal(mean, std)
+    return bmt.ParameterInitializer(_normal_but_one_row, mean, std, padding_idx)
+
+
+def _normal_but_one_row(table: torch.Tensor, mean: float, std: float, row: int) -> None:
+    torch.nn.init.normal_(table, mean, std)
+    table[row].zero_()

@@ -1,0 +1,105 @@
+"""The position-wise feed-forward network, plain or gated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from model_center.errors import ConfigError
+from model_center.layer.linear import Linear
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+GATED = "gated_"
+
+
+def gelu_new(x: torch.Tensor) -> torch.Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "gelu_new": gelu_new, "silu": F.silu}
+
+
+def activation(name: str) -> Activation:
+    """The function of this name.
+
+    Raises:
+        ConfigError: naming those that exist.
+    """
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"unknown activation {name!r}: expected one of {', '.join(ACTIVATIONS)}, or gated_ and one of them.")
+    return ACTIVATIONS[name]
+
+
+class DenseACT(torch.nn.Module):
+    """`act(w x)`: (..., dim_in) to (..., dim_ff). `linear` makes the map from its sizes."""
+
+    def __init__(self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]) -> None:
+        super().__init__()
+        self.act = activation(activate_fn)
+        self.w = linear(dim_in, dim_ff)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.w(x))
+
+
+class DenseGatedACT(torch.nn.Module):
+    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff). `linear` makes the maps from their sizes.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+
+    def __init__(self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]) -> None:
+        super().__init__()
+        self.act = activation(activate_fn)
+        self.w_0 = linear(dim_in, dim_ff)
+        self.w_1 = linear(dim_in, dim_ff)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.w_0(x)) * self.w_1(x)
+
+
+class FeedForward(torch.nn.Module):
+    """`w_out(act(w_in(x)))`: (..., dim_in) to (..., dim_out).
+
+    Args:
+        dim_in, dim_ff, dim_out: sizes; `dim_out` is `dim_in` if None.
+        dtype: of parameters and computation.
+        int8: an error if true.
+        init_mean, init_std: of the first weights.
+        bias: whether the linear maps have one.
+        activate_fn: relu, gelu, gelu_new or silu, or gated_ and one of them.
+        length_scale: divide products by the square root of their length, as in `Linear`.
+        dropout_p: of the inner activations.
+    """
+
+    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        dim_in: int,
+        dim_ff: int,
+        dim_out: int | None = None,
+        dtype: torch.dtype = torch.half,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 0.02,
+        bias: bool = False,
+        activate_fn: str = "gated_gelu",
+        length_scale: bool = False,
+        dropout_p: float = 0,
+    ) -> None:
+        super().__init__()
+        linear = functools.partial(
+            Linear, length_scale=length_scale, dtype=dtype, int8=int8, init_mean=init_mean, init_std=init_std, bias=bias
+        )
+        dense = DenseGatedACT if activate_fn.startswith(GATED) else DenseACT
+        self.w_in = dense(dim_in, dim_ff, activate_fn.removeprefix(GATED), linear)
+        self.dropout = torch.nn.Dropout(dropout_p)
+        self.w_out = linear(dim_ff, dim_in if dim_out is None else dim_out, length_scale_before=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim_in) to (..., dim_out)."""
+        return self.w_out(self.dropout(self.w_in(x)))

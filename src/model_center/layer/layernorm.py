@@ -1,0 +1,49 @@
+"""LayerNorm, and RMS norm as its form without bias."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+from model_center.layer.parameter import constant, parameter
+
+
+def rms_layernorm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean in fp32; dtype and shape of `hidden`.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    wide = hidden.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(hidden.dtype) * weight
+
+
+class LayerNorm(bmt.DistributedModule):
+    """Layer norm with a bias, RMS norm without: (..., dim_norm) to the same.
+
+    Args:
+        dim_norm: size of the last dimension.
+        dtype: of the parameters.
+        bias: layer norm with weight and bias, or RMS norm with a weight alone.
+        eps: added to the variance or mean square.
+        init_var: first value of the weight.
+    """
+
+    def __init__(
+        self, dim_norm: int, dtype: torch.dtype = torch.half, bias: bool = True, eps: float = 1e-5, init_var: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.dim_norm, self.eps = dim_norm, eps
+        self.weight = parameter((dim_norm,), dtype, constant(init_var))
+        if bias:
+            self.bias = parameter((dim_norm,), dtype, constant(0.0))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        bias = self.bias
+        if bias is None:
+            return rms_layernorm(hidden_states, self.weight, self.eps)
+        return F.layer_norm(hidden_states, (self.dim_norm,), self.weight, bias, self.eps)

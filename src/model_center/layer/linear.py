@@ -1,0 +1,61 @@
+"""Linear: an affine map with ModelCenter's length scaling."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+import bmtrain as bmt
+from model_center.layer.parameter import constant, normal, parameter, refuse_int8
+
+
+class Linear(bmt.DistributedModule, torch.nn.Linear):
+    """`y = x W^T + b`: (..., dim_in) to (..., dim_out).
+
+    It is a torch.nn.Linear to tools that look for one, LoRA for example.
+
+    Args:
+        dim_in, dim_out: sizes of the last dimension.
+        length_scale: divide the product by sqrt(dim_in); the bias is not scaled.
+        length_scale_before: with `length_scale`, divide the input instead, which is safer in fp16.
+        dtype: of the parameters and the computation.
+        int8: an error if true.
+        init_mean, init_std: of the first weights, drawn from a normal distribution.
+        bias: whether to add one; it starts at 0.
+    """
+
+    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        dim_in: int,
+        dim_out: int,
+        length_scale: bool = False,
+        length_scale_before: bool = False,
+        dtype: torch.dtype = torch.half,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 1,
+        bias: bool = False,
+    ) -> None:
+        refuse_int8(int8)
+        torch.nn.Module.__init__(self)  # not that of nn.Linear, which would make parameters of its own
+        self.dim_in = self.in_features = dim_in
+        self.dim_out = self.out_features = dim_out
+        self.length_scale, self.length_scale_before = length_scale, length_scale_before
+        self.weight = parameter((dim_out, dim_in), dtype, normal(init_mean, init_std))
+        if bias:
+            self.bias = parameter((dim_out,), dtype, constant(0.0))
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(..., dim_in) to (..., dim_out)."""
+        if not self.length_scale:
+            return F.linear(x, self.weight, self.bias)
+        scale = math.sqrt(self.dim_in)
+        if self.length_scale_before:
+            return F.linear(x / scale, self.weight, self.bias)
+        out = F.linear(x, self.weight) / scale
+        bias = self.bias
+        return out if bias is None else out + bias

@@ -1,0 +1,96 @@
+"""Which keys a query may see, as facts and not as a tensor of all pairs, which is made only where nothing less says it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from model_center.errors import InputError
+
+
+class AttentionMask(NamedTuple):
+    """A query sees a key if all that is given here allows it.
+
+    A NamedTuple, since it travels through blocks, compiled ones too, as a container of tensors.
+
+    Attributes:
+        causal: keys after the query are hidden. The queries are the last ones of the keys, so that a cache of keys works.
+        keys: bool (batch, keys), False where a key is padding; None where none is.
+        pairs: bool (batch or 1, heads or 1, queries, keys); None where the others say it all.
+        window: with `causal`, the number of last keys that a query sees, itself included (sliding window); None for all.
+    """
+
+    causal: bool = False
+    keys: torch.Tensor | None = None
+    pairs: torch.Tensor | None = None
+    window: int | None = None
+
+    def is_plain(self, num_queries: int, num_keys: int) -> bool:
+        """Whether "causal" or "everything" says it all."""
+        if self.keys is not None or self.pairs is not None or (self.window is not None and self.window < num_keys):
+            return False
+        return not self.causal or num_queries in {1, num_keys}
+
+    def visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
+        """bool, broadcastable to (batch, heads, queries, keys); None for everything.
+
+        Where a query would see nothing it sees everything: it is padding whose output nobody reads, and a softmax over nothing
+        would be NaN and spoil the gradients of all others.
+        """
+        seen = self.pairs
+        if self.causal and (num_queries > 1 or self.window is not None):
+            seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
+        if self.keys is not None:
+            seen = _both(seen, self.keys[:, None, None, :])
+        if seen is None or (self.keys is None and self.pairs is None):
+            return seen
+        return seen | ~seen.any(-1, keepdim=True)
+
+
+def causal_pairs(num_queries: int, num_keys: int, device: torch.device, window: int | None = None) -> torch.Tensor:
+    """bool (queries, keys): query i, the last but (queries - 1 - i) of the keys, sees itself and the `window` - 1 before it."""
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    seen = ones.tril(num_keys - num_queries)
+    return seen if window is None else seen.triu(num_keys - num_queries - window + 1)
+
+
+def mask_from(attention_mask: torch.Tensor | AttentionMask | None, *, causal: bool = False) -> AttentionMask:
+    """The mask that an argument `attention_mask` of a layer or model means.
+
+    Args:
+        attention_mask: None for all valid; (batch, keys), nonzero where a key is valid; (batch, queries, keys) or (batch,
+            heads, queries, keys), nonzero where a query sees a key, to which `causal` adds nothing; or a mask, taken as it is.
+        causal: whether keys after a query are hidden.
+
+    Raises:
+        InputError: for another number of dims.
+    """
+    if attention_mask is None:
+        return AttentionMask(causal)
+    if isinstance(attention_mask, AttentionMask):
+        return attention_mask
+    if attention_mask.dim() == 2:
+        return AttentionMask(causal, keys=attention_mask.bool())
+    if attention_mask.dim() == 3:
+        return AttentionMask(pairs=attention_mask[:, None].bool())
+    if attention_mask.dim() == 4:
+        return AttentionMask(pairs=attention_mask.bool())
+    shape = tuple(attention_mask.shape)
+    raise InputError(f"attention_mask has shape {shape}: expected (batch, keys) or (batch, [heads,] queries, keys).")
+
+
+def mask_of_lengths(length: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """bool (batch, keys): the first `length` (batch,) keys are valid."""
+    return torch.arange(num_keys, device=length.device) < length[:, None]
+
+
+def last_queries(mask: AttentionMask, num_queries: int) -> AttentionMask:
+    """The mask for the last `num_queries` queries of those it was made for."""
+    if mask.pairs is None or mask.pairs.shape[-2] in {1, num_queries}:
+        return mask
+    return mask._replace(pairs=mask.pairs[..., -num_queries:, :])
+
+
+def _both(one: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if one is None else one & other

@@ -1,0 +1,1 @@
+"""Positions that attention adds or applies itself."""

@@ -1,0 +1,78 @@
+"""The arithmetic of attention: torch's fused kernels, or step by step where the probabilities are asked for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from model_center.layer.mask import AttentionMask
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """`softmax(scale q k^T + bias) v` over the keys that the mask shows.
+
+    Args:
+        query: (batch, heads, queries, dim_head).
+        key, value: (batch, key heads, keys, dim_head); each serves heads / key heads queries' heads.
+        mask: which keys are seen; plain causal attention and none at all cost no tensor.
+        bias: added to the scores, broadcastable to (batch, heads, queries, keys).
+        scale: 1 / sqrt(dim_head) if None.
+        dropout_p: of the probabilities.
+
+    Returns (batch, heads, queries, dim_head).
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if bias is None and mask.is_plain(num_queries, num_keys):
+        causal, grouped = mask.causal and num_queries > 1, query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    shown = score_mask(mask, bias, query, num_keys)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=shown, dropout_p=dropout_p, scale=scale)
+
+
+def attend_visibly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: AttentionMask,
+    bias: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `attend`, with the probabilities (batch, heads, queries, keys) before dropout as well."""
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = (query * factor) @ key.transpose(-1, -2)
+    shown = score_mask(mask, bias, query, key.shape[2])
+    if shown is not None:
+        scores = scores.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else scores + shown
+    probabilities = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(probabilities, dropout_p) @ value, probabilities
+
+
+def score_mask(mask: AttentionMask, bias: torch.Tensor | None, query: torch.Tensor, num_keys: int) -> torch.Tensor | None:
+    """What `scaled_dot_product_attention` takes: bool (True is seen), or numbers to add to the scores."""
+    visible = mask.visible(query.shape[2], num_keys, query.device)
+    if bias is None:
+        return visible
+    bias = bias.to(query.dtype)
+    return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+
+
+def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """(batch, key heads, keys, dim) to (batch, num_heads, keys, dim), each head several times in a row."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)

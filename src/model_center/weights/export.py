@@ -1,0 +1,131 @@
+"""Our tensors put together as theirs: the inverse of reading through a key map."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from bmtrain.checkpoint.entries import Entry
+from bmtrain.checkpoint.sources import Header
+from model_center.errors import WeightsError
+from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.safetensors_writer import SafetensorsWriter
+from model_center.weights.staging import writing
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One of their tensors: what it is made of."""
+
+    header: Header
+    pieces: Mapping[str, Piece]  # by our names
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one tensor of ours as it is."""
+        return len(self.pieces) == 1 and all(piece.rows is None and not piece.transpose for piece in self.pieces.values())
+
+
+def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Target]:
+    """Their tensors, by name, for all of ours with these shapes and dtypes.
+
+    Raises:
+        WeightsError: if pieces of a tensor are missing or do not fit together.
+    """
+    groups: dict[str, dict[str, Piece]] = {}
+    for name in headers:
+        piece = key_map.pieces.get(name, Piece(name))
+        groups.setdefault(piece.name, {})[name] = piece
+    for name, piece in key_map.pieces.items():
+        if piece.name in groups and name not in headers:
+            raise WeightsError(f"{piece.name!r} cannot be written: it needs {name!r}, which the model does not have.")
+    return {name: Target(_header(name, pieces, headers), pieces) for name, pieces in groups.items()}
+
+
+def _header(name: str, pieces: Mapping[str, Piece], headers: Mapping[str, Header]) -> Header:
+    """Shape and dtype of their tensor `name`."""
+    own = [headers[ours] for ours in pieces]
+    rows = _num_rows(name, pieces)
+    shape = own[0].shape if rows is None else (rows, *own[0].shape[1:])
+    for (ours, piece), header in zip(pieces.items(), own, strict=True):
+        start, stop = piece.rows or (0, rows)
+        expected = shape if stop is None else (stop - start, *shape[1:])
+        if (header.shape, header.dtype) != (expected, own[0].dtype):
+            got = f"{ours!r}, a part of {name!r}, has shape {header.shape} and {header.dtype}"
+            raise WeightsError(f"{got}: expected {expected} and {own[0].dtype}.")
+    return Header(shape[::-1] if any(piece.transpose for piece in pieces.values()) else shape, own[0].dtype)
+
+
+def _num_rows(name: str, pieces: Mapping[str, Piece]) -> int | None:
+    """Rows, after turning, of a tensor of which pieces are rows; None if they are all of it."""
+    spans = sorted({piece.rows for piece in pieces.values() if piece.rows is not None})
+    end = 0
+    for start, stop in spans:
+        if start != end:
+            raise WeightsError(f"{name!r} cannot be written: its rows [{end}, {start}) are nothing of the model's, or twice.")
+        end = stop
+    return end if spans else None
+
+
+def written(names: Sequence[str], key_map: KeyMap) -> list[str]:
+    """Which of a tied tensor's names go into files: those the key map lists, or else the first."""
+    return [name for name in names if name in key_map.pieces] or [names[0]]
+
+
+class Exporter:
+    """Takes our tensors one by one and writes each of theirs when it is complete."""
+
+    def __init__(self, key_map: KeyMap, targets: Mapping[str, Target], writer: SafetensorsWriter) -> None:
+        self._key_map, self._targets, self._writer = key_map, targets, writer
+        self._begun: dict[str, _Assembly] = {}
+
+    def take(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """`put`, for `bmtrain.checkpoint.saving.visit`."""
+        with writing(self._writer.folder.parent):
+            self.put(entry.names, tensor)
+
+    def put(self, names: Sequence[str], tensor: torch.Tensor) -> None:
+        """Our tensor of these names, whole, on any device.
+
+        Raises:
+            WeightsError: if it is to be the same as one that came before, and is not.
+        """
+        for name in written(names, self._key_map):
+            piece = self._key_map.pieces.get(name, Piece(name))
+            target = self._targets[piece.name]
+            if target.is_whole:
+                self._writer.write(piece.name, tensor)
+                continue
+            assembly = self._begun.setdefault(piece.name, _Assembly(target))
+            assembly.put(name, piece, tensor)
+            if assembly.is_complete:
+                self._writer.write(piece.name, assembly.tensor)
+                del self._begun[piece.name]
+
+
+class _Assembly:
+    """One of their tensors while its pieces come in."""
+
+    def __init__(self, target: Target) -> None:
+        self.tensor = torch.empty(target.header.shape, dtype=target.header.dtype, device="cpu")
+        self._missing = set(target.pieces)
+        self._there: dict[tuple[int, int] | None, str] = {}
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._missing
+
+    def put(self, name: str, piece: Piece, tensor: torch.Tensor) -> None:
+        turned = self.tensor.t() if piece.transpose else self.tensor
+        place = turned if piece.rows is None else turned[slice(*piece.rows)]
+        before = self._there.setdefault(piece.rows, name)
+        if before == name:
+            place.copy_(tensor)
+        elif not torch.equal(place, tensor.detach().to("cpu")):
+            raise WeightsError(
+                f"{name!r} and {before!r} are one tensor, {piece.name!r}, in Hugging Face's format, but differ: it cannot hold "
+                "this model. Save it with format='model_center'."
+            )
+        self._missing.discard(name)
