@@ -1,0 +1,115 @@
+"""Rows on which CPM-1 is trained, from token data."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+from model_center.dataset.order import draw
+from model_center.dataset.pairs import Pairs, Tokens, padded
+from model_center.dataset.protocols import Epoch, shards_of
+
+IGNORED = -100
+END_OF_LINE = 4  # the id of </n> in CPM-1's vocabulary
+MergedRow = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]
+
+
+class CPM1_Dataset(Dataset[dict[str, Any]]):
+    """Inputs and targets from two files of token data, padded.
+
+    A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`, the ids in ctx. Pairs of
+    which one is longer than `max_length` are left out: `len` counts the others, `num_skipped` them.
+
+    Raises:
+        DataError: when the files do not belong together.
+    """
+
+    def __init__(self, ctx: Tokens, tgt: Tokens, max_length: int = 1024) -> None:
+        self._pairs, self._length = Pairs(ctx, tgt, max_length, max_length), max_length
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many ranks the files are divided already."""
+        return self._pairs.num_shards
+
+    @property
+    def num_skipped(self) -> int:
+        """Pairs that are too long."""
+        return self._pairs.num_skipped
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+        ctx, tgt = self._pairs[operator.index(index)]
+        return {"ctx": padded(ctx, self._length, 0), "tgt": padded(tgt, self._length, IGNORED), "len_ctx": len(ctx)}
+
+
+class CPM1_Dataset_Merge(Dataset[MergedRow]):
+    """Sequences of which a random span is to be generated, the rest being context.
+
+    Of n ids (at most `max_length`, the rest is cut off), the span [l, r) has l in [n/8, n/4] and r in [3n/4, n]; it goes to
+    the end when the last id is that of a line break. Both are a function of (seed, epoch, row): equal in every process, other
+    ones in every epoch, and the same after a resume. A row is a tuple:
+
+        ids          int64 (n,)
+        targets      int64 (n,): at l-1, ..., r-2 the id that follows, which is in the span; -100 elsewhere
+        length       n
+        is_context   bool (n,): False in the span
+
+    So each id of the span is predicted from the context and the ids of the span before it. Sequences of fewer than two ids
+    have nothing to predict and are left out.
+    """
+
+    def __init__(self, ctx: Tokens, max_length: int = 1024, seed: int = 0) -> None:
+        self._ctx, self._length, self._seed = ctx, max_length, seed
+        self._rows = np.flatnonzero(ctx.sizes >= 2)
+        self._epoch = Epoch()
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many ranks the file is divided already."""
+        return shards_of(self._ctx)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Spans are those of `epoch` from now on; DistributedDataLoader calls it."""
+        self._epoch.number = epoch
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: SupportsIndex) -> MergedRow:
+        row = int(self._rows[operator.index(index)])
+        ids = torch.from_numpy(self._ctx[row][: self._length].astype(np.int64))
+        left, right = self._span(row, ids)
+        targets = torch.full_like(ids, IGNORED)
+        targets[left - 1 : right - 1] = ids[left:right]
+        is_context = torch.ones(len(ids), dtype=torch.bool)
+        is_context[left:right] = False
+        return ids, targets, len(ids), is_context
+
+    def _span(self, row: int, ids: torch.Tensor) -> tuple[int, int]:
+        """[l, r), with at least one id before it and in it."""
+        count, key = len(ids), (self._seed, self._epoch.number, row)
+        left = max(1, draw(count // 8, count // 4, *key, 0))
+        right = draw(max(count * 3 // 4, left + 1), count, *key, 1)
+        return left, count if ids[-1] == END_OF_LINE else right
+
+    def collate(self, rows: Sequence[MergedRow]) -> dict[str, torch.Tensor]:
+        """A batch as CPM1 takes it, padded to its longest row, S: `input_tokens`, `input_span` (all 0: one sample a row) and
+        `targets` int64 (B, S), `input_length` int64 (B,), `input_context` bool (B, S)."""
+        ids, targets, lengths, is_context = zip(*rows, strict=True)
+        tokens = pad_sequence(list(ids), batch_first=True)
+        return {
+            "input_tokens": tokens,
+            "input_length": torch.tensor(lengths),
+            "input_context": pad_sequence(list(is_context), batch_first=True, padding_value=True),
+            "input_span": torch.zeros_like(tokens),
+            "targets": pad_sequence(list(targets), batch_first=True, padding_value=IGNORED),
+        }

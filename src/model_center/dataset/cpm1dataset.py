@@ -1,0 +1,78 @@
+"""LCQMC for CPM-1, from `DATASET["LCQMC"](path, split, rank, world_size, tokenizer, max_length)`.
+
+The prompt is `"A"与"B"的关系是:`, a blank, and `。`; the model sees both sides of the blank. Items hold `input_tokens`,
+int64 (length,), which begin with id 1; `input_length`; `input_context`, bool (length,): False at the blank only;
+`input_span`, int64 zeros (length,); `index`, int32 (length,): 1 at the last token before the blank, whose logits choose
+the class; and `targets`, the class.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+
+from model_center.dataset import lcqmc, verbalizer
+from model_center.dataset.example import Example
+from model_center.dataset.padding import Item, one_hot
+from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
+
+START = 1  # what texts begin with in CPM's vocabularies
+BLANK = 0
+
+
+class LCQMC_Dataset(TaskDataset):
+    """Pairs of questions: 不同 (0, they ask different things) or 相同 (1, the same).
+
+    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those of the published vocabulary.
+    """
+
+    target_key = "targets"
+    WORDS = ("不同", "相同")
+    PUBLISHED_VERBALIZER = (15682, 16357)
+
+    def __init__(
+        self, path: str | pathlib.Path, split: str, rank: int, world_size: int, tokenizer: Tokenizer, max_length: int
+    ) -> None:
+        """The pairs of a split, at most `max_length` ids each, for which the longer text is cut. `rank` and `world_size`
+        have no effect.
+
+        Raises:
+            DataError: naming the file, and the line, that is missing or not of the format.
+        """
+        super().__init__(lcqmc.examples(path, split), tokenizer)
+        self.right = tokenizer.encode("。", add_special_tokens=False)
+        self.max_length = max_length
+        at_least(max_length, len(self._left("", "")) + 1 + len(self.right), "max_length")
+
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
+        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or of `WORDS` where a
+        vocabulary is too small to be the published one."""
+        if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
+            return list(cls.PUBLISHED_VERBALIZER)
+        return verbalizer.word_ids(tokenizer, cls.WORDS)
+
+    @property
+    def fill(self) -> dict[str, int]:
+        """Pad ids for ids; padding is no context."""
+        return {"input_tokens": self.pad_id}
+
+    def encode(self, example: Example) -> Item:
+        """The prompt of a pair, with its blank."""
+        room = self.max_length - 1 - len(self.right)
+        left = lcqmc.fitted(self._left, example.fields["a"], example.fields["b"], room)
+        ids = torch.tensor([*left, BLANK, *self.right])
+        return {
+            "input_tokens": ids,
+            "input_length": torch.tensor(len(ids)),
+            "input_context": torch.arange(len(ids)) != len(left),
+            "input_span": torch.zeros_like(ids),
+            "index": one_hot(len(left) - 1, len(ids)),
+        }
+
+    def _left(self, a: str, b: str) -> list[int]:
+        return [START, *self.tokenizer.encode(f'"{a}"与"{b}"的关系是:', add_special_tokens=False)]
+
+
+DATASET = TaskTable(LCQMC=LCQMC_Dataset)

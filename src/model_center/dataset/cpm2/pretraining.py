@@ -1,0 +1,61 @@
+"""Rows on which CPM-2 is trained, from token data."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from model_center.dataset.pairs import Pairs, Tokens, padded
+
+IGNORED = -100
+# The data were made with 190 more ids before these than the published vocabulary has.
+FIRST_MOVED, MOVED_BY = 26240, 190
+
+
+class CPM2_Dataset(Dataset[dict[str, Any]]):
+    """Inputs of the encoder and sequences of the decoder from two files of token data, padded.
+
+    A row is `ctx` int64 (max_source_length,), padded with 0; `tgt` int64 (max_target_length + 1,), padded with -100: the decoder
+    reads tgt[:-1] (with 0 in place of -100) and predicts tgt[1:]; `len_ctx`, the ids in ctx, and `len_tgt`, the steps of the
+    decoder: one less than the ids in tgt. Ids from 26240 on are lowered by 190. Pairs of which one is too long are left out:
+    `len` counts the others, `num_skipped` them.
+
+    Raises:
+        DataError: when the files do not belong together.
+    """
+
+    def __init__(self, ctx: Tokens, tgt: Tokens, max_source_length: int = 512, max_target_length: int = 256) -> None:
+        self._source_length, self._target_length = max_source_length, max_target_length + 1
+        self._pairs = Pairs(ctx, tgt, self._source_length, self._target_length)
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many ranks the files are divided already."""
+        return self._pairs.num_shards
+
+    @property
+    def num_skipped(self) -> int:
+        """Pairs that are too long."""
+        return self._pairs.num_skipped
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
+        ctx, tgt = map(_moved, self._pairs[operator.index(index)])
+        return {
+            "ctx": padded(ctx, self._source_length, 0),
+            "tgt": padded(tgt, self._target_length, IGNORED),
+            "len_ctx": len(ctx),
+            "len_tgt": max(0, len(tgt) - 1),
+        }
+
+
+def _moved(ids: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The ids in the published vocabulary."""
+    wide = ids.astype(np.int64)
+    return np.where(wide >= FIRST_MOVED, wide - MOVED_BY, wide)

@@ -1,0 +1,54 @@
+"""LCQMC (Liu et al. 2018), Chinese pairs of questions that ask the same or not: `<path>/LCQMC/<split>.tsv`.
+
+A header names the columns: text_a, text_b and label, which the test split may lack.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+from model_center.dataset.example import Example
+from model_center.dataset.line_file import LineFile
+from model_center.errors import DataError
+
+FILES = {"train": "train.tsv", "dev": "dev.tsv", "test": "test.tsv"}
+COLUMNS = ["text_a", "text_b", "label"]
+
+
+def examples(path: str | pathlib.Path, split: str) -> LineFile:
+    """The pairs of a split, below `path` or in it.
+
+    Raises:
+        DataError: for an unknown split, a missing or empty file, a line that is not of the format.
+    """
+    if split not in FILES:
+        raise DataError(f"LCQMC has no split {split!r}: expected one of {', '.join(FILES)}.")
+    candidates = [pathlib.Path(path, "LCQMC", FILES[split]), pathlib.Path(path, FILES[split])]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        raise DataError(f"LCQMC, split {split!r}: there is neither {candidates[0]} nor {candidates[1]}.")
+    with file.open(encoding="utf-8") as lines:
+        header = lines.readline().split()
+    if header[:2] != COLUMNS[:2]:
+        raise DataError(f"{file} begins with {header[:3]}: expected the header {COLUMNS}.")
+    return LineFile(file, read, labelled=split != "test", header=True)
+
+
+def read(line: str) -> list[Example]:
+    """The pair of a line."""
+    cells = line.rstrip("\r\n").split("\t")
+    if len(cells) not in (2, 3) or cells[2:] not in ([], ["0"], ["1"]):
+        raise ValueError(f"got {cells}: expected two texts and the label 0 or 1, with tabs between them.")
+    return [Example(fields={"a": cells[0], "b": cells[1]}, label=int(cells[2]) if cells[2:] else None)]
+
+
+def fitted(encode: Callable[[str, str], list[int]], a: str, b: str, max_length: int) -> list[int]:
+    """`encode(a, b)`, with the end of the longer text, then of both, cut until it is at most `max_length` ids."""
+    ids = encode(a, b)
+    while len(ids) > max_length and (a or b):
+        kept = max(0, len(a) + len(b) - (len(ids) - max_length))  # a token has a character or more: this is never too few
+        short = min(len(a), len(b), kept // 2)
+        a, b = (a[: kept - short], b[:short]) if len(a) >= len(b) else (a[:short], b[: kept - short])
+        ids = encode(a, b)
+    return ids

@@ -1,0 +1,99 @@
+"""Several samples in one row, so that little of a batch is padding, without their seeing one another."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+
+from model_center.dataset import padding
+from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.padding import Item
+from model_center.errors import DataError
+
+
+class PackedSamples(torch.utils.data.Dataset[Item]):
+    """Rows of at most `max_length` tokens, each made of whole samples.
+
+    Items hold, int64 (length,): `input_ids`; `targets`, the next id where it is part of an answer of the same sample,
+    -100 elsewhere; `position_ids`, which start at 0 in every sample; `segments`, the number of the sample in its row, from
+    1 on (0 is padding); and `input_length`. Attention must not cross samples: `segment_mask(segments)` is a model's
+    `attention_mask`, and `segments` is CPM-1's `span`.
+
+    Construction tokenises every sample once to learn its length; the same file and tokenizer always give the same rows.
+
+    Attributes:
+        rows: the numbers of the samples in each row.
+        num_without_answer: samples left out because none of their answer is within `max_length`.
+    """
+
+    def __init__(self, samples: InstructionDataset, max_length: int) -> None:
+        """Pack `samples` into rows.
+
+        Raises:
+            DataError: if the samples may be longer than a row, or none has an answer within its length.
+        """
+        if samples.max_length > max_length:
+            raise DataError(f"samples have up to {samples.max_length} tokens, rows {max_length}: expected rows to hold any sample.")
+        lengths = [
+            len(item["input_ids"]) if (item["targets"] >= 0).any() else 0 for item in map(samples.__getitem__, range(len(samples)))
+        ]
+        useful = [number for number, length in enumerate(lengths) if length]
+        if not useful:
+            raise DataError(f"no sample has an answer within its first {samples.max_length} tokens: raise max_length.")
+        self.samples = samples
+        self.num_without_answer = len(lengths) - len(useful)
+        self.rows = [[useful[place] for place in row] for row in best_fit([lengths[number] for number in useful], max_length)]
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Item:
+        """Row `index`, its samples tokenised now."""
+        items = [self.samples[number] for number in self.rows[index]]
+        lengths = [len(item["input_ids"]) for item in items]
+        return {
+            "input_ids": torch.cat([item["input_ids"] for item in items]),
+            "targets": torch.cat([item["targets"] for item in items]),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths]),
+            "segments": torch.repeat_interleave(torch.arange(1, len(items) + 1), torch.tensor(lengths)),
+            "input_length": torch.tensor(sum(lengths)),
+        }
+
+    def collate(self, items: Sequence[Item]) -> Item:
+        """A batch: (B, longest) tensors, padded on the right, and (B,) lengths."""
+        return padding.collate(items, self.samples.fill)
+
+
+def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Places of `lengths`, grouped so that each group sums to at most `room`: longest first, each where least room is left.
+
+    No length may exceed `room`. The groups are in the order of their first places, each sorted.
+    """
+    groups: list[list[int]] = []
+    open_by_room: dict[int, list[int]] = {}  # room left -> groups
+    rooms: list[int] = []  # the keys of it, sorted
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        fit = bisect.bisect_left(rooms, lengths[place])
+        if fit == len(rooms):
+            groups.append([])
+            group, left = len(groups) - 1, room
+        else:
+            left = rooms[fit]
+            group = open_by_room[left].pop()
+            if not open_by_room[left]:
+                del rooms[fit], open_by_room[left]
+        groups[group].append(place)
+        left -= lengths[place]
+        if left not in open_by_room:
+            bisect.insort(rooms, left)
+        open_by_room.setdefault(left, []).append(group)
+    return sorted(sorted(group) for group in groups)
+
+
+def segment_mask(segments: torch.Tensor) -> torch.Tensor:
+    """bool (B, S, S) from `segments` (B, S): a token sees itself and the earlier tokens of its own sample."""
+    same = segments[:, :, None] == segments[:, None, :]
+    return same.tril()

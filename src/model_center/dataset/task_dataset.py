@@ -1,0 +1,117 @@
+"""What the task datasets have in common: examples that become items when asked for, and batches padded to their longest.
+
+Items are tokenised in `__getitem__`, on the CPU, by whoever loads them: use as many loader workers as you like. Batches
+come from `collate`, which `DistributedDataLoader` calls by itself; torch's DataLoader takes `collate_fn=dataset.collate`.
+
+`rank` and `world_size` are arguments of the constructors for the sake of older programs and have no effect: every
+dataset holds all rows, and the loader divides them among the ranks.
+"""
+
+from __future__ import annotations
+
+import abc
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from model_center.dataset import padding
+from model_center.dataset.example import Example
+from model_center.dataset.line_file import UNLABELLED, LineFile
+from model_center.dataset.padding import Item
+from model_center.errors import DataError, IdentifierError
+
+
+class Tokenizer(Protocol):
+    """What the datasets ask of a tokenizer; those of `model_center.tokenizer` and of transformers have it."""
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_id: int | None
+    pad_token_id: int | None
+    unk_token_id: int | None
+
+    def __call__(self, text: str, text_pair: str | None = None, **options: Any) -> Mapping[str, Any]:
+        """`input_ids` of the text or pair, and what else `options` ask for."""
+        ...
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """The ids of a text."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> int:
+        """The id of a token; that of the unknown token, or None, if there is none."""
+        ...
+
+
+class TaskTable(dict[str, type]):
+    """Task name to dataset class; an unknown name is told which there are."""
+
+    def __missing__(self, name: str) -> type:
+        """Raises IdentifierError, naming the nearest tasks."""
+        near = difflib.get_close_matches(name.lower(), {task.lower(): task for task in self}, n=1)
+        hint = "".join(f" Did you mean {task!r}?" for task in self if near and task.lower() == near[0])
+        raise IdentifierError(f"there is no task {name!r} for this model: expected one of {', '.join(self)}.{hint}")
+
+
+class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
+    """Items made of the examples of a file.
+
+    Attributes:
+        examples: the examples behind the items.
+        labelled: whether items hold labels. If they do not, as in a test split, they hold `idx`, their number.
+
+    Items of MultiRC and ReCoRD, whose questions have several items each, also hold `idx` and the number of their
+    question, `group`, by which they are scored together.
+    """
+
+    target_key = "labels"
+
+    def __init__(self, examples: LineFile, tokenizer: Tokenizer) -> None:
+        """Items from `examples`, by `tokenizer`."""
+        self.examples = examples
+        self.tokenizer = tokenizer
+        self.labelled = UNLABELLED not in examples.labels
+        self.pad_id = tokenizer.pad_token_id or 0
+
+    @abc.abstractmethod
+    def encode(self, example: Example) -> Item:
+        """The model's inputs for an example."""
+
+    @property
+    def fill(self) -> dict[str, int]:
+        """What rows are padded with, by key; 0 for keys that are not named."""
+        return {"input_ids": self.pad_id}
+
+    def target(self, index: int, example: Example) -> Item:
+        """What is known of item `index`: its label; its number where there is none; both and its question's if grouped."""
+        label = {self.target_key: torch.tensor(example.label)} if self.labelled else {}
+        number = {} if self.labelled and not self.examples.grouped else {"idx": torch.tensor(index)}
+        group = {"group": torch.tensor(self.examples.groups[index])} if self.examples.grouped else {}
+        return label | number | group
+
+    def __len__(self) -> int:
+        """The number of items."""
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Item:
+        """Item `index`, tokenised now: int64 ids (length,), not padded."""
+        index = range(len(self))[index]
+        example = self.examples[index]
+        return self.encode(example) | self.target(index, example)
+
+    def collate(self, items: Sequence[Item]) -> Item:
+        """A batch: (B, longest) tensors, padded on the right, and (B,) labels."""
+        return padding.collate(items, self.fill)
+
+    @property
+    def qids(self) -> list[str]:
+        """For each item, the question that it belongs to: "row-question" (MultiRC, ReCoRD), else empty."""
+        return [self.examples.group_names[group] for group in self.examples.groups]
+
+
+def at_least(length: int, least: int, name: str) -> None:
+    """DataError if the maximum length called `name` cannot hold what every row needs."""
+    if length < least:
+        raise DataError(f"{name} is {length}: expected at least {least}, the room that every row needs.")

@@ -1,0 +1,168 @@
+"""The command: its arguments, the processes that do the work, and the files that come of it."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rich.console
+import rich.progress
+
+from model_center.dataset.indexed_builder import MMapIndexedDatasetBuilder, make_builder
+from model_center.errors import DataError
+from model_center.preprocess import documents
+from model_center.preprocess.documents import Batch, batches, check_files
+from model_center.preprocess.encode import TOKENIZERS, Encoded, Recipe, encode, end_of_document, load_tokenizer
+
+DESCRIPTION = """Turn text files, a document on each line, or JSONL files into token data: PREFIX.bin and PREFIX.idx, as
+MMapIndexedDataset reads them. Documents keep their order, whatever the number of workers."""
+
+# What CPM-1 was trained on: `<n>` in the text is a line break, every document starts with id 1 and ends with <eod>, unknown
+# characters are left out, documents of fewer than 32 tokens are skipped, the others cut into pieces of 512, and a last piece
+# of fewer than 32 is dropped; int32. Arguments that are given as well go first.
+PRESETS: dict[str, dict[str, Any]] = {
+    "": {"dtype": "auto"},
+    "cpm1": {
+        "dtype": "int32",
+        "tokenizer_type": "cpm1",
+        "newline": "<n>",
+        "prefix": (1,),
+        "append_eod": True,
+        "drop_unknown": True,
+        "max_chars": 5_000_000,
+        "min_tokens": 32,
+        "split_length": 512,
+        "min_tail": 32,
+    },
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments; those of the recipe are None when not given, so that a preset may say."""
+    parser.description = DESCRIPTION
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE", help="text, a document per line, or JSONL (*.jsonl, *.json)")
+    add("--output", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
+    add("--tokenizer", required=True, metavar="NAME", help="a folder, an identifier of model_center or a name on the hub")
+    add("--tokenizer-type", choices=["auto", *TOKENIZERS], help="whose tokenizer the folder holds (default: as transformers sees)")
+    add("--preset", choices=[name for name in PRESETS if name], default="", help="the rules by which a model's data were made")
+    add("--key", metavar="NAME", help="key of the text in JSONL (default: text)")
+    add("--append-eod", action="store_true", default=None, help="end every document with the tokenizer's eos")
+    add("--split-length", type=int, metavar="N", help="cut documents into sequences of at most N tokens")
+    add("--dtype", choices=["auto", "uint16", "int32"], help="of the file (default: uint16 if all ids fit)")
+    add("--workers", type=int, default=1, metavar="N", help="processes that tokenise (default: 1)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the token data that the arguments ask for, or nothing.
+
+    Raises:
+        DataError: for arguments that cannot work, a tokenizer that is not there, and text that cannot be read, with file
+            and line.
+    """
+    if args.workers < 1:
+        raise DataError(f"workers is {args.workers}: expected a number from 1 on.")
+    total = check_files(args.input)
+    preset = PRESETS[args.preset]
+    recipe = _recipe(args, {name: value for name, value in preset.items() if name != "dtype"})
+    end_of_document(recipe)  # loads the tokenizer: it fails here rather than in every worker
+    dtype = _dtype(args.dtype or preset["dtype"], len(load_tokenizer(recipe.tokenizer, recipe.tokenizer_type)))
+    console = rich.console.Console(file=sys.stderr, soft_wrap=True)
+    with _folder(Path(args.output).parent), make_builder(f"{args.output}.bin", "mmap", dtype) as builder:
+        with rich.progress.Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("tokens", total=total)
+            counts: collections.Counter[str] = collections.Counter()
+            for batch, encoded in _encoded(recipe, batches(args.input, documents.BATCH_BYTES), args.workers):
+                counts += _add(builder, encoded)
+                progress.advance(task, batch.num_bytes)
+        if not counts["documents"]:
+            raise DataError(f"no document in {', '.join(args.input)}: {counts['skipped']} lines, all empty or too short.")
+        builder.finalize(f"{args.output}.idx")
+    console.print(
+        f"{args.output}.bin, .idx: {counts['documents']:,} documents, {counts['sequences']:,} sequences, {counts['tokens']:,} "
+        f"tokens of {dtype}; {counts['skipped']:,} lines skipped.",
+        highlight=False,
+    )
+
+
+_COLUMNS = (
+    rich.progress.BarColumn(),
+    rich.progress.DownloadColumn(),
+    rich.progress.TransferSpeedColumn(),
+    rich.progress.TimeRemainingColumn(),
+)
+
+
+def _recipe(args: argparse.Namespace, preset: dict[str, Any]) -> Recipe:
+    """The preset, and over it what was given."""
+    json_lines = {Path(path).suffix in {".jsonl", ".json"} for path in args.input}
+    if len(json_lines) > 1:
+        raise DataError(f"input {', '.join(args.input)} is text and JSONL: give files of one kind.")
+    if args.key and json_lines == {False}:
+        raise DataError(f"--key {args.key} is for JSONL files (*.jsonl, *.json), but the input is {args.input[0]}.")
+    given = {
+        "tokenizer_type": args.tokenizer_type,
+        "append_eod": args.append_eod,
+        "split_length": args.split_length,
+        "key": (args.key or "text") if json_lines == {True} else None,
+    }
+    return Recipe(tokenizer=args.tokenizer, **preset | {name: value for name, value in given.items() if value is not None})
+
+
+def _dtype(name: str, num_ids: int) -> np.dtype[Any]:
+    """Of the file: as said, or the smaller one that holds ids below `num_ids`."""
+    return np.dtype(name if name != "auto" else np.uint16 if num_ids <= 2**16 else np.int32)
+
+
+def _add(builder: MMapIndexedDatasetBuilder, encoded: Encoded) -> collections.Counter[str]:
+    """Add every document to the builder; returns counts of documents, sequences, tokens and skipped lines."""
+    counts = collections.Counter(documents=len(encoded.documents), skipped=encoded.skipped)
+    for document in encoded.documents:
+        for sequence in document:
+            builder.add_item(sequence)
+            counts["tokens"] += len(sequence)
+        builder.end_document()
+        counts["sequences"] += len(document)
+    return counts
+
+
+def _encoded(recipe: Recipe, source: Iterator[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
+    """Every batch with what it becomes, in order; with several workers, a few batches ahead of the reader."""
+    if workers == 1:
+        yield from ((batch, encode(recipe, batch)) for batch in source)
+        return
+    # Not forked: tokenizers and the progress bar have threads, which a fork would leave behind holding their locks.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        waiting: collections.deque[tuple[Batch, Future[Encoded]]] = collections.deque()
+        try:
+            for batch in source:
+                waiting.append((batch, pool.submit(encode, recipe, batch)))
+                if len(waiting) > 4 * workers:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _folder(path: Path) -> Iterator[None]:
+    """The folder exists inside the block; after an error, those that were made for it are gone."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            folder.rmdir()
+        raise

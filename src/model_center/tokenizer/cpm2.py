@@ -1,0 +1,59 @@
+"""`CPM2Tokenizer`: CPM-1's way of tokenising, with sentinels for spans and a token that starts a document."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+from model_center.tokenizer.cpm1 import CPM1Tokenizer
+
+Found = TypeVar("Found", bound="CPM2Tokenizer")
+
+
+class CPM2Tokenizer(CPM1Tokenizer):
+    """As `CPM1Tokenizer`; the vocabulary also has the sentinels `<s_0>`, `<s_1>`, ... and `<s>`."""
+
+    def __init__(  # noqa: PLR0913 (ModelCenter's arguments)
+        self,
+        vocab_file: str | os.PathLike[str],
+        max_len: int | None = None,
+        q2b: bool = False,
+        sod_token: str = "<s>",
+        eod_token: str = "<eod>",
+        pad_token: str = "<pad>",
+        unk_token: str = "<unk>",
+        line_token: str = "</n>",
+        space_token: str = "</_>",
+        max_sentinels: int = 190,
+        **kwargs: Any,
+    ) -> None:
+        """A tokenizer over `vocab_file`, with `max_sentinels` sentinels; see CPM1Tokenizer for the other arguments."""
+        super().__init__(vocab_file, max_len, q2b, eod_token, pad_token, unk_token, line_token, space_token, **kwargs)
+        self.sod_token = sod_token
+        self.max_sentinels = max_sentinels
+        self.require(sod_token, *map(self._sentinel, range(max_sentinels)))
+        self.init_kwargs |= {"sod_token": sod_token, "max_sentinels": max_sentinels}
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
+        cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Found:
+        """The tokenizer of a folder or identifier; its tokens for blanks are "▂" and "▃", as CPM-2's vocabulary has them."""
+        return super().from_pretrained(name_or_path, *args, **{"space_token": "\u2582", "line_token": "\u2583"} | kwargs)
+
+    @property
+    def sod_id(self) -> int:
+        """The id of the token that starts a document."""
+        return self.encoder[self.sod_token]
+
+    def get_sentinel_num(self) -> int:
+        """How many sentinels there are."""
+        return self.max_sentinels
+
+    def get_sentinel_id(self, index: int) -> int:
+        """The id of sentinel `index`, counted from 0."""
+        return self.encoder[self._sentinel(range(self.max_sentinels)[index])]
+
+    @staticmethod
+    def _sentinel(index: int) -> str:
+        return f"<s_{index}>"

@@ -1,0 +1,36 @@
+"""Tokenizers that are found by the names of this project."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import Any, TypeVar
+
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from model_center.errors import DataError
+from model_center.hub.resolving import resolve
+
+Found = TypeVar("Found", bound="Identified")
+
+
+class Identified(PreTrainedTokenizerBase):
+    """A tokenizer of transformers whose `from_pretrained` also knows this project's identifiers ("gpt2-base")."""
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
+        cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Found:
+        """The tokenizer of a folder, of an identifier of this project or of a repository "org/name".
+
+        `args` and `kwargs` are those of transformers.
+
+        Raises:
+            IdentifierError: for a name that stands for nothing, naming the nearest ones.
+            DataError: for a folder without a vocabulary.
+        """
+        folder = resolve(str(name_or_path), "tokenizer")
+        files = sorted({"tokenizer.json", *cls.vocab_files_names.values()})
+        if not any(pathlib.Path(folder, file).is_file() for file in files):
+            raise DataError(f"{folder} holds no vocabulary for {cls.__name__}: expected one of {', '.join(files)}.")
+        return super().from_pretrained(folder, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Import paths of old programs."""

@@ -1,0 +1,178 @@
+"""Instruction tuning: which tokens are learnt, and that packed rows are their samples side by side."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.data import DataLoader
+
+from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.packing import PackedSamples, best_fit, segment_mask
+from model_center.errors import DataError
+from model_center.tokenizer import CPM1Tokenizer, GPT2Tokenizer, LlamaTokenizer
+
+DATA = pathlib.Path(__file__).parents[1] / "data"
+LLAMA = LlamaTokenizer.from_pretrained(DATA / "tokenizers" / "llama")
+GPT2 = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+
+
+def learnt(item: dict[str, torch.Tensor]) -> list[int]:
+    """The ids that are to be predicted, each of which must be the next one."""
+    for place in (item["targets"] >= 0).nonzero().flatten().tolist():
+        assert item["targets"][place] == item["input_ids"][place + 1]
+    return item["targets"][item["targets"] >= 0].tolist()
+
+
+def messages(name: str) -> list[list[dict[str, str]]]:
+    """The conversations of a stored file in the "messages" format."""
+    return [json.loads(line)["messages"] for line in (DATA / "chat" / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "val.jsonl"])
+def test_a_chat_template_decides_the_text_and_answers_are_learnt(name: str) -> None:
+    """The whole conversation is read; each answer, and the token that ends it, is learnt."""
+    items = InstructionDataset(DATA / "chat" / name, LLAMA, 512)
+    for item, conversation in zip(items, messages(name), strict=True):
+        text = LLAMA.apply_chat_template(conversation, tokenize=False)
+        assert item["input_ids"].tolist() == LLAMA.encode(text, add_special_tokens=False)
+        assert item["input_length"] == len(item["input_ids"])
+        answers = [message["content"] for message in conversation if message["role"] == "assistant"]
+        assert LLAMA.decode(learnt(item)).replace(" ", "") == "".join(f"{answer}</s>" for answer in answers).replace(" ", "")
+
+
+def test_without_a_template_there_are_headings() -> None:
+    """Alpaca's and ShareGPT's formats, byte for byte as plain text."""
+    items = InstructionDataset(DATA / "chat" / "alpaca.jsonl", GPT2, 512)
+    asked = "Translate the word into English.\n\nHaus"
+    text = f"<|endoftext|>### User:\n{asked}\n\n### Assistant:\nhouse<|endoftext|>\n\n"
+    assert items[0]["input_ids"].tolist() == GPT2.encode(text)
+    assert GPT2.decode(learnt(items[0])) == "house<|endoftext|>"
+    assert GPT2.decode(learnt(items[4])) == "Hello!<|endoftext|>"  # no field "input"
+    shared = InstructionDataset(DATA / "chat" / "sharegpt.jsonl", GPT2, 512)
+    assert "### System:\nAnswer with one word.\n\n### User:\nWhat colour" in GPT2.decode(shared[1]["input_ids"])
+    assert GPT2.decode(learnt(shared[1])) == "White.<|endoftext|>Black.<|endoftext|>"
+
+
+def test_long_conversations_lose_their_end() -> None:
+    """Ids and targets alike; the last place has nothing to predict."""
+    whole, cut = (InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, length) for length in (512, 40))
+    for long, short in zip(whole, cut, strict=True):
+        length = min(40, len(long["input_ids"]))
+        assert short["input_ids"].tolist() == long["input_ids"][:40].tolist()
+        assert short["targets"].tolist() == [*long["targets"][: length - 1].tolist(), -100]
+        assert short["input_length"] == length
+    assert any(len(item["input_ids"]) == 40 for item in cut)
+
+
+def test_batches_are_padded() -> None:
+    """-100 where nothing is to be predicted."""
+    items = InstructionDataset(DATA / "chat" / "alpaca.jsonl", GPT2, 512)
+    (batch,) = DataLoader(items, len(items), collate_fn=items.collate)
+    past = torch.arange(batch["input_ids"].shape[1]) >= batch["input_length"][:, None]
+    assert past.any()
+    assert (batch["targets"][past] == -100).all()
+    assert [row[row >= 0].tolist() for row in batch["targets"]] == [learnt(item) for item in items]
+
+
+def test_packed_rows_are_their_samples() -> None:
+    """Every sample once, whole, with positions of its own; twice the same rows."""
+    samples = InstructionDataset(DATA / "chat" / "train.jsonl", LLAMA, 100)
+    packed = PackedSamples(samples, 160)
+    assert sorted(number for row in packed.rows for number in row) == list(range(len(samples)))
+    assert packed.num_without_answer == 0
+    assert len(packed) < len(samples)
+    assert packed.rows == PackedSamples(samples, 160).rows
+    for item, numbers in zip(packed, packed.rows, strict=True):
+        assert item["input_length"] == len(item["input_ids"]) <= 160
+        for segment, number in enumerate(numbers, start=1):
+            here = item["segments"] == segment
+            assert item["input_ids"][here].tolist() == samples[number]["input_ids"].tolist()
+            assert item["targets"][here].tolist() == samples[number]["targets"].tolist()
+            assert item["position_ids"][here].tolist() == list(range(int(here.sum())))
+    batch = packed.collate([packed[index] for index in range(len(packed))])
+    padding = torch.arange(batch["input_ids"].shape[1]) >= batch["input_length"][:, None]
+    assert ((batch["segments"] == 0) == padding).all()
+
+
+def test_a_model_sees_samples_apart_in_a_packed_row() -> None:
+    """Logits of a packed row are those of its samples alone, by transformers' GPT-2 given positions and the mask."""
+    samples = InstructionDataset(DATA / "chat" / "alpaca.jsonl", GPT2, 128)
+    packed = PackedSamples(samples, 256)
+    (numbers, *_), row = packed.rows, packed[0]
+    assert len(numbers) > 1
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=len(GPT2), n_embd=32, n_layer=2, n_head=2, n_positions=256, attn_implementation="eager"
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    mask = segment_mask(row["segments"][None])
+    bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[:, None]
+    with torch.no_grad():
+        together = model(row["input_ids"][None], position_ids=row["position_ids"][None], attention_mask=bias).logits[0]
+        for segment, number in enumerate(numbers, start=1):
+            alone = model(samples[number]["input_ids"][None]).logits[0]
+            torch.testing.assert_close(together[row["segments"] == segment], alone, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_filled_well() -> None:
+    """Each place once, no row too long, no two rows that would fit into one, and near to the least number of rows."""
+    rng = random.Random(0)
+    for room in (7, 64, 512):
+        lengths = [rng.randint(1, room) for _ in range(300)]
+        rows = best_fit(lengths, room)
+        assert sorted(place for row in rows for place in row) == list(range(300))
+        filled = sorted(sum(lengths[place] for place in row) for row in rows)
+        assert filled[-1] <= room
+        assert filled[0] + filled[1] > room
+        assert len(rows) <= 1.23 * sum(lengths) / room + 1
+        assert rows == sorted(rows) == best_fit(lengths, room)
+    assert best_fit([], 4) == []
+    assert best_fit([4, 4, 1], 4) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 1: no JSON"),
+        ("[]", "line 1: got list"),
+        ('{"text": "a"}', "line 1: got the fields text: expected messages, conversations, or instruction"),
+        ('{"messages": []}', "line 1: there is no answer"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: there is no answer"),
+        ('{"messages": [{"role": "judge", "content": "a"}]}', "line 1: got the message .*judge"),
+        ('{"messages": [{"role": "user"}]}', "line 1: there is no field 'content'"),
+        ('{"messages": ["a"]}', "line 1: "),
+        ('{"instruction": "a"}', "line 1: there is no field 'output'"),
+        ('{"conversations": [{"from": "gpt", "value": 3}]}', "line 1: got the message"),
+    ],
+)
+def test_bad_conversations_are_refused(tmp_path: pathlib.Path, line: str, complaint: str) -> None:
+    """At construction, with file and line."""
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(DataError, match=complaint):
+        InstructionDataset(tmp_path / "a.jsonl", GPT2, 64)
+
+
+def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
+    """No file, a slow tokenizer, rows shorter than samples, answers out of reach, a template that rewrites."""
+    with pytest.raises(DataError, match=r"no file .*b\.jsonl"):
+        InstructionDataset(tmp_path / "b.jsonl", GPT2, 64)
+    slow: Any = CPM1Tokenizer.from_pretrained(DATA / "tokenizers" / "cpm1")
+    with pytest.raises(DataError, match="CPM1Tokenizer does not tell where tokens come from"):
+        InstructionDataset(DATA / "chat" / "val.jsonl", slow, 64)
+    samples = InstructionDataset(DATA / "chat" / "val.jsonl", GPT2, 64)
+    with pytest.raises(DataError, match="samples have up to 64 tokens, rows 32"):
+        PackedSamples(samples, 32)
+    with pytest.raises(DataError, match="no sample has an answer within its first 4 tokens"):
+        PackedSamples(InstructionDataset(DATA / "chat" / "val.jsonl", GPT2, 4), 32)
+    tokenizer = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+    tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with pytest.raises(DataError, match="rewrites earlier messages"):
+        InstructionDataset(DATA / "chat" / "val.jsonl", tokenizer, 64)[0]
+    partly = PackedSamples(InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, 50), 64)
+    assert 0 < partly.num_without_answer < len(partly.samples)
