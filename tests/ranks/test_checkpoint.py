@@ -290,38 +290,51 @@ def test_dtypes_are_converted_and_lost_precision_is_told_once(tmp_path: pathlib.
     assert torch.equal(state["embed.weight"], expected["embed.weight"].bfloat16().float())
 
 
-def resident_file_bytes() -> int:
-    """Pages of mapped files that this process has touched."""
-    status = pathlib.Path("/proc/self/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssFile"))
+def bytes_read() -> int:
+    """What this process has read by system calls so far."""
+    return int(pathlib.Path("/proc/self/io").read_text().split()[1])
 
 
 def count_bytes(file: str) -> int:
-    """Bytes of the file that this rank touched."""
-    touched: list[int] = []
-    original = sources_module.SafetensorsFile.part
-
-    def part(self: Any, name: str, start: int, stop: int) -> torch.Tensor:
-        before = resident_file_bytes()
-        values = original(self, name, start, stop).clone()
-        touched.append(resident_file_bytes() - before)
-        return values
-
+    """Bytes of the file that this rank reads."""
     model = bmt.Block(torch.nn.Linear(4096, 4096, bias=False))
     load(model, file)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources_module.SafetensorsFile, "part", part)
-        load(model, file)
+    before = bytes_read()
+    load(model, file)
+    read = bytes_read() - before
     assert torch.equal(model.state_dict()["weight"], torch.arange(4096.0 * 4096).view(4096, 4096))
-    return sum(touched)
+    return read
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="memory is counted as Linux shows it")
+@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them")
 def test_every_rank_reads_only_its_own_rows(tmp_path: pathlib.Path) -> None:
     size = 4 * 4096 * 4096
     safetensors.torch.save_file({"weight": torch.arange(4096.0 * 4096).view(4096, 4096)}, tmp_path / "big.safetensors")
-    for touched in run_ranks(count_bytes, 4, str(tmp_path / "big.safetensors")):
-        assert touched < size / 2  # a quarter and the pages around it, which the kernel maps in passing
+    for read in run_ranks(count_bytes, 4, str(tmp_path / "big.safetensors")):
+        assert size / 4 <= read < size / 4 + 20_000  # the header, and what the processes tell each other
+
+
+def shorten(file: str) -> str:
+    """What a load says of a file that is cut while it is read."""
+    model = sharded(5)
+    original = sources_module.SafetensorsFile._fill
+
+    def fill(self: Any, memory: memoryview, offset: int) -> None:
+        if bmt.rank() == 1:
+            os.truncate(file, 2000)
+        original(self, memory, offset)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr(sources_module.SafetensorsFile, "_fill", fill)
+        load(model, file)
+    return str(caught.value)
+
+
+def test_a_file_cut_while_it_is_read_is_an_error_on_all_ranks(tmp_path: pathlib.Path) -> None:
+    save_file = str(tmp_path / "model.safetensors")
+    run_ranks(do_save, 1, save_file, 5)
+    for message in run_ranks(shorten, 2, save_file):
+        assert "it became shorter while it was read" in message
 
 
 def count_gathers(file: str) -> tuple[int, int]:

@@ -1,0 +1,147 @@
+"""BaseModel: what all models do alike, which is to come from files and to go into them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+import bmtrain as bmt
+from model_center.config.base import Config
+from model_center.errors import ConfigError, InputError
+from model_center.hub.resolving import resolve
+from model_center.layer.parameter import materialize
+from model_center.layer.stack import ShardingPolicy
+from model_center.model.decoding import Decoding
+from model_center.weights.keymap import KeyMap
+from model_center.weights.loading import load_weights
+from model_center.weights.saving import save_hugging_face, save_model_center
+
+Model = TypeVar("Model", bound="BaseModel")
+
+FORMATS = ("hf", "model_center")
+
+
+class BaseModel(bmt.DistributedModule):
+    """A model with its configuration, `config`.
+
+    Made before `bmtrain.init_distributed` it is an ordinary module with ordinary parameters. Made after it, it is sharded, and
+    gets its values from `from_pretrained`, `bmtrain.init_parameters` or `bmtrain.load`.
+    """
+
+    _CONFIG_TYPE: ClassVar[type[Config]] = Config
+    # Where texts of a batch are padded for generation.
+    PADDING_SIDE: ClassVar[str] = "right"
+
+    def __init__(self, config: Config) -> None:
+        if not isinstance(config, self._CONFIG_TYPE):
+            raise ConfigError(f"{type(self).__name__} got {type(config).__name__}: expected {self._CONFIG_TYPE.__name__}.")
+        super().__init__()
+        self.config: Any = config
+
+    @classmethod
+    def key_map(cls, config: Any) -> KeyMap:
+        """Where each of the model's tensors is in a Hugging Face checkpoint."""
+        raise ConfigError(f"{cls.__name__} has no counterpart in Hugging Face.")
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model], name_or_path: str | os.PathLike[str], config: Config | None = None, **kwargs: Any
+    ) -> Model:
+        """A model with the weights of a folder or a known name. Collective in a process group: each rank reads its shard.
+
+        Args:
+            name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt) or Hugging Face (config.json, safetensors or
+                .bin files), a name the project knows, or a Hugging Face repository.
+            config: used in place of that of the folder.
+            kwargs: values that replace those of the folder's configuration, `dtype=torch.bfloat16` for example.
+
+        Raises:
+            IdentifierError: for an unknown name.
+            ConfigError: for a folder without configuration, or one of another model.
+            WeightsError: for files that are missing or do not fit the model; new heads are initialised and named instead.
+        """
+        if config is None:
+            config = cls._CONFIG_TYPE.from_pretrained(name_or_path, **kwargs)
+        elif kwargs:
+            raise ConfigError(f"from_pretrained got a config and {', '.join(kwargs)} as well: set those in the config.")
+        folder = pathlib.Path(resolve(str(name_or_path), "model"))
+        model = cls.without_values(config)
+        load_weights(model, folder, cls._map_of(config))
+        return model
+
+    @classmethod
+    def without_values(cls: type[Model], config: Config) -> Model:
+        """The model, its parameters without values: to be filled from a file."""
+        with contextlib.nullcontext() if bmt.is_initialized() else torch.device("meta"):
+            model = cls(config)
+        materialize(model)
+        return model
+
+    @classmethod
+    def from_json_file(cls: type[Model], path: str | os.PathLike[str], **kwargs: Any) -> Model:
+        """A model with first values, of the configuration in this file, whose values `kwargs` replace."""
+        model = cls(cls._CONFIG_TYPE.from_json_file(path, **kwargs))
+        if bmt.is_initialized():
+            bmt.init_parameters(model)
+        return model
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], format: str = "hf", max_shard_size: str | int = "5GB", tokenizer: Any = None
+    ) -> None:
+        """Write config.json and the weights. Collective in a process group; rank 0 writes.
+
+        Args:
+            folder: made if it is not there.
+            format: "hf" for safetensors that `transformers` loads, "model_center" for pytorch_model.pt in our names.
+            max_shard_size: of one safetensors file, in bytes or as "5GB".
+            tokenizer: saved beside, if given.
+
+        Raises:
+            ConfigError: for another format, or a model that Hugging Face does not have.
+            WeightsError: on every rank, if the files cannot be written.
+        """
+        path = pathlib.Path(folder)
+        if format not in FORMATS:
+            raise ConfigError(f"format is {format!r}: expected one of {', '.join(FORMATS)}.")
+        if format == "hf":
+            content: Mapping[str, Any] = self.config.to_hugging_face()
+            save_hugging_face(self, path, self.key_map(self.config), dict(content), max_shard_size, tokenizer)
+        else:
+            save_model_center(self, path, self.config.to_dict(), tokenizer)
+
+    @property
+    def num_positions(self) -> int | None:
+        """The longest sequence that there are positions for; None for any."""
+        return None
+
+    @property
+    def shortest_prompt(self) -> int:
+        """The fewest tokens that a generation can begin with."""
+        return 1
+
+    def decoding(self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]) -> Decoding:
+        """The beginning of a generation; see `model_center.generation.engine.generate`.
+
+        Args:
+            input_ids: int64 (rows, length).
+            mask: bool of the same shape, False where they are padding; None where none is.
+            inputs: what else the model takes, by name.
+
+        Raises:
+            InputError: for a model that does not generate, or inputs that it does not take.
+        """
+        raise InputError(f"{type(self).__name__} does not generate text: expected a decoder-only or an encoder-decoder model.")
+
+    @classmethod
+    def _map_of(cls, config: Any) -> KeyMap | None:
+        return cls.key_map(config) if config.model_type else None
+
+
+def policy_of(config: Config) -> ShardingPolicy:
+    """How the layers of a model of this configuration are sharded."""
+    return ShardingPolicy(use_checkpoint=config.use_checkpoint, zero_level=config.zero_level)

@@ -1,0 +1,100 @@
+"""BERT (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from model_center.config.base import Config
+from model_center.layer.feedforward import GATED
+from model_center.layer.mask import AttentionMask
+from model_center.layer.transformer import Past
+from model_center.model.causal import Asked
+from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from, refuse
+from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
+from model_center.weights.keymap import KeyMap
+
+
+@dataclasses.dataclass(kw_only=True)
+class BertConfig(MaskedConfig):
+    """Configuration of Bert; defaults are ModelCenter's."""
+
+    model_type: ClassVar[str] = "bert"
+    architecture: ClassVar[str] = "BertForMaskedLM"
+
+    vocab_size: int = 119547
+
+    @property
+    def head_activation(self) -> str:
+        """The activation in the head of the language model: that of the feed-forward networks."""
+        return self.ffn_activate_fn.removeprefix(GATED)
+
+
+class Bert(MaskedModel):
+    """The encoder BERT, with the head of its pre-training and the pooler."""
+
+    _CONFIG_TYPE: ClassVar[type[Config]] = BertConfig
+
+    def forward(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        input_ids: torch.Tensor | None = None,
+        length: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | AttentionMask | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        head_mask: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: Past = None,
+        output_logits: bool = True,
+        output_pooler_output: bool = True,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+    ) -> Any:
+        """Encode sequences.
+
+        Args:
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
+            length, attention_mask: see `attention_mask_of`; without either all tokens are valid.
+            token_type_ids, position_ids: (batch, seq); zeros, and the places of the tokens, if None.
+            head_mask: accepted as None only.
+            use_cache, past_key_values: the cache to return, and of earlier tokens.
+            output_logits: scores of the language model's head, or with `cls_head` of the classes, at every position.
+            output_pooler_output, output_attentions, output_hidden_states: what else to return.
+            return_dict: False for a tuple of all fields.
+        """
+        refuse(head_mask=head_mask)
+        hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
+        start = past_length(past_key_values)
+        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1])
+        if position_ids is None:
+            positions = self.positions(input_ids, start, hidden, mask)
+        else:
+            positions = positions_from(position_ids, start, hidden)
+        asked = Asked(
+            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
+            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
+        )  # fmt: skip
+        return self.run(hidden, positions, token_type_ids, mask, asked, output_pooler_output=output_pooler_output)
+
+    def positions(self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
+        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): their places."""
+        return positions_from(None, start, hidden, self.config.position_size)
+
+    @classmethod
+    def key_map(cls, config: MaskedConfig) -> KeyMap:
+        """Where each tensor is in a checkpoint of BertForMaskedLM or BertForPreTraining."""
+        head = "cls.predictions."
+        return masked_key_map(
+            config,
+            "bert.",
+            {
+                "dense": head + "transform.dense",
+                "layer_norm": head + "transform.LayerNorm",
+                "decoder": head + "decoder",
+                "bias": head + "bias",
+            },
+        )

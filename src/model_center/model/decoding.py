@@ -1,0 +1,101 @@
+"""Decoding: sequences that grow token by token, with the keys and values of what is there. What generation asks of a model."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from model_center.errors import InputError
+from model_center.layer.cache import KeyValueCache
+
+
+class Decoding(abc.ABC):
+    """A batch of sequences and what a model remembers of them.
+
+    First `start`, then `expand`, then `step` and `idle` as often as there is room. Every one but `expand` is one forward pass of
+    the model, the same for all of them as far as gathering parameters goes, so that ranks may mix steps and idle passes.
+
+    Attributes:
+        prefix: int64 (rows, length), the tokens that new ones follow.
+        mask: bool (rows, length), False where the prefix is padding; None where none is.
+        cache: keys and values of all tokens so far; made by `start`.
+    """
+
+    def __init__(self, prefix: torch.Tensor, mask: torch.Tensor | None, num_layers: int, *, cross_attention: bool = False) -> None:
+        self.prefix, self.mask = prefix, mask
+        self.cache = KeyValueCache(num_layers, cross_attention=cross_attention)
+        self._last, self._num_rows = prefix[:, -1], len(prefix)
+        self._num_layers, self._cross_attention = num_layers, cross_attention
+
+    def start(self, num_new: int) -> torch.Tensor:
+        """Run the prefix, with room for `num_new` more tokens. Returns scores (rows, vocab) of what follows."""
+        capacity = self.prefix.shape[1] + num_new
+        self.cache = KeyValueCache(self._num_layers, capacity, self._cross_attention)
+        return self._forward(self.prefix)
+
+    def expand(self, copies: int) -> None:
+        """Make each row `copies` rows."""
+        if copies > 1:
+            rows = torch.arange(self._num_rows, device=self.prefix.device)
+            self._select(rows.repeat_interleave(copies))
+
+    def step(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+        """Add a token to each row. Returns scores (rows, vocab) of what follows.
+
+        Args:
+            tokens: int64 (rows,).
+            parents: int64 (rows,): the row of which each is a continuation, one with the same prefix; None for itself.
+        """
+        if parents is not None:
+            self.cache.reorder(parents, self.prefix.shape[1])
+        self._last = tokens
+        return self._forward(tokens[:, None])
+
+    def idle(self) -> None:
+        """A forward pass of which nothing comes: the last token again, of one row. There is no way back to the others."""
+        if self._num_rows > 1:
+            self._select(torch.zeros(1, dtype=torch.long, device=self.prefix.device))
+            self._last = self._last[:1]
+        self.cache.truncate(self.cache.length - 1)
+        self._forward(self._last[:, None])
+
+    def _select(self, rows: torch.Tensor) -> None:
+        self._num_rows = len(rows)
+        self.cache.select(rows)
+        self._select_inputs(rows)
+
+    @abc.abstractmethod
+    def _select_inputs(self, rows: torch.Tensor) -> None:
+        """Keep these rows of what the forward pass gets beside tokens and cache."""
+
+    @abc.abstractmethod
+    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Scores (rows, vocab) after new tokens (rows, new)."""
+
+
+def select_rows(tensor: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    """These rows, of a tensor that may not be there."""
+    return None if tensor is None else tensor.index_select(0, rows)
+
+
+def check_inputs(inputs: Mapping[str, torch.Tensor], known: Iterable[str], like: torch.Tensor | None, model: str) -> None:
+    """Refuse inputs that a model does not take.
+
+    Args:
+        inputs: by name.
+        known: the names that it takes.
+        like: what they must have the shape of; None for no such demand.
+        model: its name, for the message.
+
+    Raises:
+        InputError: naming them, and what is expected.
+    """
+    unknown = sorted(set(inputs) - set(known))
+    if unknown:
+        expected = ", ".join(sorted(known)) or "none"
+        raise InputError(f"{model} does not take the inputs {', '.join(unknown)} in generation: expected {expected}.")
+    for name, value in inputs.items():
+        if like is not None and value.shape != like.shape:
+            raise InputError(f"{name} has shape {tuple(value.shape)}: expected that of input_ids, {tuple(like.shape)}.")

@@ -1,0 +1,130 @@
+"""What the forward passes of all models do with their arguments first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from model_center.errors import InputError
+from model_center.layer.cache import KeyValueCache
+from model_center.layer.mask import AttentionMask, mask_from, mask_of_lengths
+from model_center.layer.transformer import Past
+
+
+def embedded(
+    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, embedding: torch.nn.Module, what: str = "input"
+) -> torch.Tensor:
+    """Hidden states (batch, seq, dim_model) of ids (batch, seq), or those given in their place.
+
+    Raises:
+        InputError: unless exactly one of them is given, in the right number of dims.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise InputError(f"give either {what}_ids or {what}s_embeds: got {'neither' if input_ids is None else 'both'}.")
+    if input_ids is None:
+        if inputs_embeds is None or inputs_embeds.dim() != 3:
+            shape = None if inputs_embeds is None else tuple(inputs_embeds.shape)
+            raise InputError(f"{what}s_embeds has shape {shape}: expected (batch, seq, dim_model).")
+        return inputs_embeds
+    if input_ids.dim() != 2:
+        raise InputError(f"{what}_ids has shape {tuple(input_ids.shape)}: expected (batch, seq).")
+    rows: torch.Tensor = embedding(input_ids)
+    return rows
+
+
+def refuse(**arguments: object) -> None:
+    """Say that arguments which ModelCenter accepts and ignores do nothing here.
+
+    Raises:
+        InputError: naming those that are not None.
+    """
+    given = [name for name, value in arguments.items() if value is not None]
+    if given:
+        raise InputError(f"{', '.join(given)}: not supported; leave it out.")
+
+
+def past_length(past_key_values: Past) -> int:
+    """Number of tokens that went through the model before."""
+    if past_key_values is None or len(past_key_values) == 0:
+        return 0
+    if isinstance(past_key_values, KeyValueCache):
+        return past_key_values.length
+    first = past_key_values[0]
+    return 0 if first is None else int(first[0].shape[2])
+
+
+def attention_mask_of(
+    attention_mask: torch.Tensor | AttentionMask | None, length: torch.Tensor | None, num_keys: int, *, causal: bool = False
+) -> AttentionMask:
+    """The mask of a model from its arguments.
+
+    Args:
+        attention_mask: (batch, num_keys), nonzero where a token is valid, or (batch, queries, num_keys), used as it is; any dtype.
+        length: (batch,), the number of valid tokens at the start of each row: an alternative to the mask, and where attention
+            is causal one that costs nothing, since no valid token sees what is behind it.
+        num_keys: tokens so far, those of a cache included.
+        causal: whether keys after a query are hidden.
+
+    Raises:
+        InputError: for a mask of another length, or both arguments.
+    """
+    if length is not None:
+        if attention_mask is not None:
+            raise InputError("give either length or attention_mask, not both.")
+        return AttentionMask(causal, keys=None if causal else mask_of_lengths(length, num_keys))
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] != num_keys:
+        shape = tuple(attention_mask.shape)
+        raise InputError(f"attention_mask has shape {shape}: expected {num_keys} keys, those of the cache and the new ones.")
+    return mask_from(attention_mask, causal=causal)
+
+
+def positions_from(
+    position_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, table_size: int | None = None
+) -> torch.Tensor:
+    """Positions of the new tokens, (seq,) or (batch, seq).
+
+    Args:
+        position_ids: (batch, seq) or, with a cache, of all tokens so far, which is cut to the new ones; None to count from
+            `start` on.
+        start: number of earlier tokens.
+        hidden: (batch, seq, dim_model).
+        table_size: rows of the table of positions.
+
+    Raises:
+        InputError: for a sequence longer than the table.
+    """
+    end = start + hidden.shape[1]
+    if position_ids is not None:
+        return position_ids[..., -hidden.shape[1] :]
+    if table_size is not None and end > table_size:
+        raise InputError(f"the sequence has {end} tokens: the model's table of positions has {table_size}.")
+    return torch.arange(start, end, device=hidden.device)
+
+
+def positions_after_padding(
+    input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, valid: torch.Tensor | None, config: Any
+) -> torch.Tensor:
+    """Positions of the new tokens as RoBERTa counts them, (seq,) or (batch, seq): padding does not count.
+
+    The first token has position `pad_token_id` + 1, padding itself has `pad_token_id`. Without ids all tokens count.
+
+    Args:
+        input_ids: (batch, seq), integers.
+        start: number of earlier tokens.
+        hidden: (batch, seq, dim_model).
+        valid: bool (batch, start + seq), which tokens are none of the padding: says how many of the earlier ones count.
+        config: has `pad_token_id` and `position_size`.
+
+    Raises:
+        InputError: for a sequence longer than the table of positions.
+    """
+    pad, end = config.pad_token_id, start + hidden.shape[1]
+    if pad + end >= config.position_size:
+        longest = config.position_size - pad - 1
+        raise InputError(f"the sequence has {end} tokens: the model's table of positions is for {longest} at most.")
+    if input_ids is None:
+        return torch.arange(pad + 1 + start, pad + 1 + end, device=hidden.device)
+    counts = input_ids != pad
+    earlier = start if valid is None else valid[:, :start].sum(1, keepdim=True)
+    return (counts.cumsum(1) + earlier) * counts + pad

@@ -1,0 +1,217 @@
+"""LLaMA 1, 2 and 3 (Touvron et al., "LLaMA", 2023; Grattafiori et al., "The Llama 3 Herd of Models", 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from model_center.config.base import TransformerConfig
+from model_center.errors import ConfigError
+from model_center.layer.embedding import Embedding
+from model_center.layer.feedforward import GATED
+from model_center.layer.mask import AttentionMask
+from model_center.layer.position_embedding.rotary import RotaryEmbeddingESM
+from model_center.layer.transformer import Encoder, Past
+from model_center.layer.variant import PLAIN, LayerVariant
+from model_center.model.base import policy_of
+from model_center.model.causal import Asked, CausalModel
+from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
+from model_center.weights.keymap import KeyMap, Piece
+
+
+@dataclasses.dataclass(kw_only=True)
+class LlamaConfig(TransformerConfig):
+    """Configuration of Llama; defaults are ModelCenter's.
+
+    Attributes:
+        num_layers: number of layers.
+        num_heads_kv: heads of keys and values; -1 for num_heads.
+        rope_base, rope_scaling: of the rotary positions, see `Rotary`.
+        position_size: longest sequence of pre-training; longer ones are computed all the same.
+        sliding_window: number of last tokens that each token sees; None for all.
+    """
+
+    model_type: ClassVar[str] = "llama"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+
+    vocab_size: int = 32000
+    dim_model: int = 4096
+    num_heads: int = 32
+    dim_head: int = 128
+    dim_ff: int = 11008
+    num_layers: int = 32
+    num_heads_kv: int = -1
+    pos_bias_type: str = "rotary"
+    norm_bias: bool = False
+    norm_eps: float = 1e-6
+    att_bias: bool = False
+    ffn_bias: bool = False
+    ffn_activate_fn: str = "gated_silu"
+    proj_bias: bool = False
+    tied: bool = False
+    rope_base: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    position_size: int = 2048
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """As in TransformerConfig; a window holds at least the token itself."""
+        super().__post_init__()
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window is {self.sliding_window}: expected a positive number of tokens, or None.")
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our values for those of a Hugging Face config.json."""
+        num_heads = content["num_attention_heads"]
+        base, scaling = rope_of(content)
+        return {
+            "vocab_size": content["vocab_size"],
+            "dim_model": content["hidden_size"],
+            "num_heads": num_heads,
+            "num_heads_kv": content.get("num_key_value_heads") or num_heads,
+            "dim_head": content.get("head_dim") or content["hidden_size"] // num_heads,
+            "dim_ff": content["intermediate_size"],
+            "num_layers": content["num_hidden_layers"],
+            "norm_eps": content.get("rms_norm_eps", 1e-6),
+            "ffn_activate_fn": GATED + content.get("hidden_act", "silu"),
+            "tied": content.get("tie_word_embeddings", False),
+            "position_size": content.get("max_position_embeddings", 2048),
+            "rope_base": base,
+            "rope_scaling": scaling,
+            "att_bias": content.get("attention_bias", False),
+            "ffn_bias": content.get("mlp_bias", False),
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json for this model."""
+        self.refuse_unless(norm_bias=False, attn_scale=True, length_scale=False)
+        if not self.tied:
+            self.refuse_unless(proj_bias=False)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.dim_model,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_heads if self.num_heads_kv == -1 else self.num_heads_kv,
+            "head_dim": self.dim_head,
+            "intermediate_size": self.dim_ff,
+            "num_hidden_layers": self.num_layers,
+            "rms_norm_eps": self.norm_eps,
+            "hidden_act": self.ffn_activate_fn.removeprefix(GATED),
+            "tie_word_embeddings": self.tied,
+            "max_position_embeddings": self.position_size,
+            "rope_theta": self.rope_base,
+            "rope_scaling": self.rope_scaling,
+            "attention_bias": self.att_bias,
+            "mlp_bias": self.ffn_bias,
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+    def layer_variant(self) -> LayerVariant:
+        """How the layers depart from ModelCenter's."""
+        return PLAIN
+
+
+class Llama(CausalModel):
+    """The decoder-only language model LLaMA, and what is built alike."""
+
+    _CONFIG_TYPE = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.encoder = Encoder(
+            **config.stack(config.num_layers),
+            num_heads_kv=config.num_heads_kv,
+            variant=config.layer_variant(),
+            sharding=policy_of(config),
+        )
+        self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
+        self.position_bias = RotaryEmbeddingESM(config.dim_head, config.rope_base, scaling=config.rope_scaling)
+        self.add_head(config)
+
+    def forward(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        input_ids: torch.Tensor | None = None,
+        length: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | AttentionMask | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: Past = None,
+        output_logits: bool = True,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+        *,
+        position_ids: torch.Tensor | None = None,
+    ) -> Any:
+        """Score the next token at every position; arguments as in `GPT2`."""
+        hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
+        start = past_length(past_key_values)
+        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)
+        mask = mask._replace(window=self.config.sliding_window if mask.causal else None)
+        tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
+        asked = Asked(
+            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
+            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
+        )  # fmt: skip
+        return self.run(hidden, mask, tables, asked)
+
+    @classmethod
+    def key_map(cls, config: LlamaConfig) -> KeyMap:
+        """Where each tensor is in a checkpoint of LlamaForCausalLM."""
+        pieces = {
+            "input_embedding.weight": Piece("model.embed_tokens.weight"),
+            "encoder.output_layernorm.weight": Piece("model.norm.weight"),
+        }
+        if not config.tied:
+            pieces["output_projection.weight"] = Piece("lm_head.weight")
+        for layer in range(config.num_layers):
+            pieces |= cls._layer(config, f"encoder.layers.{layer}.", f"model.layers.{layer}.")
+        return KeyMap(
+            pieces,
+            prefix="model.",
+            ignored=(r"rotary_emb\.inv_freq$",),
+            tied={"lm_head.weight": "model.embed_tokens.weight"} if config.tied else {},
+            new=(r"cls_projection\.",),
+        )
+
+    @classmethod
+    def _layer(cls, config: LlamaConfig, ours: str, theirs: str) -> dict[str, Piece]:
+        attention, variant = ours + "self_att.self_attention.", config.layer_variant()
+        out_bias = config.att_bias if variant.out_bias is None else variant.out_bias
+        pieces = {
+            f"{ours}self_att.layernorm_before_attention.weight": Piece(f"{theirs}input_layernorm.weight"),
+            f"{ours}ffn.layernorm_before_ffn.weight": Piece(f"{theirs}post_attention_layernorm.weight"),
+        }
+        maps = {f"{attention}project_{name}": (f"{theirs}self_attn.{name}_proj", config.att_bias) for name in "qkv"}
+        maps[f"{attention}attention_out"] = (f"{theirs}self_attn.o_proj", out_bias)
+        maps[f"{ours}ffn.ffn.w_in.w_0"] = (f"{theirs}mlp.gate_proj", config.ffn_bias)
+        maps[f"{ours}ffn.ffn.w_in.w_1"] = (f"{theirs}mlp.up_proj", config.ffn_bias)
+        maps[f"{ours}ffn.ffn.w_out"] = (f"{theirs}mlp.down_proj", config.ffn_bias)
+        for own, (other, has_bias) in maps.items():
+            pieces |= {f"{own}.{kind}": Piece(f"{other}.{kind}") for kind in (("weight", "bias") if has_bias else ("weight",))}
+        if variant.head_norm_eps is not None:
+            pieces |= {f"{attention}norm_{name}.weight": Piece(f"{theirs}self_attn.{name}_norm.weight") for name in "qk"}
+        return pieces
+
+
+def rope_of(content: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling of rotary positions, as configurations of transformers before and after version 5 state them.
+
+    Raises:
+        ConfigError: for values that are no mapping, or positions of a part of the channels.
+    """
+    stated = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(stated, Mapping):
+        raise ConfigError(f"rope_scaling is a {type(stated).__name__}: expected a mapping.")
+    if stated.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(f"partial_rotary_factor={stated['partial_rotary_factor']} is not supported: expected 1.")
+    base = stated.get("rope_theta", content.get("rope_theta", 10000.0))
+    scaling = {name: value for name, value in stated.items() if name not in {"rope_theta", "partial_rotary_factor"}}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return float(base), scaling if kind != "default" else None

@@ -1,0 +1,229 @@
+"""MaskedModel: what BERT and its relatives share, which is everything but positions and the form of the attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from model_center.config.base import TransformerConfig
+from model_center.errors import ConfigError
+from model_center.layer.blocks import Mask
+from model_center.layer.embedding import Embedding
+from model_center.layer.linear import Linear
+from model_center.layer.transformer import Encoder
+from model_center.model.base import BaseModel, policy_of
+from model_center.model.causal import Asked
+from model_center.model.heads import LanguageModelHead, Pooler
+from model_center.model.outputs import BaseModelOutputWithPooling, as_tuple
+from model_center.weights.keymap import KeyMap, Piece
+
+
+@dataclasses.dataclass(kw_only=True)
+class MaskedConfig(TransformerConfig):
+    """Configuration of a MaskedModel.
+
+    Attributes:
+        type_size: number of token types.
+        num_layers: number of layers.
+        position_size: rows of the table of positions.
+        pad_token_id: the token whose embedding is not learned from lookups; None for none.
+    """
+
+    architecture: ClassVar[str] = ""  # of Hugging Face, with the head of pre-training
+    has_post_layer_norm: ClassVar[bool] = True
+    hugging_face_pad: ClassVar[int] = 0  # the pad_token_id of a config.json that does not say it
+
+    type_size: int = 2
+    num_layers: int = 12
+    position_size: int = 512
+    norm_eps: float = 1e-12
+    att_mask_value: float | str = -10000.0
+    post_layer_norm: bool = True
+    pad_token_id: int | None = None
+
+    @property
+    def head_activation(self) -> str:
+        """The activation in the head of the language model."""
+        return "gelu"
+
+    @property
+    def position_padding_idx(self) -> int | None:
+        """The position of padding, whose embedding is not learned; None for none."""
+        return None
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our values for those of a Hugging Face config.json.
+
+        Raises:
+            ConfigError: for a model that is another in substance: a decoder, or one with relative positions.
+        """
+        if content.get("position_embedding_type", "absolute") != "absolute" or content.get("is_decoder", False):
+            raise ConfigError("only encoders with position_embedding_type 'absolute' are supported.")
+        dim_model, num_heads = content["hidden_size"], content["num_attention_heads"]
+        return {
+            "vocab_size": content["vocab_size"],
+            "type_size": content.get("type_vocab_size", 2),
+            "dim_model": dim_model,
+            "num_heads": num_heads,
+            "dim_head": dim_model // num_heads,
+            "dim_ff": content["intermediate_size"],
+            "num_layers": content["num_hidden_layers"],
+            "position_size": content.get("max_position_embeddings", 512),
+            "dropout_p": content.get("hidden_dropout_prob", 0.1),
+            "norm_eps": content.get("layer_norm_eps", 1e-12),
+            "ffn_activate_fn": content.get("hidden_act", "gelu"),
+            "tied": content.get("tie_word_embeddings", True),
+            "pad_token_id": content.get("pad_token_id", cls.hugging_face_pad),
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json for this model.
+
+        Raises:
+            ConfigError: for values that transformers' model cannot have.
+        """
+        self.refuse_unless(
+            dim_head=self.dim_model // self.num_heads, norm_bias=True, att_bias=True, ffn_bias=True, length_scale=False,
+            attn_scale=True, post_layer_norm=True, pos_bias_type="none",
+        )  # fmt: skip
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "type_vocab_size": self.type_size,
+            "hidden_size": self.dim_model,
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.dim_ff,
+            "num_hidden_layers": self.num_layers,
+            "max_position_embeddings": self.position_size,
+            "hidden_dropout_prob": self.dropout_p,
+            "attention_probs_dropout_prob": self.dropout_p,
+            "layer_norm_eps": self.norm_eps,
+            "hidden_act": self.ffn_activate_fn,
+            "tie_word_embeddings": self.tied,
+            "pad_token_id": self.pad_token_id,
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+
+class MaskedModel(BaseModel):
+    """Embeddings of tokens, positions and types, an encoder, the head of the pre-training, and the pooler.
+
+    Args:
+        config: of the model.
+        attention: further arguments of the Encoder.
+    """
+
+    def __init__(self, config: MaskedConfig, **attention: Any) -> None:
+        super().__init__(config)
+        of_all = {"embedding_size": config.dim_model, **config.embedding()}
+        self.input_embedding = Embedding(config.vocab_size, padding_idx=config.pad_token_id, **of_all)
+        self.position_embedding = Embedding(config.position_size, padding_idx=config.position_padding_idx, **of_all)
+        self.token_type_embedding = Embedding(config.type_size, **of_all)
+        self.embed_dropout = torch.nn.Dropout(config.dropout_p)
+        self.encoder = Encoder(
+            **config.stack(config.num_layers), post_layer_norm=config.post_layer_norm, sharding=policy_of(config), **attention
+        )
+        if config.cls_head:
+            self.cls_projection = Linear(config.dim_model, config.cls_head, **config.head())
+        self.lm_head = LanguageModelHead(config, config.head_activation)
+        self.pooler = Pooler(config)
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        token_type_ids: torch.Tensor | None,
+        mask: Mask,
+        asked: Asked,
+        *,
+        output_pooler_output: bool,
+    ) -> Any:
+        """Tokens' embeddings through all layers and heads; a BaseModelOutputWithPooling, or its tuple.
+
+        Args:
+            hidden: (batch, seq, dim_model), of the tokens alone.
+            positions: (seq,) or (batch, seq).
+            token_type_ids: (batch, seq), or of all tokens so far; zeros if None.
+            mask: of the attention.
+            asked, output_pooler_output: what to return.
+        """
+        types = torch.zeros_like(positions) if token_type_ids is None else token_type_ids[:, -hidden.shape[1] :]
+        hidden = hidden + self.position_embedding(positions) + self.token_type_embedding(types)
+        out = self.encoder(
+            self.embed_dropout(hidden), mask, None, asked.use_cache, asked.past_key_values, asked.output_attentions,
+            asked.output_hidden_states, return_dict=True,
+        )  # fmt: skip
+        output = BaseModelOutputWithPooling(
+            last_hidden_state=out.last_hidden_state,
+            pooler_output=self.pooler(out.last_hidden_state) if output_pooler_output else None,
+            past_key_values=out.past_key_values if asked.use_cache else None,
+            logits=self.logits(out.last_hidden_state) if asked.output_logits else None,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+        return output if asked.return_dict else as_tuple(output)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
+        if self.config.cls_head:
+            return self.cls_projection(hidden)
+        return self.lm_head(hidden, self.input_embedding)
+
+
+def masked_key_map(config: MaskedConfig, prefix: str, head: dict[str, str], *, global_attention: bool = False) -> KeyMap:
+    """Where each tensor of a MaskedModel is in a checkpoint of Hugging Face.
+
+    Args:
+        prefix: of all but the head.
+        head: their names for `dense`, `layer_norm`, `decoder` and `bias` of the head.
+        global_attention: whether there are projections for global tokens.
+    """
+    pieces = _encoder_pieces(config, prefix, global_attention)
+    pieces |= both("lm_head.dense", head["dense"]) | both("lm_head.layer_norm", head["layer_norm"])
+    ignored: tuple[str, ...] = (r"embeddings\.position_ids$", r"^cls\.seq_relationship\.")
+    decoder = head["decoder"]
+    if config.tied:
+        pieces["lm_head.decoder.bias"] = Piece(head["bias"])
+        tied = {f"{decoder}.bias": head["bias"], f"{decoder}.weight": prefix + "embeddings.word_embeddings.weight"}
+    else:  # `bias` is another tensor then, which nothing adds
+        pieces |= both("lm_head.decoder", decoder)
+        tied, ignored = {}, (*ignored, f"^{re.escape(head['bias'])}$")
+    return KeyMap(pieces, prefix=prefix, ignored=ignored, tied=tied, new=(r"cls_projection\.", r"pooler\.", r"lm_head\."))
+
+
+def both(ours: str, theirs: str) -> dict[str, Piece]:
+    """Weight and bias of one part."""
+    return {f"{ours}.{kind}": Piece(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+
+
+def _encoder_pieces(config: MaskedConfig, prefix: str, global_attention: bool) -> dict[str, Piece]:
+    """Embeddings, layers and pooler.
+
+    Norms there follow each part: that before attention is the last one of the layer below, or of the embeddings.
+    """
+    pieces = {
+        "input_embedding.weight": Piece(prefix + "embeddings.word_embeddings.weight"),
+        "position_embedding.weight": Piece(prefix + "embeddings.position_embeddings.weight"),
+        "token_type_embedding.weight": Piece(prefix + "embeddings.token_type_embeddings.weight"),
+    }
+    below = prefix + "embeddings.LayerNorm"
+    for layer in range(config.num_layers):
+        ours, theirs = f"encoder.layers.{layer}.", f"{prefix}encoder.layer.{layer}."
+        attention = ours + "self_att.self_attention."
+        pieces |= both(ours + "self_att.layernorm_before_attention", below)
+        for own, other in (("project_q", "query"), ("project_k", "key"), ("project_v", "value")):
+            pieces |= both(attention + own, f"{theirs}attention.self.{other}")
+            if global_attention:
+                pieces |= both(f"{attention}{own}_global", f"{theirs}attention.self.{other}_global")
+        pieces |= both(attention + "attention_out", theirs + "attention.output.dense")
+        pieces |= both(ours + "ffn.layernorm_before_ffn", theirs + "attention.output.LayerNorm")
+        pieces |= both(ours + "ffn.ffn.w_in.w", theirs + "intermediate.dense")
+        pieces |= both(ours + "ffn.ffn.w_out", theirs + "output.dense")
+        below = theirs + "output.LayerNorm"
+    return pieces | both("encoder.output_layernorm", below) | both("pooler.dense", prefix + "pooler.dense")

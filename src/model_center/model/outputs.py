@@ -1,0 +1,101 @@
+"""What models return: fields by name, by position or by unpacking, those that are None left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from model_center.layer.cache import KeyValueCache
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass
+class ModelOutput:
+    """Fields of tensors. `output.name` and `output["name"]` read one; positions, slices and `to_tuple` skip None."""
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that are not None, in order."""
+        return tuple(value for _, value in self.items())
+
+    def keys(self) -> list[str]:
+        """Names of the fields that are not None."""
+        return [name for name, _ in self.items()]
+
+    def values(self) -> list[Any]:
+        """Values of the fields that are not None."""
+        return [value for _, value in self.items()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        """(name, value) of the fields that are not None, in order."""
+        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return [(name, value) for name, value in fields if value is not None]
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, str):
+            return dict(self.items())[key]
+        return self.to_tuple()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.items())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+
+@dataclasses.dataclass
+class BaseModelOutput(ModelOutput):
+    """Output of a decoder-only model.
+
+    Attributes:
+        last_hidden_state: (batch, seq, dim_model), after the last norm.
+        past_key_values: the cache, with `use_cache`.
+        logits: (batch, seq, vocab_size), or (batch, seq, cls_head), with `output_logits`.
+        hidden_states: the inputs of all layers and the last hidden state, with `output_hidden_states`.
+        attentions: of each layer (batch, heads, queries, keys), with `output_attentions`.
+    """
+
+    last_hidden_state: torch.Tensor | None = None
+    past_key_values: KeyValueCache | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: Tensors | None = None
+    attentions: Tensors | None = None
+
+
+@dataclasses.dataclass
+class BaseModelOutputWithPooling(ModelOutput):
+    """Output of an encoder: as BaseModelOutput, and `pooler_output` (batch, dim_model), made of the first token."""
+
+    last_hidden_state: torch.Tensor | None = None
+    pooler_output: torch.Tensor | None = None
+    past_key_values: KeyValueCache | None = None
+    logits: torch.Tensor | None = None
+    hidden_states: Tensors | None = None
+    attentions: Tensors | None = None
+
+
+@dataclasses.dataclass
+class Seq2SeqModelOutput(ModelOutput):
+    """Output of an encoder-decoder: as BaseModelOutput, the decoder's and the encoder's."""
+
+    last_hidden_state: torch.Tensor | None = None
+    encoder_last_hidden_state: torch.Tensor | None = None
+    past_key_values: KeyValueCache | None = None
+    logits: torch.Tensor | None = None
+    decoder_hidden_states: Tensors | None = None
+    decoder_attentions: Tensors | None = None
+    cross_attentions: Tensors | None = None
+    encoder_hidden_states: Tensors | None = None
+    encoder_attentions: Tensors | None = None
+
+
+def as_tuple(output: ModelOutput) -> tuple[Any, ...]:
+    """What `return_dict=False` gives: all fields in order, None too."""
+    fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(output)
+    return tuple(getattr(output, field.name) for field in fields)

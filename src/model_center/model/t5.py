@@ -1,0 +1,164 @@
+"""T5, T5 v1.1, mT5 and Flan-T5.
+
+Sources: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020); Xue et al.,
+"mT5" (2021); Chung et al., "Scaling Instruction-Finetuned Language Models" (2022).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from model_center.errors import ConfigError
+from model_center.layer.embedding import Embedding
+from model_center.layer.feedforward import GATED
+from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
+from model_center.weights.keymap import KeyMap, Piece
+
+
+@dataclasses.dataclass(kw_only=True)
+class T5Config(Seq2SeqConfig):
+    """Configuration of T5; defaults are ModelCenter's.
+
+    Attributes:
+        scale: whether logits are multiplied by 100 / sqrt(dim_model): ModelCenter's files of T5 1.0, whose weights are a
+            hundredth of the original ones so that fp16 does not overflow, need it.
+        scale_logits: whether logits are multiplied by 1 / sqrt(dim_model), as the original files of T5 1.0 need it.
+    """
+
+    model_type: ClassVar[str] = "t5"
+    other_types: ClassVar[tuple[str, ...]] = ("mt5",)
+
+    vocab_size: int = 32128
+    ffn_activate_fn: str = "relu"
+    scale: bool | None = None
+    scale_logits: bool = False
+
+    def __post_init__(self) -> None:
+        """As in TransformerConfig; only one scale can be meant."""
+        super().__post_init__()
+        if self.scale and self.scale_logits:
+            raise ConfigError("scale and scale_logits are both true: scale is for ModelCenter's files, the other for the original.")
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our values for those of a Hugging Face config.json.
+
+        transformers 5 says of every model that it is tied; those that do not scale their logits have heads of their own.
+        """
+        tied = content.get("tie_word_embeddings", True)
+        scaled = content.get("scale_decoder_outputs", tied and content.get("model_type") != "mt5")
+        kind = content.get("feed_forward_proj", "relu")
+        gated = kind.startswith("gated-")
+        # "gated-gelu" stands for the tanh form, in which the models were trained.
+        act = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
+        return {
+            "vocab_size": content["vocab_size"],
+            "dim_model": content["d_model"],
+            "num_heads": content["num_heads"],
+            "dim_head": content["d_kv"],
+            "dim_ff": content["d_ff"],
+            "num_encoder_layers": content["num_layers"],
+            "num_decoder_layers": content.get("num_decoder_layers") or content["num_layers"],
+            "dropout_p": content.get("dropout_rate", 0.1),
+            "norm_eps": content.get("layer_norm_epsilon", 1e-6),
+            "position_bias_num_buckets": content.get("relative_attention_num_buckets", 32),
+            "position_bias_max_distance": content.get("relative_attention_max_distance", 128),
+            "ffn_activate_fn": GATED + act if gated else act,
+            "tied": tied and scaled,
+            "scale_logits": scaled,
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json for this model."""
+        if self.scale:
+            raise ConfigError(
+                "scale=True: the weights are those of ModelCenter, a hundredth of the original ones, which transformers cannot say."
+            )
+        self.refuse_unless(norm_bias=False, att_bias=False, ffn_bias=False, attn_scale=False, length_scale=False)
+        if not self.tied:
+            self.refuse_unless(proj_bias=False)
+        act = self.ffn_activate_fn.removeprefix(GATED)
+        gated = self.ffn_activate_fn.startswith(GATED)
+        kind = "gated-gelu" if gated and act == "gelu_new" else ("gated-" if gated else "") + act
+        return {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": self.model_type,
+            "vocab_size": self.vocab_size,
+            "d_model": self.dim_model,
+            "num_heads": self.num_heads,
+            "d_kv": self.dim_head,
+            "d_ff": self.dim_ff,
+            "num_layers": self.num_encoder_layers,
+            "num_decoder_layers": self.num_decoder_layers,
+            "dropout_rate": self.dropout_p,
+            "layer_norm_epsilon": self.norm_eps,
+            "relative_attention_num_buckets": self.position_bias_num_buckets,
+            "relative_attention_max_distance": self.position_bias_max_distance,
+            "feed_forward_proj": kind,
+            "tie_word_embeddings": self.tied,
+            "scale_decoder_outputs": self.scale_logits,
+            "is_encoder_decoder": True,
+            "decoder_start_token_id": 0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+
+class T5(Seq2SeqModel):
+    """The encoder-decoder T5."""
+
+    _CONFIG_TYPE = T5Config
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(config, Embedding(config.vocab_size, config.dim_model, **config.embedding()))
+
+    @property
+    def logit_factor(self) -> float:
+        """What hidden states are multiplied by before the head."""
+        if self.config.scale:
+            return 100 * self.config.dim_model**-0.5
+        return self.config.dim_model**-0.5 if self.config.scale_logits else 1.0
+
+    @classmethod
+    def key_map(cls, config: T5Config) -> KeyMap:
+        """Where each tensor is in a checkpoint of T5ForConditionalGeneration."""
+        pieces = {"input_embedding.weight": Piece("shared.weight")}
+        tied = {f"{part}.embed_tokens.weight": "shared.weight" for part in ("encoder", "decoder")}
+        head = {"lm_head.weight": "shared.weight"}
+        if not config.tied:
+            pieces["output_projection.weight"] = Piece("lm_head.weight")
+        for part, short, depth in (("encoder", "enc", config.num_encoder_layers), ("decoder", "dec", config.num_decoder_layers)):
+            bias = f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+            pieces[f"position_bias_{short}.relative_attention_bias"] = Piece(bias)
+            pieces[f"{part}.output_layernorm.weight"] = Piece(f"{part}.final_layer_norm.weight")
+            for layer in range(depth):
+                pieces |= _layer(config, f"{part}.layers.{layer}.", f"{part}.block.{layer}.layer.", part == "decoder")
+        ignored = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+        if config.tied:
+            return KeyMap(pieces, ignored=ignored, tied=tied | head, new=(r"cls_projection\.",))
+        return KeyMap(pieces, ignored=ignored, tied=tied, substitutes=head, new=(r"cls_projection\.",))
+
+
+def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[str, Piece]:
+    pieces = _attention(ours + "self_att.", theirs + "0.", "SelfAttention")
+    if is_decoder:
+        pieces |= _attention(ours + "cross_att.", theirs + "1.", "EncDecAttention")
+    last = f"{theirs}{2 if is_decoder else 1}."
+    pieces[ours + "ffn.layernorm_before_ffn.weight"] = Piece(last + "layer_norm.weight")
+    if config.ffn_activate_fn.startswith(GATED):
+        for place in (0, 1):
+            pieces[f"{ours}ffn.ffn.w_in.w_{place}.weight"] = Piece(f"{last}DenseReluDense.wi_{place}.weight")
+    else:
+        pieces[f"{ours}ffn.ffn.w_in.w.weight"] = Piece(f"{last}DenseReluDense.wi.weight")
+    pieces[f"{ours}ffn.ffn.w_out.weight"] = Piece(f"{last}DenseReluDense.wo.weight")
+    return pieces
+
+
+def _attention(ours: str, theirs: str, kind: str) -> dict[str, Piece]:
+    pieces = {f"{ours}self_attention.project_{name}.weight": Piece(f"{theirs}{kind}.{name}.weight") for name in "qkv"}
+    pieces[f"{ours}self_attention.attention_out.weight"] = Piece(f"{theirs}{kind}.o.weight")
+    pieces[f"{ours}layernorm_before_attention.weight"] = Piece(f"{theirs}layer_norm.weight")
+    return pieces

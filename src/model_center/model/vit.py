@@ -1,0 +1,220 @@
+"""ViT (Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale", 2021)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from model_center.config.base import Config
+from model_center.errors import ConfigError, InputError
+from model_center.layer.linear import Linear
+from model_center.layer.mask import mask_from
+from model_center.layer.patch_embedding import PatchEmbedding
+from model_center.layer.transformer import Encoder
+from model_center.model.base import BaseModel, policy_of
+from model_center.model.masked import both
+from model_center.model.outputs import BaseModelOutput, as_tuple
+from model_center.weights.keymap import KeyMap, Piece
+
+
+@dataclasses.dataclass(kw_only=True)
+class VitConfig(Config):
+    """Configuration of ViT; defaults are ModelCenter's.
+
+    Attributes:
+        img_size, patch_size: of square images and patches, in pixels.
+        channels_in: colours.
+        num_classes: what the head scores.
+        hidden_size, num_layers, num_heads, mlp_size: sizes.
+        attn_bias, norm_bias, ffn_bias: which parts have a bias.
+        attn_scale: whether scores of the attention are divided by the square root of their length; None for yes.
+        representation_size: width of a layer before the head; None for none.
+        drop: dropout probability.
+        norm_eps: of the norms. Models that Google published were trained with 1e-12, which Hugging Face's files say;
+            ModelCenter's files do not, and its default is 1e-5.
+        ffn_activate_fn: activation of the feed-forward networks.
+    """
+
+    model_type: ClassVar[str] = "vit"
+
+    img_size: int = 224
+    patch_size: int = 16
+    channels_in: int = 3
+    num_classes: int = 1000
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    mlp_size: int = 3072
+    attn_bias: bool = True
+    attn_scale: bool | None = None
+    norm_bias: bool = True
+    ffn_bias: bool = True
+    representation_size: int | None = None
+    drop: float = 0.0
+    norm_eps: float = 1e-5
+    ffn_activate_fn: str = "gelu"
+
+    def __post_init__(self) -> None:
+        """As in Config; sizes are checked too."""
+        super().__post_init__()
+        self.attn_scale = self.attn_scale is not False
+        for whole, part in (("hidden_size", "num_heads"), ("img_size", "patch_size")):
+            if getattr(self, part) < 1 or getattr(self, whole) < 1 or getattr(self, whole) % getattr(self, part):
+                raise ConfigError(f"{whole} is {getattr(self, whole)}: expected a multiple of {part}={getattr(self, part)}.")
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Our values for those of a Hugging Face config.json.
+
+        Raises:
+            ConfigError: for images or patches that are no squares, or projections without bias.
+        """
+        sizes = {name: content.get(name, default) for name, default in (("image_size", 224), ("patch_size", 16))}
+        if not all(isinstance(size, int) for size in sizes.values()) or not content.get("qkv_bias", True):
+            raise ConfigError(f"{sizes}, qkv_bias {content.get('qkv_bias', True)}: expected squares, and projections with a bias.")
+        return {
+            "img_size": sizes["image_size"],
+            "patch_size": sizes["patch_size"],
+            "channels_in": content.get("num_channels", 3),
+            "num_classes": len(content["id2label"]) if content.get("id2label") else content.get("num_labels", 2),
+            "hidden_size": content["hidden_size"],
+            "num_layers": content["num_hidden_layers"],
+            "num_heads": content["num_attention_heads"],
+            "mlp_size": content["intermediate_size"],
+            "drop": content.get("hidden_dropout_prob", 0.0),
+            "norm_eps": content.get("layer_norm_eps", 1e-12),
+            "ffn_activate_fn": content.get("hidden_act", "gelu"),
+        }
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The content of a Hugging Face config.json for this model.
+
+        Raises:
+            ConfigError: for values that transformers' model cannot have.
+        """
+        self.refuse_unless(attn_bias=True, norm_bias=True, ffn_bias=True, attn_scale=True, representation_size=None)
+        labels = [f"LABEL_{number}" for number in range(self.num_classes)]
+        return {
+            "architectures": ["ViTForImageClassification"],
+            "model_type": self.model_type,
+            "image_size": self.img_size,
+            "patch_size": self.patch_size,
+            "num_channels": self.channels_in,
+            "id2label": {str(number): label for number, label in enumerate(labels)},
+            "label2id": {label: number for number, label in enumerate(labels)},
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.mlp_size,
+            "hidden_dropout_prob": self.drop,
+            "attention_probs_dropout_prob": self.drop,
+            "layer_norm_eps": self.norm_eps,
+            "hidden_act": self.ffn_activate_fn,
+            "qkv_bias": self.attn_bias,
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
+        }
+
+
+class ViT(BaseModel):
+    """The classifier of images ViT."""
+
+    _CONFIG_TYPE = VitConfig
+
+    def __init__(self, config: VitConfig) -> None:
+        super().__init__(config)
+        width = config.hidden_size
+        self.patch_embed = PatchEmbedding(config.img_size, config.patch_size, config.channels_in, width, dtype=config.dtype)
+        self.pos_drop = torch.nn.Dropout(config.drop)
+        self.blocks = Encoder(
+            config.num_layers, width, config.mlp_size, config.num_heads, width // config.num_heads, dtype=config.dtype,
+            norm_bias=config.norm_bias, norm_eps=config.norm_eps, att_bias=config.attn_bias, ffn_bias=config.ffn_bias,
+            ffn_activate_fn=config.ffn_activate_fn, attn_scale=bool(config.attn_scale), dropout_p=config.drop,
+            sharding=policy_of(config),
+        )  # fmt: skip
+        self.representation_layer: Linear | None = None
+        if config.representation_size:
+            self.representation_layer = Linear(width, config.representation_size, dtype=config.dtype, init_std=0.02)
+            width = config.representation_size
+        self.head = Linear(width, config.num_classes, dtype=config.dtype, init_std=0.02, bias=True)
+
+    def forward(
+        self,
+        input_seq: torch.Tensor,
+        register_blk: int = -1,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+    ) -> Any:
+        """Classify images.
+
+        Args:
+            input_seq: images (batch, channels_in, img_size, img_size) of any floating-point dtype.
+            register_blk: only -1.
+            attention_mask: (batch, patches + 1) or (batch, patches + 1, patches + 1), nonzero where a patch is seen; the class
+                token comes first.
+            output_attentions, output_hidden_states: what else to return.
+            return_dict: False for a tuple of all fields.
+
+        Returns a BaseModelOutput with `logits` (batch, num_classes), and `last_hidden_state` (batch, patches + 1, hidden_size).
+
+        Raises:
+            InputError: for images of another shape, or a mask of another length.
+        """
+        if register_blk != -1:
+            raise InputError(f"register_blk is {register_blk}: only -1 is supported; ask for output_attentions instead.")
+        hidden = self.pos_drop(self.patch_embed(input_seq))
+        if attention_mask is not None and attention_mask.shape[-1] != hidden.shape[1]:
+            raise InputError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: expected {hidden.shape[1]} patches and class."
+            )
+        out = self.blocks(
+            hidden, mask_from(attention_mask), None, False, None, output_attentions, output_hidden_states, return_dict=True
+        )
+        output = BaseModelOutput(
+            last_hidden_state=out.last_hidden_state,
+            logits=self.logits(out.last_hidden_state[:, 0]),
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+        return output if return_dict else as_tuple(output)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Class tokens (batch, hidden_size) to scores (batch, num_classes)."""
+        if self.representation_layer is not None:
+            hidden = torch.tanh(self.representation_layer(hidden))
+        return self.head(hidden)
+
+    @classmethod
+    def key_map(cls, config: VitConfig) -> KeyMap:
+        """Where each tensor is in a checkpoint of ViTForImageClassification."""
+        pieces = {
+            "patch_embed.cls_token": Piece("vit.embeddings.cls_token"),
+            "patch_embed.pos_embed": Piece("vit.embeddings.position_embeddings"),
+            **both("patch_embed.proj", "vit.embeddings.patch_embeddings.projection"),
+            **both("blocks.output_layernorm", "vit.layernorm"),
+            **both("head", "classifier"),
+        }
+        for layer in range(config.num_layers):
+            pieces |= _layer(f"blocks.layers.{layer}.", f"vit.encoder.layer.{layer}.")
+        return KeyMap(pieces, prefix="vit.", ignored=(r"^(vit\.)?pooler\.",), new=(r"head\.", r"representation_layer\."))
+
+
+def _layer(ours: str, theirs: str) -> dict[str, Piece]:
+    attention, ffn = ours + "self_att.self_attention.", ours + "ffn.ffn."
+    parts = {
+        ours + "self_att.layernorm_before_attention": "layernorm_before",
+        attention + "project_q": "attention.attention.query",
+        attention + "project_k": "attention.attention.key",
+        attention + "project_v": "attention.attention.value",
+        attention + "attention_out": "attention.output.dense",
+        ours + "ffn.layernorm_before_ffn": "layernorm_after",
+        ffn + "w_in.w": "intermediate.dense",
+        ffn + "w_out": "output.dense",
+    }
+    pieces = [both(own, theirs + other) for own, other in parts.items()]
+    return {name: piece for part in pieces for name, piece in part.items()}

@@ -1,0 +1,169 @@
+"""Generation with sharded models: every rank gets what one process gets for its prompts, whatever the other ranks do."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from tests.models import parity
+from tests.ranks.runner import run_ranks
+from tests.ranks.test_memory import tensors
+
+import bmtrain as bmt
+from model_center.errors import ConfigError, InputError
+from model_center.generation.engine import generate, stream
+from model_center.generation.peers import Peers
+from model_center.model.base import BaseModel
+from model_center.model.gpt2 import GPT2, GPT2Config
+from model_center.model.t5 import T5, T5Config
+
+VOCAB = 48
+SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "dtype": "float32"}
+CLASSES: dict[str, type[BaseModel]] = {"gpt2": GPT2, "t5": T5}
+# Of each rank: numbers of prompts and of their tokens, and options. The third one has no prompts.
+WORK: list[tuple[int, int, dict[str, Any]]] = [
+    (3, 5, {"max_new_tokens": 9, "eos_token_id": list(range(6))}),
+    (1, 11, {"max_new_tokens": 2, "eos_token_id": None}),
+    (0, 1, {}),
+]
+SEARCHES: list[dict[str, Any]] = [
+    {},
+    {"num_beams": 3, "num_return_sequences": 2, "early_stopping": True},
+    {"do_sample": True, "seed": 4, "top_k": 20, "repetition_penalty": 1.5},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Small random models, each in a folder of its name."""
+    root = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    gpt2 = GPT2(GPT2Config(**SIZES, num_layers=3, position_size=20))
+    t5 = T5(T5Config(**SIZES, num_encoder_layers=2, num_decoder_layers=3))
+    for name, model in (("gpt2", gpt2), ("t5", t5)):
+        parity.randomized(model, std=0.3).save_pretrained(root / name, format="model_center")
+    return root
+
+
+def made(folder: pathlib.Path, name: str) -> BaseModel:
+    """The model, sharded in a process group."""
+    return CLASSES[name].from_pretrained(folder / name, dtype="float32")
+
+
+def prompts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids and mask of this rank; the first prompt is padded, if there are several."""
+    rows, length, _ = WORK[rank]
+    ids, mask = parity.token_ids(rows, length, high=VOCAB, seed=rank), torch.ones(rows, length)
+    mask[:-1, :2] = 0
+    return ids, mask
+
+
+def results(model: BaseModel, rank: int) -> list[Any]:
+    """What comes of all searches: tokens and scores."""
+    ids, mask = prompts(rank)
+    out = []
+    for search in SEARCHES:
+        found = generate(model, ids, mask, **WORK[rank][2], **search, return_scores=True)
+        out.append((found.rows(), found.scores))
+    return out
+
+
+def all_results(folder: pathlib.Path, name: str) -> list[Any]:
+    model = made(folder, name)
+    assert Peers(model)._are_several == (bmt.world_size() > 1), "the model is not sharded"
+    return results(model, bmt.rank())
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_gets_what_one_process_gets(folder: pathlib.Path, name: str, world_size: int) -> None:
+    """Other numbers of prompts, other lengths, other ends on each rank, and none at all."""
+    alone = made(folder, name)
+    found = run_ranks(all_results, world_size, folder, name)
+    assert {len(row) for rows, _ in results(alone, 0) for row in rows} > {9}, "no row of rank 0 ended early"
+    for rank in range(world_size):
+        for (rows, scores), (expected, their_scores) in zip(found[rank], results(alone, rank), strict=True):
+            assert rows == expected
+            parity.assert_close(scores, their_scores, "scores")
+
+
+def full_buffers(folder: pathlib.Path) -> int:
+    """The most tensors as large as a whole layer that are there after a step."""
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(**SIZES, num_layers=8, position_size=20))
+    bmt.init_parameters(model)
+    size = min(layer.storages[0].layout.numel for layer in model.encoder.layers) * 4
+    steps = stream(model, prompts(0)[0], max_new_tokens=3 + bmt.rank())
+    return max(sum(nbytes >= size for nbytes in tensors().values()) for _ in steps)
+
+
+def test_layers_are_gathered_one_by_one(folder: pathlib.Path) -> None:
+    """Of 8 layers the three buffers of the ring are all that is ever whole."""
+    assert all(1 <= count <= 3 for count in run_ranks(full_buffers, 2, folder))
+
+
+def left_early(folder: pathlib.Path) -> tuple[list[Any], list[Any]]:
+    """Rank 0 leaves its stream after two tokens, the others do not; then all generate."""
+    model = made(folder, "gpt2")
+    steps = []
+    for tokens in stream(model, prompts(0)[0], max_new_tokens=8):
+        steps.append(tokens)
+        if bmt.rank() == 0 and len(steps) == 2:
+            break
+    return steps, results(model, bmt.rank())
+
+
+def test_a_stream_can_be_left_on_one_rank(folder: pathlib.Path) -> None:
+    """The others get all their tokens, and nobody hangs then or later."""
+    alone = made(folder, "gpt2")
+    expected = list(stream(alone, prompts(0)[0], max_new_tokens=8))
+    (short, after), (whole, others_after) = run_ranks(left_early, 2, folder)
+    assert short == expected[:2] and whole == expected and len(expected) == 8
+    for found, rank in ((after, 0), (others_after, 1)):
+        assert [rows for rows, _ in found] == [rows for rows, _ in results(alone, rank)]
+
+
+def wrong_on_one(folder: pathlib.Path) -> tuple[list[str], list[Any]]:
+    """Rank 1 calls wrongly in several ways; then all generate."""
+    model, ids = made(folder, "gpt2"), prompts(0)[0]
+    told = []
+    for wrong in ({"temperatur": 1}, {"max_new_tokens": 100}, {"eos_token_id": 99}, {"attention_mask": torch.zeros(3, 5)}):
+        try:
+            generate(model, ids, **(wrong if bmt.rank() == 1 else {}))
+        except (ConfigError, InputError) as error:
+            told.append(str(error))
+    try:
+        generate(model, ids if bmt.rank() == 0 else "a text")  # type: ignore[arg-type]
+    except (AttributeError, InputError) as error:
+        told.append(type(error).__name__)
+    return told, results(model, bmt.rank())
+
+
+def test_an_error_on_one_rank_is_one_on_all(folder: pathlib.Path) -> None:
+    """Before anything is computed; the rank that made it says what it is."""
+    alone = made(folder, "gpt2")
+    (told, after), (own, others_after) = run_ranks(wrong_on_one, 2, folder)
+    assert told[:4] == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 4
+    assert "nearest: 'temperature'" in own[0] and "20 positions" in own[1] and "token 99" in own[2] and "prompt 0" in own[3]
+    assert told[4] == "InputError" and len(own) == 5
+    for found, rank in ((after, 0), (others_after, 1)):
+        assert [rows for rows, _ in found] == [rows for rows, _ in results(alone, rank)]
+
+
+def alone_on_rank_0() -> list[list[int]]:
+    """A model that is not sharded: generating with it concerns one rank only."""
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(**SIZES, num_layers=1, position_size=20))
+    bmt.init_distributed(device="cpu")
+    assert not Peers(model)._are_several
+    ids = torch.tensor([[1, 2, 3]])
+    rows = generate(model, ids, max_new_tokens=4).rows() if bmt.rank() == 0 else []
+    bmt.synchronize()
+    return rows
+
+
+def test_a_model_that_is_not_sharded_needs_no_other_rank() -> None:
+    first, second = run_ranks(alone_on_rank_0, 2, join=False)
+    assert len(first[0]) == 4 and second == []
