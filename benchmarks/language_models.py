@@ -5,6 +5,7 @@ python benchmarks/language_models.py --name language-models --commit $(git rev-p
 llama   forward and backward of LLaMA 3 8B with 8 layers, 8192 tokens: model_center's, and a plain one in the same engine
 bert    whole training steps of BERT-large on 256 sequences of 128 tokens: model_center's, and transformers' with SDPA and
         torch.compile, with fp32 weights under autocast (its Trainer's bf16=True) and with weights and optimizer in bf16 alone
+loading a checkpoint of 2.7e9 parameters in bf16, in several safetensors files: benchmarks/loading.py
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import datetime
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -177,7 +180,16 @@ def bert_records() -> Iterator[dict[str, Any]]:
         del steps
 
 
-KINDS = {"llama": llama_records, "bert": bert_records}
+def loading_records() -> Iterator[dict[str, Any]]:
+    """Both layouts: one as it is in the model, one whose matrices are turned and cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        for layout in ("llama", "gpt2"):
+            command = [sys.executable, str(HERE / "loading.py"), "--layout", layout, "--gigabytes", "5.4", "--folder", folder]
+            done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            yield {"what": "loading", **json.loads(done.stdout.splitlines()[-1])}
+
+
+KINDS = {"llama": llama_records, "bert": bert_records, "loading": loading_records}
 
 
 def main() -> None:
@@ -197,8 +209,8 @@ def main() -> None:
             records.append(record)
     report = {
         "date": datetime.date.today().isoformat(), "commit": args.commit, "machine": machine(),
-        "command": f"benchmarks/language_models.py --what {' '.join(args.what)}", "transformers": transformers.__version__,
-        "python": sys.version.split()[0], "records": records,
+        "command": f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}",
+        "transformers": transformers.__version__, "records": records,
     }  # fmt: skip
     path = pathlib.Path(args.folder) / f"{args.name}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")

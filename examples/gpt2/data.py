@@ -47,6 +47,14 @@ class TokenData:
     fingerprint: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far training has come: optimizer steps done, and sequences read by all ranks together."""
+
+    step: int = 0
+    consumed: int = 0
+
+
 class Split(NamedTuple):
     """Which documents serve which purpose, as limits on the hash of their name.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from checkpointing import Position
-from data import IGNORED, TokenData, validation_batches
+from data import IGNORED, Position, TokenData, validation_batches
 from layers import rows_of_all
 from models import GPT
 from options import Options
@@ -36,7 +35,7 @@ def validate(model: GPT, data: TokenData, position: Position, options: Options, 
     model.train()
     loss, tokens = bmt.sum_loss(sums).tolist()
     if tokens:
-        report.validation(position.step, loss / tokens)
+        report.record(position.step, validation_loss=loss / tokens)
     else:
         report.say("no validation loss: the held-out text is shorter than one sequence.")
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from collections.abc import Generator
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -80,26 +77,3 @@ def prepare_data(options: Options) -> TokenData:
 
     folder = rank_zero_first(build())
     return open_cache(Path(folder))
-
-
-class StopRequest:
-    """Ctrl-C, SIGTERM and the end of torchrun as a wish to stop after the step at hand, on which all ranks agree.
-
-    A signal reaches the ranks at different moments of different steps, or only one of them. A torchrun that is killed outright
-    tells them nothing; going on without it, they would write where the next run does.
-    """
-
-    def __init__(self) -> None:
-        self.wished = False
-        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._notice)
-
-    def _notice(self, number: int, frame: FrameType | None) -> None:
-        self.wished = True
-
-    def agreed(self) -> bool:
-        """True on every rank when any rank was asked to stop. All ranks must call it."""
-        alone = self._launcher is not None and os.getppid() != self._launcher
-        wish = torch.tensor([float(self.wished or alone)], device=bmt.device())
-        return bool(bmt.distributed.all_reduce(wish, "max").item() > 0)

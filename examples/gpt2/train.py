@@ -8,22 +8,30 @@ Read `run`, then `train_step`; the rest is called from there.
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.utils.deterministic as torch_deterministic
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from checkpointing import Checkpoints, Position, ResumeError, check_same_run, choose_repeatable_kernels, load_state
 from corpus import DataError
-from data import TokenData, TrainingSequences, rank_position
+from data import Position, TokenData, TrainingSequences, rank_position
 from evaluation import batch_loss, show_sample, validate
+from model_center.errors import ResumeError
+from model_center.training.checkpoints import Checkpoints, check_same_run, load_state
+from model_center.training.run_log import StepReport, peak_memory
+from model_center.training.stop import StopRequest
 from models import GPT
 from options import DTYPES, Options, parse_options
-from report import Report, StepReport, peak_memory
-from together import StopRequest, prepare_data
+from report import Report
+from together import prepare_data
+
+REMEDY = "give the same arguments to go on, another --save-dir to keep both, or --restart to begin anew"
 
 
 def run(options: Options) -> None:
@@ -37,22 +45,20 @@ def run(options: Options) -> None:
     made_with = {**options.model_arguments(), "dtype": options.dtype, "seed": options.seed, "text": data.fingerprint[:16]}
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
-        check_same_run(checkpoint, made_with)
+        check_same_run(checkpoint, made_with, REMEDY)
 
     model = build_model(options, checkpoint)
     optimizer, scheduler, optim_manager = build_optimizer(model, options)
     position = Position()
     if checkpoint is not None:
-        position = load_state(checkpoint, optim_manager)
+        position = Position(**load_state(checkpoint, optim_manager))
         # The checkpoint says how far the schedule is; how it runs on is said by this command, say with more --steps.
         scheduler.start_lr, scheduler.warmup_iter, scheduler.end_iter = options.lr, options.warmup, options.steps
         scheduler.step(scheduler.num_iter)
     finished_before = position.step >= options.steps
     stop = StopRequest()
 
-    report = Report(
-        options.save_dir, first_step=position.step, num_steps=options.steps, log_every=options.log_every, enabled=bmt.rank() == 0
-    )
+    report = Report(options.save_dir, first_step=position.step, num_steps=options.steps, log_every=options.log_every)
     with report:
         greet(report, options, data, model, checkpoint)
         stopping = False
@@ -63,7 +69,7 @@ def run(options: Options) -> None:
             if position.step % options.val_every == 0 or last:
                 validate(model, data, position, options, report)
             if position.step % options.save_every == 0 or last or stopping:
-                checkpoint = checkpoints.save(position, model, optim_manager, made_with)
+                checkpoint = checkpoints.save(dataclasses.asdict(position), model, optim_manager, made_with)
                 report.draw()
         if stopping and position.step < options.steps:
             report.say(f"stopped after step {position.step} and saved {checkpoint}: run the same command to go on.")
@@ -165,6 +171,14 @@ def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpo
     )
     report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
     report.say(f"going on from {checkpoint}" if checkpoint is not None else f"starting anew; checkpoints go to {options.save_dir}")
+
+
+def choose_repeatable_kernels() -> None:
+    """On GPUs, sum in the same order each time; the faster backward of attention, above all, does not."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Attention looks at this mode only if it is strict; with warnings only it stays as it is.
+    torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=False)
+    torch_deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a debugging aid, costs time
 
 
 def start(options: Options) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import pathlib
 from typing import Any
 
@@ -17,25 +16,30 @@ from model_center.generation.cpm1 import CPM1BeamSearch, CPM1RandomSampling
 from model_center.generation.cpm2 import CPM2BeamSearch, CPM2RandomSampling
 from model_center.generation.engine import generate
 from model_center.generation.generation_utils import BeamHypotheses, apply_repetition_penalty, pad, top_k_top_p_filtering
+from model_center.generation.glm import GLMBeamSearch, GLMRandomSampling
 from model_center.generation.llama import LlamaBeamSearch, LlamaGeneration, LlamaRandomSampling
 from model_center.generation.t5 import T5BeamSearch, T5Generation, T5RandomSampling
 from model_center.model.cpm1 import CPM1, CPM1Config
 from model_center.model.cpm2 import CPM2, CPM2Config
+from model_center.model.glm import GLM, GLMConfig
 from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.llama import Llama, LlamaConfig
 from model_center.model.t5 import T5, T5Config
 from model_center.tokenizer.cpm1 import CPM1Tokenizer
 from model_center.tokenizer.cpm2 import CPM2Tokenizer
+from model_center.tokenizer.glm import GLMTokenizer
 from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 SIZES: dict[str, Any] = {"dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "dtype": "float32"}
 LAYERS: dict[str, Any] = {"num_layers": 2}
 BOTH: dict[str, Any] = {"num_encoder_layers": 2, "num_decoder_layers": 2}
+GLM_SIZES: dict[str, Any] = LAYERS | {"mask_tok_id": 267, "sop_tok_id": 265, "eop_tok_id": 266}  # the small tokenizer's
 FAMILIES: dict[str, tuple[Any, ...]] = {
     "llama": (Llama, LlamaConfig, LAYERS, LlamaTokenizer, LlamaBeamSearch, LlamaRandomSampling),
     "gpt2": (GPT2, GPT2Config, LAYERS, GPT2Tokenizer, CausalBeamSearch, CausalRandomSampling),
     "cpm1": (CPM1, CPM1Config, LAYERS, CPM1Tokenizer, CPM1BeamSearch, CPM1RandomSampling),
+    "glm": (GLM, GLMConfig, GLM_SIZES, GLMTokenizer, GLMBeamSearch, GLMRandomSampling),
     "t5": (T5, T5Config, BOTH, T5Tokenizer, T5BeamSearch, T5RandomSampling),
     "cpm2": (CPM2, CPM2Config, BOTH, CPM2Tokenizer, CPM2BeamSearch, CPM2RandomSampling),
 }
@@ -116,7 +120,8 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
     model, tokenizer = made(name)
     pattern = "<extra_id_{}>" if name == "t5" else "<s_{}>"
     vocabulary = tokenizer.get_vocab()
-    sentinels = [vocabulary[pattern.format(number)] for number in itertools.count() if pattern.format(number) in vocabulary][:200]
+    names = [pattern.format(number) for number in range(200)]
+    sentinels = [vocabulary[name] for name in names if name in vocabulary]
     assert len(sentinels) >= 100
     beams = FAMILIES[name][4](model, tokenizer)
     end, pad_id = tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -152,6 +157,20 @@ def test_cpm1_sees_the_whole_text() -> None:
     assert CPM1BeamSearch(model, tokenizer).generate(["the cat"], beam_size=1, max_length=9) == [text]
     causal = generate(model, ids, **options)
     assert causal.rows() != out.rows()
+
+
+def test_glm_writes_a_span_for_the_mask() -> None:
+    """[CLS], the text with its [MASK] or one at the end, [S]; until [E]; no other special token."""
+    model, tokenizer = made("glm")
+    cls, mask, sop, eop = (tokenizer.convert_tokens_to_ids(name) for name in ("[CLS]", "[MASK]", "[S]", "[E]"))
+    for text, ids in (("好小", [*tokenizer.encode("好小"), mask]), ("好[MASK]小", tokenizer.encode("好[MASK]小"))):
+        prompt = torch.tensor([[cls, *ids, sop]])
+        assert prompt[0].tolist().count(mask) == 1
+        forbidden = [token for token in range(259, 268) if token != eop] + [0]
+        out = generate(model, prompt, max_new_tokens=9, min_new_tokens=1, eos_token_id=eop, forbidden_tokens=forbidden)
+        expected = tokenizer.decode([token for token in out.rows()[0] if token != eop])
+        found = GLMBeamSearch(model, tokenizer).generate([text], beam_size=1, max_length=9)[0]
+        assert found.strip() == expected.strip() and found
 
 
 def test_pad() -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.models import parity
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model_center.errors import ConfigError, InputError
 from model_center.generation.config import GenerationConfig
@@ -182,6 +183,39 @@ def test_the_head_scores_only_last_tokens() -> None:
     with mock.patch.object(model, "logits", wraps=model.logits) as logits:
         generate(model, ids, max_new_tokens=4)
     assert [call.args[0].shape[1] for call in logits.call_args_list] == [1] * 4
+
+
+class Looks(TorchDispatchMode):
+    """Counts the operations that bring numbers of a tensor to Python, or sizes that depend on them: on a GPU each is a wait."""
+
+    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.name() in self.NAMES
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "cpm1"])
+def test_one_look_at_the_device_for_each_token(name: str) -> None:
+    """Whether all rows have ended; greedily, drawn, by beams, with all filters, stop strings and padding."""
+    tokenizer = mock.Mock(all_special_ids=[], get_vocab=lambda: {chr(65 + token): token for token in range(VOCAB)})
+    tokenizer.convert_tokens_to_string = "".join
+    model, ids, counts = made(name), parity.token_ids(3, 6, high=VOCAB), {}
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    common: dict[str, Any] = {"eos_token_id": [1, 2], "min_new_tokens": 99, "repetition_penalty": 1.5, "forbidden_tokens": [3]}
+    common |= {"stop_strings": "~~", "tokenizer": tokenizer, "return_scores": True}
+    for search in ({}, {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0}, {"num_beams": 3}):
+        for num_new in (5, 15):
+            # On the CPU ids are compared with the size of the table, which looks at them.
+            with mock.patch("model_center.layer.embedding.check_range"), Looks() as looks:
+                generate(model, ids, mask, max_new_tokens=num_new, **common, **search)
+            counts[num_new] = looks.count
+        assert counts[15] - counts[5] == 10, search
 
 
 def test_one_row_is_that_row_of_a_batch() -> None:

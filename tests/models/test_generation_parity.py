@@ -138,6 +138,28 @@ def test_tokens_and_scores_are_those_of_transformers(family: str, search: str) -
     assert len(seen) > 2, "ends made no difference: they were not tried"
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+def test_when_beams_stop_makes_a_difference(family: str) -> None:
+    """Each way of stopping is that of transformers where the ways differ: with likely ends and a preference for long sequences."""
+    results: dict[Any, list[str]] = {True: [], False: [], "never": []}
+    tokens = both(family, [0, 1, 2, 3, 4])[0].new_tokens
+    for place in range(2, 10):
+        for stopping, seen in results.items():
+            search = {"num_beams": 2, "length_penalty": 3.0, "early_stopping": stopping}
+            found, expected = both(family, [0, 1, 2, 3, 4], eos_token_id=tokens[:, place].unique().tolist(), **search)
+            assert torch.equal(found.sequences, expected.sequences), (place, stopping)
+            seen.append(str(found.rows()))
+    assert results[True] != results[False] != results["never"] != results[True]
+
+
+def test_many_ends_leave_enough_beams() -> None:
+    """Where most of the likeliest tokens are ends, candidates further down go on."""
+    for ends in (list(range(16)), list(range(0, 48, 2)), list(range(40))):
+        for search in ({"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 4, "min_new_tokens": 2}):
+            found, expected = both("llama", [0, 1, 2, 3, 4], eos_token_id=ends, **search)
+            assert torch.equal(found.sequences, expected.sequences)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_limits_and_forbidden_tokens_are_those_of_transformers(family: str) -> None:
     """`max_length` counts the prompt's tokens (of the decoder); tokens can be forbidden; one new token is a limit, too."""

@@ -19,18 +19,26 @@ class AttentionMask(NamedTuple):
         keys: bool (batch, keys), False where a key is padding; None where none is.
         pairs: bool (batch or 1, heads or 1, queries, keys); None where the others say it all.
         window: with `causal`, the number of last keys that a query sees, itself included (sliding window); None for all.
+        is_settled: whether `pairs` is what `visible` would make of all of it.
     """
 
     causal: bool = False
     keys: torch.Tensor | None = None
     pairs: torch.Tensor | None = None
     window: int | None = None
+    is_settled: bool = False
 
     def is_plain(self, num_queries: int, num_keys: int) -> bool:
         """Whether "causal" or "everything" says it all."""
         if self.keys is not None or self.pairs is not None or (self.window is not None and self.window < num_keys):
             return False
         return not self.causal or num_queries in {1, num_keys}
+
+    def is_of_keys(self) -> bool:
+        """Whether all queries of all heads see the same keys, so that `visible` is None or (batch or 1, 1, 1, keys)."""
+        if self.pairs is None or self.is_settled:
+            return not self.causal and (self.pairs is None or self.pairs.shape[1:3] == (1, 1))
+        return False
 
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
         """bool, broadcastable to (batch, heads, queries, keys); None for everything.
@@ -39,6 +47,8 @@ class AttentionMask(NamedTuple):
         would be NaN and spoil the gradients of all others.
         """
         seen = self.pairs
+        if self.is_settled:
+            return seen
         if self.causal and (num_queries > 1 or self.window is not None):
             seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
         if self.keys is not None:
@@ -46,6 +56,12 @@ class AttentionMask(NamedTuple):
         if seen is None or (self.keys is None and self.pairs is None):
             return seen
         return seen | ~seen.any(-1, keepdim=True)
+
+    def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
+        """The same mask with its tensor of pairs, if it needs one: made once for all layers of a pass."""
+        if self.is_settled or self.is_plain(num_queries, num_keys):
+            return self
+        return self._replace(pairs=self.visible(num_queries, num_keys, device), is_settled=True)
 
 
 def causal_pairs(num_queries: int, num_keys: int, device: torch.device, window: int | None = None) -> torch.Tensor:

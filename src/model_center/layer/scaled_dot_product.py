@@ -1,4 +1,4 @@
-"""The arithmetic of attention: torch's fused kernels, or step by step where the probabilities are asked for."""
+"""The arithmetic of attention: fused kernels, or step by step where the probabilities are asked for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from bmtrain.kernels.short_attention import short_attention, short_attention_applies
 from model_center.layer.mask import AttentionMask
 
 
@@ -33,6 +34,9 @@ def attend(
     Returns (batch, heads, queries, dim_head).
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if bias is None and mask.is_of_keys() and short_attention_applies(query, key, value, dropout_p):
+        seen = mask.visible(num_queries, num_keys, query.device)
+        return short_attention(query, key, value, None if seen is None else seen[:, 0, 0], scale=scale, dropout_p=dropout_p)
     if bias is None and mask.is_plain(num_queries, num_keys):
         causal, grouped = mask.causal and num_queries > 1, query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
@@ -66,11 +70,15 @@ def attend_visibly(
 
 def score_mask(mask: AttentionMask, bias: torch.Tensor | None, query: torch.Tensor, num_keys: int) -> torch.Tensor | None:
     """What `scaled_dot_product_attention` takes: bool (True is seen), or numbers to add to the scores."""
-    visible = mask.visible(query.shape[2], num_keys, query.device)
     if bias is None:
-        return visible
-    bias = bias.to(query.dtype)
-    return bias if visible is None else bias.masked_fill(~visible, -math.inf)
+        return mask.visible(query.shape[2], num_keys, query.device)
+    return biased(mask, bias, query.dtype, (query.shape[2], num_keys))
+
+
+def biased(mask: AttentionMask, bias: torch.Tensor, dtype: torch.dtype, pairs: tuple[int, int]) -> torch.Tensor:
+    """The bias, -inf where the mask hides one of the (queries, keys) `pairs`."""
+    visible = mask.visible(*pairs, bias.device)
+    return bias.to(dtype) if visible is None else bias.to(dtype).masked_fill(~visible, -math.inf)
 
 
 def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -68,6 +68,11 @@ class Wanted:
     attentions: bool = False
     normed: bool = False
 
+    @property
+    def past_length(self) -> int:
+        """Tokens in the cache."""
+        return 0 if self.cache is None else self.cache.length
+
 
 def run_layers(
     layers: Iterable[torch.nn.Module], norm: torch.nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], wanted: Wanted

@@ -13,6 +13,8 @@ from model_center.layer.attention import PositionBias
 from model_center.layer.blocks import Mask
 from model_center.layer.cache import KeyValueCache, KeyValues, LayerCache
 from model_center.layer.layernorm import LayerNorm
+from model_center.layer.mask import AttentionMask
+from model_center.layer.scaled_dot_product import biased
 from model_center.layer.stack import ShardingPolicy, StackOutput, Wanted, layer_list, run_layers
 from model_center.layer.transformer_block import TransformerBlock
 from model_center.layer.variant import PLAIN, LayerVariant
@@ -110,7 +112,8 @@ class Encoder(torch.nn.Module):
         """
         wanted = wanted_from(len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states)
         wanted = dataclasses.replace(wanted, normed=self.post_layer_norm)
-        out = run_layers(self.layers, self.output_layernorm, hidden_states, (attention_mask, position_bias), wanted)
+        args = once_for_all(attention_mask, position_bias, hidden_states, wanted.past_length + hidden_states.shape[1])
+        out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
         return as_asked(out, use_cache, return_dict)
 
 
@@ -186,8 +189,25 @@ class Decoder(torch.nn.Module):
     ) -> Any:
         """(batch, seq, dim_model) to the same, over encoder states (batch, keys, dim_model); otherwise as in `Encoder`."""
         wanted = wanted_from(len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states, cross=True)
-        args = (attention_mask, position_bias, cross_hidden_states, cross_attention_mask, cross_position_bias)
+        args: tuple[Any, ...] = once_for_all(
+            attention_mask, position_bias, hidden_states, wanted.past_length + hidden_states.shape[1]
+        )
+        if cross_hidden_states is not None:
+            of_cross = once_for_all(cross_attention_mask, cross_position_bias, hidden_states, cross_hidden_states.shape[1])
+            args = (*args, cross_hidden_states, *of_cross)
+        else:
+            args = (*args, None, cross_attention_mask, cross_position_bias)
         return as_asked(run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted), use_cache, return_dict)
+
+
+def once_for_all(mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, num_keys: int) -> tuple[Mask, PositionBias | None]:
+    """Mask and bias for all layers of a pass, with what each of them would else make of them again (and keep for backward)."""
+    if not isinstance(mask, AttentionMask):
+        return mask, bias
+    mask = mask.settled(hidden.shape[1], num_keys, hidden.device)
+    if not isinstance(bias, torch.Tensor):
+        return mask, bias
+    return AttentionMask(), biased(mask, bias, hidden.dtype, (hidden.shape[1], num_keys))
 
 
 def wanted_from(

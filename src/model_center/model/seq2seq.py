@@ -176,7 +176,7 @@ class Seq2SeqModel(BaseModel):
         prefix = inputs.get("decoder_input_ids", input_ids.new_full((len(input_ids), 1), self.DECODER_START))
         if prefix.dim() != 2 or len(prefix) != len(input_ids) or prefix.shape[1] < 1:
             raise InputError(f"decoder_input_ids has shape {tuple(prefix.shape)}: expected ({len(input_ids)}, at least 1).")
-        return Seq2SeqDecoding(self, input_ids, mask, prefix)
+        return Seq2SeqDecoding(self, input_ids, mask, prefix.long())
 
 
 class Seq2SeqDecoding(Decoding):

@@ -1,0 +1,8 @@
+"""Generation: one engine for all models that write, greedily, by sampling or by beam search, from ids or from texts."""
+
+from model_center.generation.config import GenerationConfig
+from model_center.generation.engine import generate, stream
+from model_center.generation.output import GenerationOutput
+from model_center.generation.text import TextGenerator
+
+__all__ = ["GenerationConfig", "GenerationOutput", "TextGenerator", "generate", "stream"]

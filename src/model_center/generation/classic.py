@@ -1,0 +1,81 @@
+"""ModelCenter's generation classes: `X(model, tokenizer).generate(texts, ...)`, what they have in common.
+
+`max_length` counts new tokens in all of them. No text ends before its first token, and only generated tokens count as repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from model_center.generation.text import TextGenerator
+from model_center.model.base import BaseModel
+
+
+class Generation:
+    """A model, put into evaluation mode, and its tokenizer."""
+
+    # What turns texts into texts.
+    WRITER: ClassVar[type[TextGenerator]] = TextGenerator
+
+    def __init__(self, model: BaseModel, tokenizer: Any) -> None:
+        model.eval()
+        self.model, self.tokenizer = model, tokenizer
+        self.writer = self.WRITER(model, tokenizer, min_new_tokens=1)
+
+
+class BeamSearchTexts(Generation):
+    """Generation by beam search."""
+
+    def generate(
+        self,
+        texts: Sequence[str],
+        beam_size: int = 3,
+        max_length: int = 100,
+        repetition_penalty: float = 1.0,
+        repetition_window: int | None = None,
+    ) -> list[str]:
+        """What follows each text.
+
+        Args:
+            texts: the prompts.
+            beam_size: number of beams; scores are log-probabilities divided by length.
+            max_length: most new tokens.
+            repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
+        """
+        repetition = _repetition(repetition_penalty, repetition_window)
+        return self.writer(texts, num_beams=beam_size, max_new_tokens=max_length, **repetition)
+
+
+class RandomSamplingTexts(Generation):
+    """Generation by drawing tokens."""
+
+    def generate(
+        self,
+        texts: Sequence[str],
+        max_length: int = 100,
+        top_k: int = 0,
+        top_p: float = 0.9,
+        temperature: float = 0.9,
+        repetition_penalty: float = 1.0,
+        repetition_window: int | None = None,
+    ) -> list[str]:
+        """What follows each text.
+
+        Args:
+            texts: the prompts.
+            max_length: most new tokens.
+            top_k, top_p, temperature: as in GenerationConfig.
+            repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
+        """
+        repetition = _repetition(repetition_penalty, repetition_window)
+        return self.writer(
+            texts, do_sample=True, max_new_tokens=max_length, top_k=top_k, top_p=top_p, temperature=temperature, **repetition
+        )
+
+
+def _repetition(penalty: float, window: int | None) -> dict[str, Any]:
+    """Options of GenerationConfig, which wants no window without a penalty."""
+    if penalty == 1:
+        return {}
+    return {"repetition_penalty": penalty, "repetition_window": window, "penalize_prompt": False}

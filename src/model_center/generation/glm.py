@@ -1,0 +1,42 @@
+"""Generation with GLM, in ModelCenter's manner."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from model_center.generation.classic import BeamSearchTexts, Generation, RandomSamplingTexts
+from model_center.generation.config import GenerationConfig
+from model_center.generation.text import TextGenerator
+
+
+class GLMTextGenerator(TextGenerator):
+    """What is at the [MASK] of each text, which is at its end if the text names none; it ends at [E].
+
+    Source: Du et al., "GLM: General Language Model Pretraining with Autoregressive Blank Infilling" (2022).
+    """
+
+    def encode(self, text: str) -> list[int]:
+        """[CLS], the text's tokens, among them a [MASK]; the model adds the token that starts a span."""
+        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
+        gap = [] if self.tokenizer.mask_token_id in ids else [self.tokenizer.mask_token_id]
+        return [self.tokenizer.cls_token_id, *ids, *gap]
+
+    def settled(self, config: GenerationConfig) -> GenerationConfig:
+        """As in TextGenerator; of the tokens that are no pieces of text, only those that end it are generated."""
+        config = super().settled(config)
+        others = {*self.tokenizer.all_special_ids, *range(self.tokenizer.first_special_id, self.model.config.vocab_size)}
+        return dataclasses.replace(config, forbidden_tokens=(*config.forbidden_tokens, *(others - set(config.eos_ids))))
+
+
+class GLMGeneration(Generation):
+    """What is at the [MASK] of each text, see GLMTextGenerator."""
+
+    WRITER = GLMTextGenerator
+
+
+class GLMBeamSearch(BeamSearchTexts, GLMGeneration):
+    """By beam search."""
+
+
+class GLMRandomSampling(RandomSamplingTexts, GLMGeneration):
+    """By drawing tokens."""

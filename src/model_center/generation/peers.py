@@ -1,0 +1,40 @@
+"""The ranks that compute one sharded model: each forward pass gathers parameters from all, so all do equally many."""
+
+from __future__ import annotations
+
+import torch
+
+import bmtrain as bmt
+from model_center.errors import InputError
+
+
+class Peers:
+    """The ranks that share the parameters of a model; one rank alone if they are not sharded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        is_sharded = any(isinstance(parameter, bmt.DistributedParameter) for parameter in model.parameters())
+        self._are_several = is_sharded and bmt.world_size() > 1
+
+    def who_goes_on(self, own: torch.Tensor) -> tuple[bool, bool]:
+        """Whether this rank goes on, bool () on its device, and whether any does. Collective; waits for the device once."""
+        if not self._are_several:
+            goes_on = bool(own)
+            return goes_on, goes_on
+        own = own.int()
+        mine, anyone = torch.stack([own, bmt.distributed.all_reduce(own, "max")]).tolist()
+        return bool(mine), bool(anyone)
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise this rank's error, or tell of that of another rank, before anybody begins. Collective.
+
+        Raises:
+            InputError: where only others have one.
+        """
+        failed: list[int] = []
+        if self._are_several:
+            flag = torch.tensor([error is not None], dtype=torch.int32, device=bmt.device())
+            failed = bmt.distributed.all_gather(flag).flatten().nonzero().flatten().tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise InputError(f"generate was called wrongly on rank {failed[0]}, which says how: no rank generates.")

@@ -1,0 +1,93 @@
+"""Running the programs of examples/language_models on ranks, on tiny models and the small files of tests/data."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pathlib
+import runpy
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from tests.ranks.runner import run_ranks
+
+from model_center.training.metrics_file import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = ROOT / "examples" / "language_models"
+DATA = ROOT / "tests" / "data"
+# A tiny model learns fast, and the CPU computes fp32 best.
+TINY = "--dtype fp32 --lr 2e-3 --lr-decay-style constant"
+
+
+def tiny(family: str, folder: pathlib.Path) -> pathlib.Path:
+    """A tiny model's folder in `folder`."""
+    path = folder / family
+    if not path.exists():
+        module("tiny_model").make(family, path)
+    return path
+
+
+def module(name: str) -> ModuleType:
+    """A file of the examples, as a module that nobody else sees."""
+    spec = importlib.util.spec_from_file_location(f"language_models_{name}", PROGRAMS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    with on_the_path():
+        spec.loader.exec_module(loaded)
+    return loaded
+
+
+@contextlib.contextmanager
+def on_the_path() -> Iterator[None]:
+    """The modules of the examples can be imported by name."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(PROGRAMS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(PROGRAMS))
+        for name in set(sys.modules) - before:
+            if pathlib.Path(getattr(sys.modules[name], "__file__", None) or "/").parent == PROGRAMS:
+                del sys.modules[name]
+
+
+def train(name: str, *arguments: object, ranks: int = 2, timeout: float = 120) -> None:
+    """Run a program on so many ranks, each a process of its own; a text may hold several arguments."""
+    split = [part for argument in arguments for part in (argument.split() if isinstance(argument, str) else [str(argument)])]
+    run_ranks(main, ranks, name, split, join=False, timeout=timeout)
+
+
+def main(name: str, arguments: list[str]) -> None:
+    """On a rank: the program, as if it had been started by torchrun on a machine without GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.argv = [name, *arguments]
+    with on_the_path():
+        runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
+
+
+def losses(folder: pathlib.Path) -> list[float]:
+    """The training loss of each step of a run."""
+    return [record["loss"] for record in read_metrics(folder / "metrics.jsonl") if "loss" in record]
+
+
+def results(folder: pathlib.Path, name: str) -> list[float]:
+    """What each evaluation of a run found."""
+    return [record[name] for record in read_metrics(folder / "metrics.jsonl") if name in record]
+
+
+def same_learning(folder: pathlib.Path, other: pathlib.Path, rel: float = 0.0) -> None:
+    """Both runs recorded the same, but for times and memory."""
+    pairs = [[learning(record) for record in read_metrics(path / "metrics.jsonl")] for path in (folder, other)]
+    assert [record.keys() for record in pairs[0]] == [record.keys() for record in pairs[1]]
+    for got, want in zip(*pairs, strict=True):
+        for key, value in want.items():
+            assert abs(got[key] - value) <= rel * abs(value), f"step {want['step']}: {key} is {got[key]}, expected {value}"
+
+
+def learning(record: dict[str, Any]) -> dict[str, Any]:
+    """What of a record does not depend on the machine."""
+    return {name: value for name, value in record.items() if name not in ("tokens_per_second", "memory")}

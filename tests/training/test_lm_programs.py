@@ -1,0 +1,209 @@
+"""The programs of examples/language_models: each learns what it is for, or at least runs through, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import warnings
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from tests.ranks.runner import run_ranks
+from tests.training.lm_programs import DATA, TINY, losses, module, results, tiny, train
+
+import bmtrain as bmt
+from model_center.__main__ import main as command
+from model_center.dataset.indexed_builder import make_builder
+from model_center.errors import ConfigError, IdentifierError
+from model_center.model import Bert, Llama
+from model_center.tokenizer import CPM2Tokenizer
+from model_center.training.metrics_file import read_metrics
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Tiny models are made here."""
+    return tmp_path_factory.mktemp("lm")
+
+
+def on(model: pathlib.Path, data: pathlib.Path = DATA) -> list[object]:
+    """Arguments that say which model and which data."""
+    return ["--model-config", model, "--base-path", data, TINY]
+
+
+def test_bert_learns_boolq(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """From chance to nearly all right, on data that tell the answer; the model is written as transformers reads it."""
+    arguments = "--dataset_name BoolQ --batch-size 10 --epochs 3 --save"
+    train("finetune_bert", *on(tiny("bert", folder)), arguments, tmp_path)
+    accuracy = results(tmp_path, "accuracy")
+    assert len(accuracy) == 3 and accuracy[-1] > 0.85
+    assert losses(tmp_path)[-1] < 0.6 < losses(tmp_path)[0]
+    ours = Bert.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    theirs = transformers.BertForMaskedLM.from_pretrained(tmp_path / "model").eval()
+    ids = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
+    assert torch.load(tmp_path / "model" / "head.pt")["weight"].shape == (2, 64)
+
+
+def test_gpt2_learns_boolq(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The words of the answers, and the texts of the prompts."""
+    arguments = "--dataset BoolQ --batch-size 5 --gradient-accumulation 2 --epochs 4 --save"
+    train("finetune_gpt2", *on(tiny("gpt2", folder)), arguments, tmp_path)
+    assert len(losses(tmp_path)) == 40, "two micro-batches of 5 rows on two ranks are a step of 20 rows, of 200"
+    assert results(tmp_path, "accuracy")[-1] > 0.85
+    assert losses(tmp_path)[-1] < 5 < losses(tmp_path)[0]
+
+
+def test_t5_learns_to_answer(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """SQuAD: questions that it has seen are answered; at the start none is."""
+    content = json.loads((DATA / "squad" / "train-v1.1.json").read_text(encoding="utf-8"))
+    (tmp_path / "squad").mkdir()
+    for split, times in (("train", 4), ("dev", 1)):
+        (tmp_path / "squad" / f"{split}-v1.1.json").write_text(json.dumps({"data": content["data"] * times}), encoding="utf-8")
+    arguments = "--lr 4e-3 --batch-size 4 --epochs 14 --max-decoder-length 12 --save"
+    train("finetune_t5_squad", *on(tiny("t5", folder), tmp_path), arguments, tmp_path / "run")
+    for name in ("exact_match", "f1"):
+        scores = results(tmp_path / "run", name)
+        assert scores[0] < 0.1 and max(scores[-5:]) > 0.4, (name, scores)
+    assert losses(tmp_path / "run")[-1] < 0.5 < losses(tmp_path / "run")[0]
+
+
+def adapted_answers(model: str, adapter: str, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of transformers' model with the adapter that the program wrote."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
+    return logits
+
+
+def restored_answers(model: str, run: str, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of our model with adapters, from the run's checkpoint."""
+    with_adapters = Llama.from_pretrained(model, dtype=torch.float32)
+    targets = ["project_q", "project_k", "project_v", "attention_out"]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=8, lora_alpha=64, target_modules=targets), with_adapters)
+    bmt.BMTrainModelWrapper(with_adapters)
+    bmt.load(with_adapters, str(pathlib.Path(run, pathlib.Path(run, "latest").read_text().strip(), "model.pt")))
+    with torch.no_grad():
+        logits: torch.Tensor = with_adapters.eval()(ids).logits
+    return logits
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")  # peft calls transformers so
+def test_llama_learns_instructions_by_lora(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The loss falls, the model's own weights stay, and the adapter does in transformers what it does here."""
+    model = tiny("llama", folder)
+    arguments = "--max-length 64 --batch-size 2 --lr 1e-2 --epochs 12 --lora-rank 8 --lora-alpha 64 --save"
+    train("instruct_llama", *on(model), arguments, tmp_path)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
+    assert results(tmp_path, "validation_loss")[-1] < results(tmp_path, "validation_loss")[0]
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert set(written["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    ids = torch.arange(3, 25)[None]
+    theirs = adapted_answers(str(model), str(tmp_path / "adapter"), ids)
+    (ours,) = run_ranks(restored_answers, 1, str(model), str(tmp_path), ids)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        plain = Llama.from_pretrained(model, dtype=torch.float32).eval()(ids).logits
+    assert (ours - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_relatives_of_llama_learn_instructions(family: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """All weights; the class is that of the folder's configuration."""
+    arguments = "--max-length 64 --batch-size 2 --epochs 4 --save"
+    train("instruct_llama", *on(tiny(family, folder)), arguments, tmp_path)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
+
+
+@pytest.mark.parametrize(
+    ("program", "family", "task", "metrics"),
+    [
+        ("finetune_bert", "bert", "COPA", ["accuracy"]),
+        ("finetune_bert", "bert", "CB", ["accuracy", "macro_f1"]),
+        ("finetune_llama", "llama", "MultiRC", ["accuracy", "f1", "exact_match"]),
+        ("finetune_t5_superglue", "t5", "ReCoRD", ["f1", "exact_match"]),
+        ("finetune_cpm1", "cpm1", "LCQMC", ["accuracy"]),
+        ("finetune_cpm2", "cpm2", "LCQMC", ["accuracy"]),
+    ],
+)
+def test_other_tasks(
+    program: str, family: str, task: str, metrics: list[str], folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """A few steps, and an evaluation."""
+    train(program, *on(tiny(family, folder)), "--dataset_name", task, "--batch-size", "3", "--train-iters", "3", "--save", tmp_path)
+    assert len(losses(tmp_path)) in (2, 3)
+    for metric in metrics:
+        assert all(0 <= value <= 1 for value in results(tmp_path, metric)) and results(tmp_path, metric)
+
+
+def tokens(folder: pathlib.Path, family: str) -> str:
+    """Token data for a model of this family, made of the small texts; returns the prefix's name."""
+    model, prefix = tiny(family, folder), str(folder / family / "tokens")
+    text = str(DATA / "corpus" / ("english.txt" if family == "gpt2" else "chinese.txt"))
+    options = {"gpt2": ["--append-eod"], "cpm1": ["--preset", "cpm1"]}
+    if family in options:
+        with warnings.catch_warnings():
+            assert command(["preprocess", "--input", text, "--tokenizer", str(model), "--output", prefix, *options[family]]) == 0
+        return "tokens"
+    tokenizer = CPM2Tokenizer.from_pretrained(model)
+    gap = tokenizer.get_sentinel_id(0)
+    rows = [tokenizer.encode(line) for line in pathlib.Path(text).read_text(encoding="utf-8").splitlines()]
+    pairs = {
+        "context": [[*ids[: len(ids) // 2], gap] for ids in rows],
+        "target": [[gap, *ids[len(ids) // 2 :], tokenizer.eod_id] for ids in rows],
+    }
+    for name, sequences in pairs.items():
+        with make_builder(f"{prefix}_{name}.bin", "mmap", "int32") as builder:
+            for ids in sequences:
+                builder.add_item(ids)
+            builder.finalize(f"{prefix}_{name}.idx")
+    return "tokens"
+
+
+@pytest.mark.parametrize(("family", "length"), [("gpt2", 64), ("cpm1", 128), ("cpm2", 512)])
+def test_training_from_scratch(family: str, length: int, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """The loss falls from that of knowing nothing."""
+    arguments = f"--dataset_name {tokens(folder, family)} --max-length {length} --batch-size 4 --epochs 3 --save"
+    train(f"pretrain_{family}", *on(tiny(family, folder), folder / family), arguments, tmp_path)
+    assert losses(tmp_path)[0] > 5.5
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_an_unknown_task(folder: pathlib.Path) -> None:
+    """The nearest one is named."""
+    with pytest.raises(IdentifierError, match=r"there is no task 'BoolK' for this model.*Did you mean 'BoolQ'"):
+        train("finetune_bert", *on(tiny("bert", folder)), "--dataset_name BoolK")
+
+
+def test_weights_from_elsewhere(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """--load goes before the folder's weights, and --start-step says how many steps those have behind them."""
+    module("tiny_model").make("gpt2", tmp_path / "other", seed=1)
+    where = folder / tokens(folder, "gpt2")
+    arguments = f"--dataset_name {where.name} --max-length 64 --batch-size 4 --lr 0 --start-step 5 --train-iters 6 --load"
+    train("pretrain_gpt2", *on(tiny("gpt2", folder), folder / "gpt2"), arguments, tmp_path / "other", "--save", tmp_path / "run")
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [6]
+    got, want = (
+        safetensors.torch.load_file(path / "model.safetensors") for path in (tmp_path / "run" / "model", tmp_path / "other")
+    )
+    assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_other_ways_to_compute(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """fp16 with a loss scale that finds its size, states in host memory, no recomputation, and curves."""
+    how = "--dtype fp16 --optimizer adam-offload --zero-level 2 --no-use-checkpoint --tensorboard --log-dir"
+    arguments = "--dataset_name BoolQ --batch-size 8 --train-iters 4 --inspect-iters 4"
+    train("finetune_bert", *on(tiny("bert", folder)), arguments, how, tmp_path)
+    scales = [record["loss_scale"] for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    assert scales[0] == 65536 and len(scales) == 4 and scales == sorted(scales, reverse=True)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith("events.")]
+
+
+def test_a_model_of_another_kind(folder: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="bert is a Bert: expected a Llama, or what is built like one"):
+        train("instruct_llama", *on(tiny("bert", folder)))
