@@ -34,12 +34,6 @@ class AttentionMask(NamedTuple):
             return False
         return not self.causal or num_queries in {1, num_keys}
 
-    def is_of_keys(self) -> bool:
-        """Whether all queries of all heads see the same keys, so that `visible` is None or (batch or 1, 1, 1, keys)."""
-        if self.pairs is None or self.is_settled:
-            return not self.causal and (self.pairs is None or self.pairs.shape[1:3] == (1, 1))
-        return False
-
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
         """bool, broadcastable to (batch, heads, queries, keys); None for everything.
 
@@ -80,7 +74,7 @@ def mask_from(attention_mask: torch.Tensor | AttentionMask | None, *, causal: bo
         causal: whether keys after a query are hidden.
 
     Raises:
-        InputError: for another number of dims.
+        InputError: for another number of dims, or 4 dims of floating-point numbers, which elsewhere are added to scores.
     """
     if attention_mask is None:
         return AttentionMask(causal)
@@ -91,6 +85,8 @@ def mask_from(attention_mask: torch.Tensor | AttentionMask | None, *, causal: bo
     if attention_mask.dim() == 3:
         return AttentionMask(pairs=attention_mask[:, None].bool())
     if attention_mask.dim() == 4:
+        if attention_mask.is_floating_point():
+            raise InputError("attention_mask has 4 dims of floating point: expected bool, True where a key is seen, no summands.")
         return AttentionMask(pairs=attention_mask.bool())
     shape = tuple(attention_mask.shape)
     raise InputError(f"attention_mask has shape {shape}: expected (batch, keys) or (batch, [heads,] queries, keys).")

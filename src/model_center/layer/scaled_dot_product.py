@@ -1,4 +1,4 @@
-"""The arithmetic of attention: fused kernels, or step by step where the probabilities are asked for."""
+"""The arithmetic of attention: torch's fused kernels, or step by step where the probabilities are asked for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import torch
 import torch.nn.functional as F
 
-from bmtrain.kernels.short_attention import short_attention, short_attention_applies
 from model_center.layer.mask import AttentionMask
 
 
@@ -34,9 +33,6 @@ def attend(
     Returns (batch, heads, queries, dim_head).
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
-    if bias is None and mask.is_of_keys() and short_attention_applies(query, key, value, dropout_p):
-        seen = mask.visible(num_queries, num_keys, query.device)
-        return short_attention(query, key, value, None if seen is None else seen[:, 0, 0], scale=scale, dropout_p=dropout_p)
     if bias is None and mask.is_plain(num_queries, num_keys):
         causal, grouped = mask.causal and num_queries > 1, query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
