@@ -17,7 +17,7 @@ from model_center.errors import ConfigError, WeightsError
 from model_center.hub.resolving import FILES, resolve
 from model_center.model.base import BaseModel
 from model_center.model.registry import CLASSES, model_class
-from model_center.weights.export import Exporter, targets_of, written
+from model_center.weights.export import Exporter, targets_of, with_dtype, written
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import Opened, check, open_weights
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         with writing(target):
             if args.to == "hf":
-                staging.write_json(CONFIG, config.to_hugging_face())
+                staging.write_json(CONFIG, with_dtype(config.hugging_face_content(), opened.source.headers))
                 _to_hugging_face(opened, ties, kind.key_map(config), staging, args.max_shard_size)
             else:
                 staging.write_json(CONFIG, config.to_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 import random
@@ -149,6 +150,7 @@ def test_rows_are_filled_well() -> None:
         ('{"messages": ["a"]}', "line 1: "),
         ('{"instruction": "a"}', "line 1: there is no field 'output'"),
         ('{"conversations": [{"from": "gpt", "value": 3}]}', "line 1: got the message"),
+        ('{"conversations": [{"from": "gpt", "value": "a"}]}', "line 1: it begins with an answer"),
     ],
 )
 def test_bad_conversations_are_refused(tmp_path: pathlib.Path, line: str, complaint: str) -> None:
@@ -156,6 +158,20 @@ def test_bad_conversations_are_refused(tmp_path: pathlib.Path, line: str, compla
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with pytest.raises(DataError, match=complaint):
         InstructionDataset(tmp_path / "a.jsonl", GPT2, 64)
+
+
+def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: pathlib.Path) -> None:
+    """With the file, and what the template says."""
+    strict = copy.deepcopy(LLAMA)
+    strict.chat_template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}" + LLAMA.chat_template
+    )
+    messages = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(
+        DataError, match=r"a\.jsonl: the chat template .* refuses a conversation: no system here .*'role': 'system'"
+    ):
+        InstructionDataset(tmp_path / "a.jsonl", strict, 64)[0]
 
 
 def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:

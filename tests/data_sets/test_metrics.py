@@ -185,6 +185,9 @@ def test_bad_rows_are_refused() -> None:
         Accuracy(2).update([0, 1], [0])
     with pytest.raises(DataError, match="classes from -100 to 1: expected 0 to 1"):
         Accuracy(2).update([0, 1], [0, -100])
+    with pytest.raises(DataError, match=r"got torch.float32 of shape \(2,\) as classes: expected integers"):
+        Accuracy(2).update(torch.tensor([0.9, 0.1]), [1, 0])
+    Accuracy(2).update([], [])
     with pytest.raises(DataError, match="columns of 1, 2, 1 rows"):
         GroupExactMatch().update([0], [0, 1], [0])
     with pytest.raises(DataError, match="1 predictions and answers to 2"):

@@ -185,6 +185,7 @@ def test_a_broken_line_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--input", str(ENGLISH), "--tokenizer", GPT2, "--workers", "0"], "workers is 0"),
         (["--input", str(ENGLISH), "--tokenizer", GPT2, "--split-length", "0"], "split-length is 0"),
         (["--input", str(ENGLISH), "--tokenizer", GPT2, "--key", "text"], "is for JSONL"),
+        (["--input", str(ENGLISH), "--tokenizer", GPT2, "--output", "folder/"], "output folder/ is a folder"),
         (["--input", str(ENGLISH), str(DATA / "corpus" / "english.jsonl"), "--tokenizer", GPT2], "files of one kind"),
         (["--input", str(ENGLISH), "--tokenizer", str(DATA / "tokenizers" / "bert"), "--append-eod"], "no end-of-document token"),
     ],

@@ -311,6 +311,7 @@ GOOD = {"premise": "a", "hypothesis": "b", "label": "entailment"}
         ("RTE", [], "holds no examples"),
         ("RTE", ["\n\n"], "holds no examples"),
         ("RTE", [GOOD, '{"premise": "a", \n'], r"train\.jsonl, line 2: no JSON"),
+        ("RTE", ['{"premise": "a"\n'], r"line 1: no JSON \(Expecting ',' delimiter at column 17\)"),
         ("RTE", [GOOD, "[1]\n"], r"line 2: got list: expected a JSON object"),
         ("RTE", [GOOD, {"premise": "a", "label": "entailment"}], r"line 2: there is no field 'hypothesis'"),
         ("RTE", [{**GOOD, "label": "perhaps"}], r"line 1: the label is 'perhaps': expected one of 'not_entailment', 'entailment'"),

@@ -204,7 +204,7 @@ def test_bad_configurations(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -> N
     with pytest.raises(ConfigError, match=r"position_embedding_type"):
         BertConfig.from_dict({**transformers.BertConfig(**SIZES).to_dict(), "position_embedding_type": "relative_key"})
     odd = Bert(BertConfig(vocab_size=8, dim_model=8, num_heads=2, dim_head=6, dim_ff=8, num_layers=1, half=False))
-    with pytest.raises(ConfigError, match=r"dim_head is 6, there it is 4.*model_center"):
+    with pytest.raises(ConfigError, match=r"dim_model is 8, there it is 12.*model_center"):
         odd.save_pretrained(tmp_path / "odd")
     assert not (tmp_path / "odd" / "config.json").exists()
     pair[0].save_pretrained(tmp_path / "saved")

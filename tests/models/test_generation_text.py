@@ -151,6 +151,15 @@ def test_half_characters_and_beginnings_of_stops_wait() -> None:
     assert reader.rest() == ""
 
 
+@pytest.mark.parametrize("prompt", ["你好", "é好", "a你", "好😀"])
+def test_half_a_character_in_the_context_hides_nothing(prompt: str) -> None:
+    """The context is four tokens, of which the first may be the middle of a character: new characters are read all the same."""
+    vocab = tokenizer_of("llama").get_vocab()
+    before, after = ([vocab[f"<0x{byte:02X}>"] for byte in text.encode()] for text in (prompt, "世界"))
+    reader = Detokenizer(tokenizer_of("llama"), before[-4:])
+    assert [reader.add(token) for token in after] == ["", "", "世", "", "", "界"]
+
+
 def test_what_follows_a_token_without_text_keeps_its_blank() -> None:
     """A blank alone, and special tokens, which are left out; read one by one as all at once."""
     tokenizer = tokenizer_of("t5")
@@ -213,13 +222,15 @@ def test_conversations_go_through_the_chat_template() -> None:
         generator_of("gpt2").chat([conversation])
     with pytest.raises(InputError, match="lists of messages"):
         writer.chat(["hello"])  # type: ignore[list-item]
+    with pytest.raises(InputError, match="lists of messages"):
+        writer.chat([[{"user": "hello"}]])
 
 
 def test_what_is_no_list_of_texts_is_told() -> None:
     writer = generator_of("gpt2")
     with pytest.raises(InputError, match="texts is a str: expected a list of str"):
         writer("hello")
-    with pytest.raises(InputError, match="expected a list of str"):
+    with pytest.raises(InputError, match="texts holds int: expected a list of str"):
         writer([3])  # type: ignore[list-item]
     with pytest.raises(InputError, match="text 1 has no tokens"):
         writer(["a", ""])

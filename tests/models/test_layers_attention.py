@@ -237,6 +237,7 @@ def test_a_pair_of_tensors_is_a_cache_too() -> None:
         layer(x, None)
 
 
+@torch.no_grad()
 def test_layer_cache() -> None:
     """Memory is allocated once, grows when it must, and is chosen from, put in order and cut."""
     cache = LayerCache(4)

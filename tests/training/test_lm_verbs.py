@@ -196,6 +196,21 @@ def test_checkpoints(tmp_path: pathlib.Path) -> None:
     run_ranks(unwritable, 2, str(tmp_path))
 
 
+def without_log(folder: str) -> None:
+    model = Net()
+    bmt.init_parameters(model)
+    file = pathlib.Path(folder, "file")
+    file.touch()
+    for flag in ("--log-dir", "--save"):
+        args = flags(f"{flag} {file}")
+        with pytest.raises(ConfigError, match=r"(File exists|Not a directory): '.*file'"):
+            Run(model, make_loader(Points(), args, shuffle=False), args)
+
+
+def test_a_log_that_cannot_be_written_is_told_on_all_ranks(tmp_path: pathlib.Path) -> None:
+    run_ranks(without_log, 2, str(tmp_path))
+
+
 def test_metrics_are_taken_back(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "folder" / "metrics.jsonl"
     file = MetricsFile(path, lambda record: True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from bmtrain.checkpoint.agreement import attempt, everyone
 from model_center.errors import ConfigError
 from model_center.hub.resolving import resolve
 
@@ -20,6 +21,9 @@ Self = TypeVar("Self", bound="Config")
 
 CONFIG_FILE = "config.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SIZES = {"vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_layers", "num_encoder_layers", "num_decoder_layers"}
+# Of these the model knows nothing, but who generates with transformers does.
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # How a run computes, not what the model is: not written to files.
 OF_THE_RUN = ("dtype", "half", "use_checkpoint", "zero_level")
 
@@ -34,6 +38,7 @@ class Config:
         int8: an error if true.
         use_checkpoint: recompute each layer in the backward pass in place of keeping its activations (in a process group).
         zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
+        special_ids: ids of special tokens under Hugging Face's names, `eos_token_id` for example, for its config.json.
     """
 
     model_type: ClassVar[str] = ""  # the name in Hugging Face's config.json
@@ -44,6 +49,7 @@ class Config:
     int8: bool = False
     use_checkpoint: bool = True
     zero_level: int | None = None
+    special_ids: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Check and settle what depends on several values.
@@ -58,16 +64,18 @@ class Config:
 
     @classmethod
     def from_pretrained(cls: type[Self], name_or_path: str | os.PathLike[str], **overrides: Any) -> Self:
-        """Read config.json of a folder or of a known identifier, ModelCenter's or Hugging Face's.
+        """Read config.json of a folder or of a known identifier, ModelCenter's or Hugging Face's. Collective in a process group.
 
         Args:
             name_or_path: a folder, a name the project knows, or a Hugging Face repository.
             overrides: values that replace those of the file.
 
         Raises:
-            IdentifierError, ConfigError: for an unknown name, a folder without config.json, or unknown keys.
+            IdentifierError, ConfigError: on every rank, for an unknown name, a folder without config.json, or unknown keys.
         """
-        return cls.from_json_file(pathlib.Path(resolve(str(name_or_path), "config")) / CONFIG_FILE, **overrides)
+        path = pathlib.Path(resolve(str(name_or_path), "config")) / CONFIG_FILE
+        # What only one rank cannot read, or asks for, is an error of all: the others would wait for its weights.
+        return attempt(lambda: cls.from_json_file(path, **overrides), everyone(), ConfigError)
 
     @classmethod
     def from_json_file(cls: type[Self], path: str | os.PathLike[str], **overrides: Any) -> Self:
@@ -83,6 +91,8 @@ class Config:
         """A configuration of these values, which are Hugging Face's if they name a `model_type`."""
         if "model_type" in content:
             content = cls._from_theirs(content)
+        if "half" in overrides:  # it names a dtype, in place of that of the file
+            content = {name: value for name, value in content.items() if name != "dtype"}
         return cls(**cls.checked({**content, **overrides}))
 
     @classmethod
@@ -90,8 +100,10 @@ class Config:
         kind, known = content["model_type"], (cls.model_type, *cls.other_types)
         if cls.model_type and kind not in known:
             raise ConfigError(f"model_type is {kind!r}: {cls.__name__} is of {' or '.join(map(repr, known))}.")
+        own = {field.name for field in dataclasses.fields(cls)}
+        special = {name: content[name] for name in SPECIAL_IDS if name not in own and content.get(name) is not None}
         try:
-            return cls.from_hugging_face(content)
+            return {**cls.from_hugging_face(content), "special_ids": special or None}
         except KeyError as error:
             raise ConfigError(f"the Hugging Face configuration of type {kind!r} lacks {error}.") from error
 
@@ -103,6 +115,14 @@ class Config:
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         raise ConfigError(f"{type(self).__name__} has no counterpart in Hugging Face: save it with format='model_center'.")
+
+    def hugging_face_content(self, tokenizer: Any = None) -> dict[str, Any]:
+        """`to_hugging_face` with the ids of special tokens: those of the configuration, else those of a tokenizer."""
+        content, special = self.to_hugging_face(), self.special_ids
+        if special is None and tokenizer is not None:
+            ids = {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS if name not in content}
+            special = {name: value for name, value in ids.items() if value is not None}
+        return content | (special or {})
 
     def refuse_unless(self, **expected: Any) -> None:
         """Refuse to be written for Hugging Face with values that the model there cannot have.
@@ -140,6 +160,8 @@ class Config:
         out["half"] = self.half
         if self.dtype == torch.bfloat16:
             out["dtype"] = "bfloat16"
+        if self.special_ids is None:  # which ModelCenter does not know
+            del out["special_ids"]
         return {name: str(value) if isinstance(value, float) and math.isinf(value) else value for name, value in out.items()}
 
     def to_json_string(self) -> str:
@@ -158,6 +180,7 @@ class TransformerConfig(Config):
     Attributes:
         vocab_size, dim_model, num_heads, dim_head, dim_ff: sizes.
         tied: whether the head is the embedding.
+        pos_bias_type: as in `Attention`; each model has one, another is an error.
         cls_head: number of classes of a classification head in place of the language model's; None for none.
         post_layer_norm: norms behind each part; in models that have them before each part an error if true.
     """
@@ -199,9 +222,15 @@ class TransformerConfig(Config):
         self.att_mask_value = float(self.att_mask_value)
         if self.post_layer_norm and not self.has_post_layer_norm:
             raise ConfigError("post_layer_norm=True: this model has its norms before each part. Leave it out.")
-        for name in ("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+        if self.pos_bias_type != type(self).pos_bias_type:
+            raise ConfigError(
+                f"pos_bias_type is {self.pos_bias_type!r}: this model has {type(self).pos_bias_type!r}. Leave it out."
+            )
+        for name in sorted({field.name for field in dataclasses.fields(self)} & SIZES):
+            if not _is_positive(getattr(self, name)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}: expected a positive integer.")
+        if self.cls_head and not _is_positive(self.cls_head):
+            raise ConfigError(f"cls_head is {self.cls_head!r}: expected the number of classes, or None.")
 
     def stack(self, num_layers: int) -> dict[str, Any]:
         """Arguments of an Encoder or Decoder of this configuration that they have in common."""
@@ -240,9 +269,9 @@ def dtype_of(dtype: torch.dtype | str | None, half: bool) -> torch.dtype:
     """
     if dtype is None:
         return torch.float16 if half else torch.float32
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
-    if dtype.removeprefix("torch.") not in DTYPES:
+    if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}: expected one of {', '.join(DTYPES)}.")
     return DTYPES[dtype.removeprefix("torch.")]
 
@@ -262,6 +291,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}: expected an object.")
     return content
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _with_nearest(name: str, known: set[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -76,7 +77,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         """Conversation `index`.
 
         Raises:
-            DataError: if the chat template writes the start of a conversation differently when it goes on.
+            DataError: if the chat template refuses it, or writes the start of a conversation differently when it goes on.
         """
         text, answers = self._written(self.examples[index].fields["messages"])
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -103,9 +104,15 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         return text, answers
 
     def _write(self, messages: Sequence[Message], *, answer: bool = False) -> str:
-        if self.tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
+            return plain_text(messages, self.tokenizer.bos_token or "", self.tokenizer.eos_token or "", answer=answer)
+        try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-        return plain_text(messages, self.tokenizer.bos_token or "", self.tokenizer.eos_token or "", answer=answer)
+        except Exception as error:  # a template raises what its author likes: that roles must alternate, for example
+            raise DataError(
+                f"{self.examples.path}: the chat template of {type(self.tokenizer).__name__} refuses a conversation: {error} "
+                f"(it is {reprlib.repr(messages)})."
+            ) from error
 
 
 def plain_text(messages: Sequence[Message], bos: str, eos: str, *, answer: bool) -> str:
@@ -125,6 +132,8 @@ def read(line: str) -> list[Example]:
     messages = [_message(message) for message in _messages(row)]
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("there is no answer of the assistant.")
+    if messages[0]["role"] == "assistant":  # templates cannot say where it begins when nothing is before it
+        raise ValueError("it begins with an answer of the assistant: expected a message of the user or system before it.")
     return [Example(fields={"messages": messages}, label=None)]
 
 

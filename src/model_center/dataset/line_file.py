@@ -79,7 +79,7 @@ class LineFile(Sequence[Example]):
         except KeyError as error:
             raise DataError(f"{self.path}, line {number}: there is no field {error}.") from error
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.path}, line {number}: no JSON ({error.msg} at column {error.colno}).") from error
+            raise DataError(f"{self.path}, line {number}: no JSON ({error.msg} at column {error.pos + 1}).") from error
         except (ValueError, TypeError) as error:
             raise DataError(f"{self.path}, line {number}: {error}") from error
         if labelled and any(example.label is None for example in examples):

@@ -20,7 +20,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, context: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
         self._tokenizer, self._stops = tokenizer, stops
-        self._ids, self._start, self._read = list(context), 0, len(context)
+        self._ids = self._from_whole_character(list(context))
+        self._start, self._read = 0, len(self._ids)
         self._held, self._is_over = "", False
 
     def add(self, *tokens: int) -> str:
@@ -40,6 +41,13 @@ class Detokenizer:
         found = self._until_stop(text[len(known) :])
         held, self._held, self._read = self._held, "", len(self._ids)
         return found if self._is_over else found + held
+
+    def _from_whole_character(self, ids: list[int]) -> list[int]:
+        """The tokens without those at their start that are the rest of a character: some tokenizers (SentencePiece's with byte
+        fallback) can read none of the bytes in a row if they cannot read all."""
+        while self._decode(ids).startswith("\ufffd"):
+            ids = ids[1:]
+        return ids
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids else ""

@@ -86,8 +86,11 @@ class TextGenerator:
         return sorted(set(range(self.model.config.vocab_size)) - set(self.tokenizer.get_vocab().values()))
 
     def _encoded(self, texts: Sequence[str]) -> Rows:
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
-            raise InputError(f"texts is a {type(texts).__name__}: expected a list of str, also for one.")
+        if isinstance(texts, str):
+            raise InputError("texts is a str: expected a list of str, also for one.")
+        strange = [type(text).__name__ for text in texts if not isinstance(text, str)]
+        if strange:
+            raise InputError(f"texts holds {strange[0]}: expected a list of str.")
         return [self.encode(text) for text in texts]
 
     def _run(self, encode: Callable[[], Rows], options: Mapping[str, Any], make: Callable[[Task], Kind]) -> Run[Kind]:
@@ -136,7 +139,7 @@ def templated(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> Row
     """
     if not tokenizer.chat_template:
         raise InputError("the tokenizer has no chat template: set its chat_template, or give texts instead of conversations.")
-    if not all(isinstance(message, Mapping) for conversation in conversations for message in conversation):
+    if not all(isinstance(message, Mapping) and "role" in message for conversation in conversations for message in conversation):
         raise InputError("conversations must be lists of messages {'role': ..., 'content': ...}.")
     texts = [tokenizer.apply_chat_template(list(one), tokenize=False, add_generation_prompt=True) for one in conversations]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from model_center.errors import InputError
+
 KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,6 +26,7 @@ class LayerCache(Sequence[torch.Tensor]):
         self.cross = cross
         self._capacity = capacity
         self._memory: KeyValues | None = None
+        self._is_kept = False  # whether autograd, or who gave it, has the memory too
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
@@ -33,10 +36,17 @@ class LayerCache(Sequence[torch.Tensor]):
         return cache
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
-        """Add tokens (batch, heads, new, dim_head); returns all (keys, values) so far, which are views of the memory."""
+        """Add tokens (batch, heads, new, dim_head); returns all (keys, values) so far, which are views of the memory.
+
+        Raises:
+            InputError: for another number of rows than that of the tokens before.
+        """
+        if self._memory is not None and len(self._memory[0]) != len(keys):
+            raise InputError(f"the cache holds {len(self._memory[0])} rows: expected as many in the new tokens, got {len(keys)}.")
         start, self.length = self.length, self.length + keys.shape[2]
-        if torch.is_grad_enabled() and keys.requires_grad:  # autograd cannot see through writes to shared memory
+        if torch.is_grad_enabled():  # autograd keeps what queries read, even keys without gradient: it must not change
             self._memory = (keys, values) if start == 0 else _joined(self._valid(start), (keys, values))
+            self._is_kept = True
             return self._memory
         memory = self._room_for(self.length, keys, values, start)
         for place, new in zip(memory, (keys, values), strict=True):
@@ -47,7 +57,7 @@ class LayerCache(Sequence[torch.Tensor]):
         """Keep these rows (new batch,) of the batch, in this order: beams that go on, or samples that are not done."""
         if self._memory is not None:
             keys, values = self._memory
-            self._memory = keys.index_select(0, rows), values.index_select(0, rows)
+            self._memory, self._is_kept = (keys.index_select(0, rows), values.index_select(0, rows)), False
         if self.cross is not None:
             self.cross.select(rows)
 
@@ -81,7 +91,7 @@ class LayerCache(Sequence[torch.Tensor]):
         memory = self._memory
         if memory is None:
             capacity = max(self._capacity, length)
-        elif memory[0].shape[2] >= length:
+        elif memory[0].shape[2] >= length and not self._is_kept:
             return memory
         else:
             capacity = max(length, 2 * start)  # so that token by token costs linear time
@@ -89,7 +99,7 @@ class LayerCache(Sequence[torch.Tensor]):
         if memory is not None:
             for place, old in zip(made, memory, strict=True):
                 place[:, :, :start] = old[:, :, :start]
-        self._memory = made[0], made[1]
+        self._memory, self._is_kept = (made[0], made[1]), False
         return self._memory
 
 

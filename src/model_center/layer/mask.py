@@ -98,9 +98,15 @@ def mask_of_lengths(length: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def last_queries(mask: AttentionMask, num_queries: int) -> AttentionMask:
-    """The mask for the last `num_queries` queries of those it was made for."""
+    """The mask for the last `num_queries` queries of those it was made for.
+
+    Raises:
+        InputError: if it was made for fewer.
+    """
     if mask.pairs is None or mask.pairs.shape[-2] in {1, num_queries}:
         return mask
+    if mask.pairs.shape[-2] < num_queries:
+        raise InputError(f"attention_mask is for {mask.pairs.shape[-2]} queries: expected {num_queries} of them, or all so far.")
     return mask._replace(pairs=mask.pairs[..., -num_queries:, :])
 
 

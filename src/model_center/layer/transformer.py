@@ -13,7 +13,7 @@ from model_center.layer.attention import PositionBias
 from model_center.layer.blocks import Mask
 from model_center.layer.cache import KeyValueCache, KeyValues, LayerCache
 from model_center.layer.layernorm import LayerNorm
-from model_center.layer.mask import AttentionMask
+from model_center.layer.mask import AttentionMask, last_queries
 from model_center.layer.scaled_dot_product import biased
 from model_center.layer.stack import ShardingPolicy, StackOutput, Wanted, layer_list, run_layers
 from model_center.layer.transformer_block import TransformerBlock
@@ -204,7 +204,7 @@ def once_for_all(mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, nu
     """Mask and bias for all layers of a pass, with what each of them would else make of them again (and keep for backward)."""
     if not isinstance(mask, AttentionMask):
         return mask, bias
-    mask = mask.settled(hidden.shape[1], num_keys, hidden.device)
+    mask = last_queries(mask, hidden.shape[1]).settled(hidden.shape[1], num_keys, hidden.device)
     if not isinstance(bias, torch.Tensor):
         return mask, bias
     return AttentionMask(), biased(mask, bias, hidden.dtype, (hidden.shape[1], num_keys))

@@ -88,5 +88,14 @@ def f1_of_classes(counts: torch.Tensor) -> torch.Tensor:
 
 
 def as_classes(values: Classes) -> torch.Tensor:
-    """int64 (rows,) on the CPU."""
-    return torch.as_tensor(values).detach().cpu().to(torch.int64).reshape(-1)
+    """int64 (rows,) on the CPU.
+
+    Raises:
+        DataError: for scores in place of classes.
+    """
+    given = torch.as_tensor(values)
+    if given.is_floating_point() and given.numel():  # an empty list is a tensor of floats
+        raise DataError(
+            f"got {given.dtype} of shape {tuple(given.shape)} as classes: expected integers; of scores, take argmax(-1)."
+        )
+    return given.detach().cpu().to(torch.int64).reshape(-1)

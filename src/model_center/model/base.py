@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 import bmtrain as bmt
+from bmtrain.checkpoint.agreement import attempt, everyone
 from model_center.config.base import Config
 from model_center.errors import ConfigError, InputError
 from model_center.hub.resolving import resolve
@@ -84,8 +85,8 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_json_file(cls: type[Model], path: str | os.PathLike[str], **kwargs: Any) -> Model:
-        """A model with first values, of the configuration in this file, whose values `kwargs` replace."""
-        model = cls(cls._CONFIG_TYPE.from_json_file(path, **kwargs))
+        """A model with first values, of the configuration in this file, whose values `kwargs` replace. Collective."""
+        model = cls(attempt(lambda: cls._CONFIG_TYPE.from_json_file(path, **kwargs), everyone(), ConfigError))
         if bmt.is_initialized():
             bmt.init_parameters(model)
         return model
@@ -109,8 +110,8 @@ class BaseModel(bmt.DistributedModule):
         if format not in FORMATS:
             raise ConfigError(f"format is {format!r}: expected one of {', '.join(FORMATS)}.")
         if format == "hf":
-            content: Mapping[str, Any] = self.config.to_hugging_face()
-            save_hugging_face(self, path, self.key_map(self.config), dict(content), max_shard_size, tokenizer)
+            content = self.config.hugging_face_content(tokenizer)
+            save_hugging_face(self, path, self.key_map(self.config), content, max_shard_size, tokenizer)
         else:
             save_model_center(self, path, self.config.to_dict(), tokenizer)
 

@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from model_center.config.base import TransformerConfig
+from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
+from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbedding
 from model_center.layer.transformer import Encoder, Past
@@ -48,6 +50,12 @@ class GPTjConfig(TransformerConfig):
     tied: bool = False
     position_size: int = 2048
 
+    def __post_init__(self) -> None:
+        """As in TransformerConfig; positions turn channels that there are."""
+        super().__post_init__()
+        if not 0 < self.pos_rotary_dim <= self.dim_head:
+            raise ConfigError(f"pos_rotary_dim is {self.pos_rotary_dim}: expected 1 to dim_head={self.dim_head}.")
+
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json."""
@@ -70,8 +78,8 @@ class GPTjConfig(TransformerConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         self.refuse_unless(
-            dim_head=self.dim_model // self.num_heads, norm_bias=True, att_bias=False, ffn_bias=True, proj_bias=True, tied=False,
-            attn_scale=True, length_scale=False,
+            dim_model=self.num_heads * self.dim_head, norm_bias=True, att_bias=False, ffn_bias=True, proj_bias=True, tied=False,
+            attn_scale=True, length_scale=False, ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
         )  # fmt: skip
         return {
             "architectures": ["GPTJForCausalLM"],

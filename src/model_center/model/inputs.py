@@ -67,11 +67,14 @@ def attention_mask_of(
         causal: whether keys after a query are hidden.
 
     Raises:
-        InputError: for a mask of another length, or both arguments.
+        InputError: for a mask of another length, a `length` that is no tensor (batch,), or both arguments.
     """
     if length is not None:
         if attention_mask is not None:
             raise InputError("give either length or attention_mask, not both.")
+        if not isinstance(length, torch.Tensor) or length.dim() != 1:
+            got = f"shape {tuple(length.shape)}" if isinstance(length, torch.Tensor) else f"type {type(length).__name__}"
+            raise InputError(f"length is of {got}: expected a tensor (batch,).")
         return AttentionMask(causal, keys=None if causal else mask_of_lengths(length, num_keys))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] != num_keys:
         shape = tuple(attention_mask.shape)
@@ -117,9 +120,11 @@ def positions_after_padding(
         config: has `pad_token_id` and `position_size`.
 
     Raises:
-        InputError: for a sequence longer than the table of positions.
+        InputError: for a sequence longer than the table of positions, or without `pad_token_id`.
     """
     pad, end = config.pad_token_id, start + hidden.shape[1]
+    if pad is None:
+        raise InputError("pad_token_id is None: this model counts positions from it on; set it in the configuration.")
     if pad + end >= config.position_size:
         longest = config.position_size - pad - 1
         raise InputError(f"the sequence has {end} tokens: the model's table of positions is for {longest} at most.")

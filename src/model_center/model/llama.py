@@ -36,6 +36,7 @@ class LlamaConfig(TransformerConfig):
 
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
+    has_window: ClassVar[bool] = False  # whether Hugging Face's model knows `sliding_window`
 
     vocab_size: int = 32000
     dim_model: int = 4096
@@ -88,7 +89,10 @@ class LlamaConfig(TransformerConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
-        self.refuse_unless(norm_bias=False, attn_scale=True, length_scale=False)
+        act = self.ffn_activate_fn.removeprefix(GATED)
+        self.refuse_unless(norm_bias=False, attn_scale=True, length_scale=False, ffn_activate_fn=GATED + act)
+        if not self.has_window:
+            self.refuse_unless(sliding_window=None)
         if not self.tied:
             self.refuse_unless(proj_bias=False)
         return {
@@ -102,7 +106,7 @@ class LlamaConfig(TransformerConfig):
             "intermediate_size": self.dim_ff,
             "num_hidden_layers": self.num_layers,
             "rms_norm_eps": self.norm_eps,
-            "hidden_act": self.ffn_activate_fn.removeprefix(GATED),
+            "hidden_act": act,
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": self.position_size,
             "rope_theta": self.rope_base,

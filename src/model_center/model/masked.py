@@ -13,6 +13,7 @@ from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
 from model_center.layer.blocks import Mask
 from model_center.layer.embedding import Embedding
+from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
@@ -88,8 +89,8 @@ class MaskedConfig(TransformerConfig):
             ConfigError: for values that transformers' model cannot have.
         """
         self.refuse_unless(
-            dim_head=self.dim_model // self.num_heads, norm_bias=True, att_bias=True, ffn_bias=True, length_scale=False,
-            attn_scale=True, post_layer_norm=True, pos_bias_type="none",
+            dim_model=self.num_heads * self.dim_head, norm_bias=True, att_bias=True, ffn_bias=True, length_scale=False,
+            attn_scale=True, post_layer_norm=True, ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
         )  # fmt: skip
         return {
             "architectures": [self.architecture],

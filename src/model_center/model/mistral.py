@@ -15,6 +15,7 @@ class MistralConfig(LlamaConfig):
 
     model_type: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
+    has_window: ClassVar[bool] = True
 
     dim_ff: int = 14336
     num_heads_kv: int = 8

@@ -11,6 +11,7 @@ import torch
 from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
+from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
@@ -87,8 +88,8 @@ class OPTConfig(TransformerConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         self.refuse_unless(
-            dim_head=self.dim_model // self.num_heads, norm_bias=True, norm_eps=1e-5, ffn_bias=self.att_bias, attn_scale=True,
-            length_scale=False,
+            dim_model=self.num_heads * self.dim_head, norm_bias=True, norm_eps=1e-5, ffn_bias=self.att_bias, attn_scale=True,
+            length_scale=False, ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
         )  # fmt: skip
         return {
             "architectures": ["OPTForCausalLM"],

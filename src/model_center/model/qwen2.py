@@ -19,6 +19,7 @@ class Qwen2Config(LlamaConfig):
 
     model_type: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    has_window: ClassVar[bool] = True
 
     vocab_size: int = 152064
     dim_model: int = 3584

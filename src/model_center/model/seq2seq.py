@@ -105,7 +105,7 @@ class Seq2SeqModel(BaseModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model); or `encoder_outputs`.
-            length, attention_mask: see `attention_mask_of`, for the encoder's tokens.
+            length, attention_mask: see `attention_mask_of`, for the encoder's tokens; of pairs only with `encoder_outputs`.
             decoder_input_ids, decoder_inputs_embeds, decoder_length, decoder_attention_mask: the same for the decoder.
             head_mask, decoder_head_mask, cross_attn_head_mask: accepted as None only.
             encoder_outputs: last hidden states (batch, seq, dim_model) of the encoder, or a tuple that begins with them.
@@ -117,7 +117,7 @@ class Seq2SeqModel(BaseModel):
         """
         refuse(head_mask=head_mask, decoder_head_mask=decoder_head_mask, cross_attn_head_mask=cross_attn_head_mask)
         if encoder_outputs is None:
-            encoded = self.encode(input_ids, inputs_embeds, length, attention_mask, output_attentions, output_hidden_states)
+            encoded = self.encode(input_ids, inputs_embeds, length, _both(attention_mask), output_attentions, output_hidden_states)
         else:
             encoded = StackOutput(encoder_outputs if isinstance(encoder_outputs, torch.Tensor) else encoder_outputs[0])
         states = encoded.last_hidden_state
@@ -202,6 +202,20 @@ class Seq2SeqDecoding(Decoding):
             past_key_values=self.cache, output_logits=False,
         )  # fmt: skip
         return self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
+
+
+def _both(attention_mask: torch.Tensor | AttentionMask | None) -> torch.Tensor | AttentionMask | None:
+    """The mask, which encoder and decoder can share.
+
+    Raises:
+        InputError: for one of pairs of the encoder's tokens: it does not say which of them the decoder's tokens see.
+    """
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 2:
+        raise InputError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, keys), since the decoder sees the encoder's "
+            "tokens through it too. Use encode() with this mask, and pass its states as encoder_outputs."
+        )
+    return attention_mask
 
 
 def _traces(encoded: StackOutput, decoded: StackOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:

@@ -77,6 +77,8 @@ class T5Config(Seq2SeqConfig):
                 "scale=True: the weights are those of ModelCenter, a hundredth of the original ones, which transformers cannot say."
             )
         self.refuse_unless(norm_bias=False, att_bias=False, ffn_bias=False, attn_scale=False, length_scale=False)
+        if self.ffn_activate_fn == "gated_gelu":  # "gated-gelu" stands for the tanh form there
+            self.refuse_unless(ffn_activate_fn="gated_gelu_new")
         if not self.tied:
             self.refuse_unless(proj_bias=False)
         act = self.ffn_activate_fn.removeprefix(GATED)

@@ -10,6 +10,7 @@ import torch
 
 from model_center.config.base import Config
 from model_center.errors import ConfigError, InputError
+from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.mask import mask_from
 from model_center.layer.patch_embedding import PatchEmbedding
@@ -96,6 +97,7 @@ class VitConfig(Config):
             ConfigError: for values that transformers' model cannot have.
         """
         self.refuse_unless(attn_bias=True, norm_bias=True, ffn_bias=True, attn_scale=True, representation_size=None)
+        self.refuse_unless(ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED))
         labels = [f"LABEL_{number}" for number in range(self.num_classes)]
         return {
             "architectures": ["ViTForImageClassification"],

@@ -6,6 +6,7 @@ import argparse
 import collections
 import contextlib
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -70,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.workers < 1:
         raise DataError(f"workers is {args.workers}: expected a number from 1 on.")
+    if args.output.endswith(("/", os.sep)):
+        raise DataError(f"output {args.output} is a folder: expected the beginning of file names too, {args.output}corpus.")
     total = check_files(args.input)
     preset = PRESETS[args.preset]
     recipe = _recipe(args, {name: value for name, value in preset.items() if name != "dtype"})

@@ -17,7 +17,7 @@ import bmtrain as bmt
 from bmtrain.checkpoint.agreement import attempt, everyone
 from bmtrain.checkpoint.entries import entries
 from model_center.dataset.loader import DistributedDataLoader
-from model_center.errors import ResumeError
+from model_center.errors import ConfigError, ResumeError
 from model_center.training.batches import grouped, num_tokens
 from model_center.training.checkpoints import Checkpoints, check_same_run, load_state, read_facts
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
@@ -57,6 +57,7 @@ class Run:
 
     Raises:
         ResumeError: for checkpoints in --save that are of another run, or that are there without --resume.
+        ConfigError: for a log that cannot be written where --log-dir or --save says, or by --tensorboard.
     """
 
     def __init__(self, model: torch.nn.Module, loader: DistributedDataLoader, args: argparse.Namespace) -> None:
@@ -78,7 +79,7 @@ class Run:
         torch.manual_seed(args.seed + bmt.rank())  # ranks read different rows, and should drop different parts of them
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.log = self._open_log()
+        self.log = attempt(self._open_log, everyone(), ConfigError)  # rank 0 alone writes: the others would go on without it
         self.log.say(self._greeting(checkpoint))
         self._stop = StopRequest()
 

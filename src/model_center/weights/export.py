@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +30,14 @@ class Target:
         return len(self.pieces) == 1 and all(piece.rows is None and not piece.transpose for piece in self.pieces.values())
 
 
+def with_dtype(content: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any]:
+    """A config.json that names the dtype which holds all of these tensors: transformers loads them in it."""
+    floats = {header.dtype for header in headers.values() if header.dtype.is_floating_point}
+    if not floats:
+        return dict(content)
+    return {**content, "torch_dtype": str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")}
+
+
 def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Target]:
     """Their tensors, by name, for all of ours with these shapes and dtypes.
 
@@ -41,7 +51,22 @@ def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Targ
     for name, piece in key_map.pieces.items():
         if piece.name in groups and name not in headers:
             raise WeightsError(f"{piece.name!r} cannot be written: it needs {name!r}, which the model does not have.")
+    _check_complete(key_map, headers)
     return {name: Target(_header(name, pieces, headers), pieces) for name, pieces in groups.items()}
+
+
+def _check_complete(key_map: KeyMap, ours: Collection[str]) -> None:
+    """See that the model has what theirs is made of; with a new head in place of another it need not.
+
+    Raises:
+        WeightsError: naming what is missing: transformers would draw it at random.
+    """
+    missing = [name for name in key_map.pieces if name not in ours and not key_map.may_be_new(name)]
+    if missing and not any(key_map.may_be_new(name) for name in ours):
+        raise WeightsError(
+            f"the model has no {missing[0]!r}{f', and {len(missing) - 1} more,' if len(missing) > 1 else ''} to be written as "
+            f"{key_map.pieces[missing[0]].name!r}: merge adapters first (merge_and_unload), or save with format='model_center'."
+        )
 
 
 def _header(name: str, pieces: Mapping[str, Piece], headers: Mapping[str, Header]) -> Header:

@@ -18,7 +18,7 @@ from bmtrain.checkpoint.sources import Header
 from bmtrain.checkpoint.writer import write_file
 from bmtrain.runtime import log
 from model_center.errors import WeightsError
-from model_center.weights.export import Exporter, targets_of, written
+from model_center.weights.export import Exporter, targets_of, with_dtype, written
 from model_center.weights.keymap import KeyMap
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
@@ -41,7 +41,7 @@ def save_hugging_face(
 
     Args:
         folder: made if it is not there; weights that are there are replaced, when all is written.
-        hf_config: content of config.json.
+        hf_config: content of config.json; its dtype becomes that of the tensors.
         max_shard_size: of one file, bytes or "5GB".
         tokenizer: saved beside by its `save_pretrained`, if given.
 
@@ -50,7 +50,7 @@ def save_hugging_face(
             is there still.
     """
     headers = {name: Header(entry.shape, entry.tensor.dtype) for entry in entries(model) for name in written(entry.names, key_map)}
-    with _staged(folder, hf_config, tokenizer) as staging:
+    with _staged(folder, with_dtype(hf_config, headers), tokenizer) as staging:
         exporter = _on_writer(staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size))
         visit(model, exporter.take if exporter else None, WeightsError)
     extra = [name for name in headers if name not in key_map.pieces]
