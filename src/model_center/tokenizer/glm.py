@@ -7,12 +7,12 @@ import os
 import pathlib
 from typing import Any
 
-import sentencepiece
 from tokenizers import AddedToken
 from transformers.tokenization_python import PreTrainedTokenizer
 
 from model_center.errors import DataError
 from model_center.tokenizer.identified import Identified
+from model_center.tokenizer.optional import package
 
 # Special tokens by their distance from the first id after the pieces; in the published vocabulary that is 50000.
 SPECIALS = {"[PAD]": 0, "[CLS]": 2, "[S]": 6, "[E]": 7, "[MASK]": 8}
@@ -38,7 +38,7 @@ class GLMTokenizer(Identified, PreTrainedTokenizer):
         self.vocab_file = os.fspath(vocab_file)
         if not pathlib.Path(vocab_file).is_file():
             raise DataError(f"there is no vocabulary {vocab_file}: expected a SentencePiece model.")
-        self.pieces = sentencepiece.SentencePieceProcessor(model_file=self.vocab_file)
+        self.pieces = package("sentencepiece").SentencePieceProcessor(model_file=self.vocab_file)
         if self.vocab_size > first_special_id:
             raise DataError(f"{vocab_file} has {self.vocab_size} pieces: expected at most first_special_id={first_special_id}.")
         special = {first_special_id + place: AddedToken(token, special=True) for token, place in SPECIALS.items()}

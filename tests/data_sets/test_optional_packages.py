@@ -1,0 +1,42 @@
+"""Packages that only some tokenizers need: the others work without them, and those say what is missing."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from model_center.tokenizer.optional import package
+
+ROOT = pathlib.Path(__file__).parents[2]
+WITHOUT = """
+import sys
+for name in ("jieba", "sentencepiece", "tensorboard"):
+    sys.modules[name] = None
+import model_center.generation, model_center.model, model_center.training
+from model_center.dataset import bertdataset, cpm1dataset
+from model_center.tokenizer import BertTokenizer, CPM1Tokenizer
+folder = sys.argv[1]
+print(len(BertTokenizer.from_pretrained(folder + "/bert")("hello")["input_ids"]) > 2)
+try:
+    CPM1Tokenizer.from_pretrained(folder + "/cpm1").encode("你好")
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(ImportError, match=r"needs no_such_package: pip install no_such_package"):
+        package("no_such_package")
+
+
+def test_other_tokenizers_work_without() -> None:
+    """In a process that cannot import them."""
+    command = [sys.executable, "-c", WITHOUT, str(ROOT / "tests" / "data" / "tokenizers")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "True"
+    assert "this tokenizer needs jieba: pip install jieba" in done.stdout.splitlines()[1]
