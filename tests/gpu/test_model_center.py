@@ -14,7 +14,7 @@ from tests.ranks import test_generation, test_model_center
 
 import bmtrain as bmt
 from model_center.generation.engine import generate
-from model_center.layer.attention import Attention
+from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask
 from model_center.layer.scaled_dot_product import attend, attend_visibly
 from model_center.model.base import BaseModel

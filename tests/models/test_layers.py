@@ -15,9 +15,9 @@ from tests.models.parity import assert_close
 
 import model_center.layer as layers
 from model_center.errors import ConfigError, InputError
-from model_center.layer.attention import Attention
 from model_center.layer.blocks import CrossAttentionBlock, FFNBlock, SelfAttentionBlock
 from model_center.layer.conv import Conv2d, Identity
+from model_center.layer.dense_attention import Attention
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import DenseACT, DenseGatedACT, FeedForward, gelu_new
 from model_center.layer.layernorm import LayerNorm, rms_layernorm

@@ -11,9 +11,9 @@ import torch
 from tests.models.parity import assert_close
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.attention import Attention
 from model_center.layer.blocks import CrossAttentionBlock, FFNBlock, SelfAttentionBlock
 from model_center.layer.cache import KeyValueCache, LayerCache
+from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask, last_queries, mask_from, mask_of_lengths
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding

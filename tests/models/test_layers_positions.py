@@ -10,7 +10,7 @@ from tests.models.parity import assert_close
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.attention import Attention
+from model_center.layer.dense_attention import Attention
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding, bucket_of
 from model_center.layer.position_embedding.rotary import RotaryEmbedding, RotaryEmbeddingESM
 from model_center.layer.position_embedding.segment import SegmentPositionEmbedding

@@ -1,8 +1,8 @@
 """Layers of transformers: plain modules, sharded once `bmtrain.init_distributed` ran."""
 
-from model_center.layer.attention import Attention
 from model_center.layer.blocks import CrossAttentionBlock, FFNBlock, SelfAttentionBlock
 from model_center.layer.conv import Conv2d
+from model_center.layer.dense_attention import Attention
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import FeedForward
 from model_center.layer.layernorm import LayerNorm

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from model_center.layer.attention import Attention, PositionBias
 from model_center.layer.cache import KeyValues, LayerCache
+from model_center.layer.dense_attention import Attention, PositionBias
 from model_center.layer.feedforward import FeedForward
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask

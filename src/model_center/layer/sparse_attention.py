@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.attention import Attention
+from model_center.layer.dense_attention import Attention
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
 from model_center.layer.scaled_dot_product import attend, attend_visibly

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from model_center.layer.attention import PositionBias
 from model_center.layer.blocks import Mask
 from model_center.layer.cache import KeyValueCache, KeyValues, LayerCache
+from model_center.layer.dense_attention import PositionBias
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask, last_queries
 from model_center.layer.scaled_dot_product import biased

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from model_center.layer.attention import PositionBias
 from model_center.layer.blocks import CrossAttentionBlock, FFNBlock, Mask, Past, SelfAttentionBlock, split_extras
 from model_center.layer.cache import LayerCache
+from model_center.layer.dense_attention import PositionBias
 from model_center.layer.variant import PLAIN, LayerVariant
 
 

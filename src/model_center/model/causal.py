@@ -10,7 +10,7 @@ import torch
 
 from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
-from model_center.layer.attention import PositionBias
+from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
