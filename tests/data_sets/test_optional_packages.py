@@ -27,6 +27,15 @@ except ImportError as error:
     print(error)
 """
 
+COMMANDS = """
+import contextlib, sys
+sys.modules["transformers"] = None
+from model_center.__main__ import main
+print(main(["preprocess", "--help"]))
+with contextlib.suppress(SystemExit):
+    main(["convert", "--help"])
+"""
+
 
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(ImportError, match=r"needs no_such_package: pip install no_such_package"):
@@ -40,3 +49,11 @@ def test_other_tokenizers_work_without() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "True"
     assert "this tokenizer needs jieba: pip install jieba" in done.stdout.splitlines()[1]
+
+
+def test_commands_work_without_what_others_need() -> None:
+    """Converting needs no transformers; preparing data says that it does."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", COMMANDS], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("1\nusage: python -m model_center convert")
+    assert "error: preprocess needs transformers: pip install transformers" in done.stderr
