@@ -3,7 +3,7 @@
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
 #   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
 #   make test-gpu                       the GPU tests, on however many GPUs there are
-#   make bench ARGS="..."               compare backends (benchmarks/compare.py says how; ARGS="--help" lists the arguments)
+#   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
 #   make lint / make format             ruff and mypy / let ruff rewrite the files
 #   make clean                          remove .venv and all that tools left behind; runs/ stays
 
@@ -27,7 +27,7 @@ test-gpu:
 	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
 
 bench:
-	@scripts/with-python run benchmarks/compare.py --commit "$$(git describe --always --dirty)" $(ARGS)
+	@scripts/with-python run benchmarks/compare.py --commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)" $(ARGS)
 
 lint:
 	@scripts/with-python test -m ruff check .

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,98 +14,192 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 import bmtrain as bmt
-from models import GPT, Shape, initialise
+from models import HeadLoss, Shape, initialise, initialise_own, projected_cross_entropy
+from options import Options
+
+LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.01, 1.0
 
 
 class Backend(ABC):
     """Builds the model and trains it by whole steps: forward, backward, clip to norm 1, AdamW."""
 
     @abstractmethod
-    def __init__(self, shape: Shape, args: argparse.Namespace) -> None: ...
+    def __init__(self, options: Options) -> None: ...
 
     @abstractmethod
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """One step on this rank's batch; the loss."""
+        """One step on this rank's batch, token ids and targets, both (batch, seq); the loss."""
 
 
 class Ours(Backend):
     """This library: bf16 weights in shards, fp32 masters in the optimizer; with --tp the layers are split over ranks too."""
 
-    def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
-        with torch.device("meta"):
-            model = GPT(shape).to(torch.bfloat16) if args.tp == 1 else ParallelGPT(shape, torch.bfloat16)
-        blocks = [bmt.Block(block, use_checkpoint=args.recompute, zero_level=args.zero_level) for block in model.blocks]
-        model.blocks = bmt.TransformerBlockList(blocks)  # type: ignore[assignment]
-        model.head = bmt.Block(model.head, use_checkpoint=False, zero_level=2)  # type: ignore[assignment]
+    def __init__(self, options: Options) -> None:
+        model = _plain_model(options)
+        recompute: bool | str = options.recompute if options.recompute == "auto" else options.recompute == "all"
+        model.blocks = bmt.TransformerBlockList(
+            bmt.Block(block, use_checkpoint=recompute, zero_level=options.zero_level, fp8=options.fp8) for block in model.blocks
+        )
+        model.head = bmt.Block(model.head, use_checkpoint=False, zero_level=2)
         self.model = bmt.BMTrainModelWrapper(model)
         bmt.init_parameters(self.model)
-        if args.compile:
-            for block in [*blocks, self.model.head]:
-                block.compile(dynamic=False)
-        kind = bmt.optim.AdamOffloadOptimizer if args.offload else bmt.optim.AdamOptimizer
-        self.optimizer = kind(self.model.parameters(), lr=1e-4, weight_decay=0.01)
+        initialise(self.model)
+        kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
+        self.optimizer = kind(self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
+        self.run = bmt.cuda_graph(self._forward_backward) if options.cuda_graph else self._forward_backward
+
+    def _forward_backward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(ids, targets)
+        self.manager.backward(loss)
+        return loss.detach()
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = self.model(ids, targets)
-        self.manager.zero_grad()
-        self.manager.backward(loss)
-        self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=1.0)
+        loss = self.run(ids, targets)
+        self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=MAX_NORM)
         self.manager.step()
-        return loss.detach()
+        self.manager.zero_grad()
+        return loss
+
+
+def _plain_model(options: Options) -> Any:
+    """The model before it is sharded: in bf16, without memory."""
+    shape = options.geometry
+    with torch.device("meta"):
+        if options.tp == 1:
+            return shape.model(_fused_loss() if options.fused_head else projected_cross_entropy).to(torch.bfloat16)
+        if not isinstance(shape, Shape):
+            raise SystemExit(f"--tp {options.tp}: {options.shape} has no layers split over ranks; choose a GPT or leave it out.")
+        return ParallelGPT(shape, torch.bfloat16)
+
+
+def _fused_loss() -> HeadLoss:
+    """The same loss without ever holding the logits of all rows."""
+    fused = bmt.loss.FusedLinearCrossEntropy()
+    return lambda hidden, project, targets: fused(hidden, project.weight, targets)
 
 
 class FSDP2(Backend):
     """torch's fully_shard with mixed precision: fp32 shards, bf16 compute and reduction, fused AdamW."""
 
-    def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        offload = CPUOffloadPolicy() if args.offload else OffloadPolicy()
+    def __init__(self, options: Options) -> None:
+        # Inputs of blocks stay as they are: the hidden states are bf16 anyway, rotary angles are meant to be fp32.
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
         with torch.device("meta"):
-            model = GPT(shape)
-        for index, block in enumerate(model.blocks):
-            part = checkpoint_wrapper(block) if args.recompute else block
-            model.blocks[index] = part
-            if args.compile:
-                part.compile(dynamic=False)
-            fully_shard(part, mp_policy=precision, offload_policy=offload)
+            model: Any = options.geometry.model()
+        if options.recompute == "all":
+            _recompute(model)
+        for block in model.blocks:
+            if options.compile:
+                block.compile(dynamic=False)
+            fully_shard(block, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mp_policy=precision, offload_policy=offload)
-        model.to_empty(device="cpu" if args.offload else "cuda")
+        model.to_empty(device="cpu" if options.offload else options.device)
         initialise(model)
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(ids, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+
+def _recompute(model: Any) -> None:
+    """Blocks keep their inputs only, and compute the rest again in backward."""
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
 
 
 class Plain(Backend):
     """A good single-file trainer: fp32 weights, bf16 autocast, whole-model compile, fused AdamW; DDP on several GPUs."""
 
-    def __init__(self, shape: Shape, args: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         torch.set_float32_matmul_precision("high")
-        with torch.device("cuda"):
-            model = GPT(shape)
+        self.device = options.device
+        with torch.device(options.device):
+            model: Any = options.geometry.model()
+        if options.recompute == "all":
+            _recompute(model)
         initialise(model)
         self.params = list(model.parameters())
-        wrapped = nn.parallel.DistributedDataParallel(model) if dist.get_world_size() > 1 else model
-        self.model = torch.compile(wrapped) if args.compile else wrapped
-        self.optimizer = torch.optim.AdamW(self.params, lr=1e-4, weight_decay=0.01, fused=True)
+        if dist.get_world_size() > 1:
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model = torch.compile(model) if options.compile else model
+        self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+        with torch.autocast(self.device, dtype=torch.bfloat16):
             loss: torch.Tensor = self.model(ids, targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.params, 1.0)
+        nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
 
-BACKENDS: dict[str, type[Backend]] = {"bmtrain": Ours, "fsdp2": FSDP2, "plain": Plain}
+class DeepSpeed(Backend):
+    """DeepSpeed's ZeRO-3 in bf16 with its fused Adam, or its CPU Adam: `pip install deepspeed`."""
+
+    def __init__(self, options: Options) -> None:
+        deepspeed = importlib.import_module("deepspeed")  # no dependency of this project
+        deepspeed.init_distributed()  # on the process group that there is
+        config = deepspeed_config(options)
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            model: Any = options.geometry.model()
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if own:
+                with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
+                    initialise_own(module)  # what rank 0 writes counts
+        if options.recompute == "all":
+            _recompute(model)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+        if options.compile:
+            self.engine.compile()
+
+    def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.engine(ids, targets)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+
+def deepspeed_config(options: Options) -> dict[str, Any]:
+    """Its configuration: the values its documentation gives for ZeRO-3, with buckets for models of some 1e10 parameters."""
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 500_000_000,
+        "stage3_prefetch_bucket_size": 500_000_000,
+        "stage3_param_persistence_threshold": 100_000,
+        "stage3_max_live_parameters": 3_000_000_000,
+        "stage3_max_reuse_distance": 3_000_000_000,
+    }
+    if options.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": options.batch[0],  # of its own statistics only
+        "gradient_accumulation_steps": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": MAX_NORM,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
+    }
+
+
+BACKENDS: dict[str, type[Backend]] = {"bmtrain": Ours, "fsdp2": FSDP2, "plain": Plain, "deepspeed": DeepSpeed}
+
+
+def init_arguments(options: Options) -> dict[str, Any]:
+    """What `bmt.init_distributed` gets: all backends start alike, and what concerns this library's engine matters to it alone."""
+    if options.backend != "bmtrain":
+        return {}
+    transport = "collective" if options.transport == "nccl" else options.transport
+    return {"tp_size": options.tp, "transport": transport, "compile": options.compile}

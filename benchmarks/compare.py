@@ -1,68 +1,171 @@
-r"""Run several backends on the same machine one after another and write one JSON file with machine, versions and commit.
+r"""Run several backends on the same machine one after another; write JSON with machine, versions and commit, a table and a plot.
 
-python benchmarks/compare.py --gpus 4 --name 13b --commit $(git rev-parse HEAD) \
-    --run "--backend fsdp2 --shape 13b --batch 8 24 --compile --recompute" \
-    --run "--backend bmtrain --shape 13b --batch 8 24 --compile"
+make bench                                  what fits this machine: models and backends by its number of GPUs
+make bench ARGS="--suite quick"             minutes
+make bench ARGS="--list"                    the suites, and how long each takes here
+make bench ARGS="--gpus 2 --suite 2.7b"     fewer GPUs than there are
+
+Other comparisons are made of runs, whose words are arguments of throughput.py:
+
+python benchmarks/compare.py --gpus 4 --name 13b \
+    --run "--backend fsdp2 --shape 13b --batch 8 24 --recompute" \
+    --run "--backend bmtrain --shape 13b --batch 8 24"
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import importlib.util
 import json
+import os
 import pathlib
-import platform
 import shlex
-import subprocess
-import sys
-import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from machine import machine, machine_from_outside
+from plot import draw
+from runs import run
+from suites import SUITES, Suite, chosen
+from tables import failure_of, mode_of, tables_of
+
+from options import from_words
 
 HERE = pathlib.Path(__file__).parent
 
 
-def machine() -> dict[str, object]:
-    """What the numbers were measured on."""
-    return {
-        "gpu": torch.cuda.get_device_name(), "num_gpus": torch.cuda.device_count(), "cpu": platform.machine(),
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """What makes one file of results: runs, each on every one of these numbers of GPUs; `command` makes it again."""
+
+    name: str
+    counts: Sequence[int]
+    runs: Sequence[str]
+    command: str
+
+
+def job_of(suite: Suite, available: int) -> Job:
+    """A suite on this machine."""
+    counts = suite.counts(available)
+    command = f"benchmarks/compare.py --suite {suite.name} --gpus {counts[-1]}"
+    runs = [words for words, options in zip(suite.runs, suite.options(), strict=True) if is_installed(options.backend)]
+    return Job(name=f"{suite.name}-{counts[-1]}gpu", counts=counts, runs=runs, command=command)
+
+
+def is_installed(backend: str) -> bool:
+    """All but DeepSpeed come with torch or this library."""
+    return backend != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+
+
+def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
+    """All runs of a job, said and written as they come; the list again for each repeat, so that a drift of the machine shows."""
+    facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
+    records: list[dict[str, Any]] = []
+    report = {
+        "date": datetime.date.today().isoformat(), "commit": args.commit, "command": job.command, "machine": facts,
+        "records": records,
     }  # fmt: skip
+    todo = [(count, words) for _ in range(args.repeat) for count in job.counts for words in job.runs]
+    began = time.monotonic()
+    for number, (count, words) in enumerate(todo, 1):
+        print(f"[{job.name} {number}/{len(todo)}, {time.monotonic() - began:.0f} s] {count} x {words}", flush=True)
+        for record in run(words, count, args.timeout):
+            print("    " + in_a_line(record), flush=True)
+            records.append(record)
+        print("".join(f"    note: {note}\n" for note in records[-1].get("notes", [])), end="", flush=True)
+        write(report, args.folder / f"{job.name}.json")
+    return report
 
 
-def run(arguments: str, gpus: int) -> list[dict[str, object]]:
-    """The records of one backend."""
-    with tempfile.NamedTemporaryFile(suffix=".jsonl") as out:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", str(HERE / "throughput.py"),
-            *shlex.split(arguments), "--out", out.name,
-        ]  # fmt: skip
-        subprocess.run(command, check=False)
-        return [json.loads(line) for line in pathlib.Path(out.name).read_text().splitlines()]
+def write(report: dict[str, Any], path: pathlib.Path) -> None:
+    """The numbers, from which all else can be made again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def in_a_line(record: dict[str, Any]) -> str:
+    """What matters of a record, for the terminal."""
+    head = f"{mode_of(record)}, {record['shape']}, batch {record['batch']}: "
+    if failure_of(record):
+        return head + failure_of(record)
+    share = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
+    return f"{head}{record['tokens_per_second_per_gpu']} tokens/s a GPU{share}, loss {record['loss']}"
+
+
+def present(report: dict[str, Any], path: pathlib.Path) -> None:
+    """Table and plot beside the numbers. They need no GPU: tables.py and plot.py make them of any such file."""
+    table = tables_of(report)
+    path.with_suffix(".md").write_text(table)
+    print(f"\n{table}\n{path}, {path.with_suffix('.md').name}", flush=True)
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"no plot: matplotlib is not installed; where it is, `python benchmarks/plot.py {path}` draws it")
+    else:
+        print(draw(report, path.with_suffix(".svg")))
+
+
+def say_what_there_is(available: int) -> None:
+    """For --list."""
+    for suite in SUITES:
+        counts = suite.counts(available)
+        here = f"about {suite.minutes(available):.0f} min with {counts} GPUs" if counts else f"needs {suite.least} GPUs"
+        print(f"{suite.name:13} {suite.about}; {len(suite.runs)} runs, {here}")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", nargs="+", choices=[suite.name for suite in SUITES], help="by default all that fit the machine")
+    parser.add_argument("--list", action="store_true", help="say which suites there are")
+    parser.add_argument("--gpus", type=int, help="use the first of them only")
+    parser.add_argument("--run", action="append", help="arguments of throughput.py, in place of a suite; with --name")
+    parser.add_argument("--name", help="of the files of --run")
+    parser.add_argument("--repeat", type=int, default=1, help="measure everything so often; tables show medians")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one run may take")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--folder", type=pathlib.Path, default=HERE / "results")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try --run without a GPU")
+    args = parser.parse_args()
+    if (args.run is None) != (args.name is None):
+        parser.error("--run and --name go together")
+    if args.run and args.suite:
+        parser.error("--run stands in place of a suite: leave out one of both")
+    return args
+
+
+def jobs_of(args: argparse.Namespace, available: int) -> list[Job]:
+    """What the command line asks for."""
+    if args.run:
+        for words in args.run:
+            from_words(words)  # better now than after an hour
+        said = [f"benchmarks/compare.py --gpus {available} --name {args.name}", *(f"--run {shlex.quote(run)}" for run in args.run)]
+        return [Job(name=args.name, counts=[available], runs=args.run, command=" ".join(said))]
+    suites = chosen(args.suite, available)
+    if not all(is_installed(options.backend) for suite in suites for options in suite.options()):
+        print("DeepSpeed is not installed: left out")
+    minutes = sum(suite.minutes(available) for suite in suites) * args.repeat
+    print(f"{', '.join(suite.name for suite in suites)}: about {minutes:.0f} minutes", flush=True)
+    return [job_of(suite, available) for suite in suites]
 
 
 def main() -> None:
-    """Measure all runs and save them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--run", action="append", required=True, help="arguments of throughput.py")
-    parser.add_argument("--name", required=True)
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--folder", default=str(HERE / "results"))
-    args = parser.parse_args()
-    said = sys.argv.copy()
-    if "--folder" in said:  # where the file lies is no part of how it was made
-        place = said.index("--folder")
-        del said[place : place + 2]
-    records = [record for arguments in args.run for record in run(arguments, args.gpus)]
-    report = {
-        "date": datetime.date.today().isoformat(), "commit": args.commit, "command": shlex.join(said), "machine": machine(),
-        "records": records,
-    }  # fmt: skip
-    path = pathlib.Path(args.folder) / f"{args.name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(path)
+    """Measure all that was asked for and save it, job by job."""
+    args = parse()
+    there = torch.cuda.device_count() if args.device == "cuda" else os.cpu_count() or 1
+    if args.list:
+        say_what_there_is(args.gpus or there)
+        return
+    if there == 0:
+        raise SystemExit(
+            "The benchmarks measure GPUs and torch finds none here (torch.cuda.device_count() is 0). See --list, --device."
+        )
+    if args.gpus and args.gpus > there:
+        raise SystemExit(f"--gpus {args.gpus}: this machine shows {there}.")
+    for job in jobs_of(args, args.gpus or there):
+        present(measure(job, args), args.folder / f"{job.name}.json")
 
 
 if __name__ == "__main__":

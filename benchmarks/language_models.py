@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import transformers
-from compare import machine
-from plain_llama import LlamaShape, PlainLlama
+from machine import machine
 from torch import nn
 
 import bmtrain as bmt
 from model_center.model.bert import Bert, BertConfig
 from model_center.model.llama import Llama, LlamaConfig
+from models import LlamaShape
 
 HERE = pathlib.Path(__file__).parent
 Step = Callable[[], object]
@@ -51,13 +51,12 @@ def timed(step: Step, warmup: int = 4, steps: int = 10) -> dict[str, float]:
     return {"seconds": round(statistics.median(times), 5), "slowest": round(max(times), 5), "allocated_gib": round(peak, 2)}
 
 
-def backward_of(model: nn.Module, logits: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor) -> Step:
-    """Forward and backward of the mean loss of the next token."""
-    loss_function = bmt.loss.FusedCrossEntropy()
-    targets = ids.roll(-1, 1).flatten()
+def backward_of(model: nn.Module, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ids: torch.Tensor) -> Step:
+    """Forward and backward of the mean loss of the next token; `loss_of` takes token ids and targets, both (batch, seq)."""
+    targets = ids.roll(-1, 1)
 
     def step() -> None:
-        loss_function(logits(ids).flatten(0, 1), targets).backward()
+        loss_of(ids, targets).backward()
         model.zero_grad(set_to_none=False)
 
     return step
@@ -73,13 +72,14 @@ def ours_llama(shape: LlamaShape, ids: torch.Tensor) -> Step:
     bmt.init_parameters(model)
     for block in model.encoder.layers:
         block.compile(dynamic=False)
-    return backward_of(model, lambda ids: model(ids).logits, ids)
+    loss_function = bmt.loss.FusedCrossEntropy()
+    return backward_of(model, lambda ids, targets: loss_function(model(ids).logits.flatten(0, 1), targets.flatten()), ids)
 
 
 def plain_llama(shape: LlamaShape, ids: torch.Tensor) -> Step:
     """The plain model, sharded and compiled block by block as the engine's own benchmarks do."""
-    with torch.device("meta"):
-        model = PlainLlama(shape).to(torch.bfloat16)
+    with torch.device("meta"):  # its end gives logits, as model_center's does: the loss is not compiled with it
+        model = shape.model(lambda hidden, project, _: project(hidden)).to(torch.bfloat16)
     blocks = [bmt.Block(block, use_checkpoint=False) for block in model.blocks]
     model.blocks = bmt.TransformerBlockList(blocks)  # type: ignore[assignment]
     model.head = bmt.Block(model.head, use_checkpoint=False, zero_level=2)  # type: ignore[assignment]
@@ -87,7 +87,8 @@ def plain_llama(shape: LlamaShape, ids: torch.Tensor) -> Step:
     bmt.init_parameters(sharded)
     for block in [*blocks, sharded.head]:
         block.compile(dynamic=False)
-    return backward_of(sharded, sharded, ids)
+    loss_function = bmt.loss.FusedCrossEntropy()
+    return backward_of(sharded, lambda ids, targets: loss_function(sharded(ids, targets), targets.flatten()), ids)
 
 
 class Classifier(nn.Module):
@@ -153,7 +154,7 @@ def transformers_bert(batch: Batch, dtype: torch.dtype) -> Step:
 
 def llama_records() -> Iterator[dict[str, Any]]:
     """Both LLaMAs, alternating, so that a drift of the machine shows."""
-    shape = LlamaShape()
+    shape = LlamaShape(layers=8)
     ids = torch.randint(0, shape.vocab, (2, 8192), device="cuda")
     steps = {"model_center": ours_llama(shape, ids), "plain": plain_llama(shape, ids)}
     for repeat in range(3):

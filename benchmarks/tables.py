@@ -10,45 +10,113 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
-COLUMNS = ("backend", "model", "GPUs", "batch a GPU", "tokens/s a GPU", "MFU", "GiB reserved", "against ours")
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 LOAD_COLUMNS = ("checkpoint", "GB/s plain reading, cold / warm", "loading, cold / warm", "of reading, cold", "`load_file` and copy")
 
-
-def mode_of(record: dict[str, Any]) -> str:
-    """The backend with what was turned on."""
-    words = [record["backend"], *(name for name in ("compile", "recompute", "offload") if record[name])]
-    tp = record.get("tp", 1)  # which older records lack
-    return " + ".join(words + ([f"tp {tp}"] if tp > 1 else []))
+Record = dict[str, Any]
+Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
 
 
-def rows_of(report: dict[str, Any]) -> list[str]:
-    """One Markdown row per mode and batch, the median of repeats; the last column compares with our fastest in the same run."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for r in report["records"]:
-        groups.setdefault((r["shape"], r["gpus"], r["batch"], r["offload"], mode_of(r)), []).append(r)
-    rates = {
-        key: statistics.median(r["tokens_per_second_per_gpu"] for r in repeats)
-        for key, repeats in groups.items()
-        if all("tokens_per_second_per_gpu" in r for r in repeats)
-    }
-    rows = []
-    for key, repeats in groups.items():
-        shape, gpus, batch, _, mode = key
-        head = f"| {mode} | {shape}, {repeats[0]['seq']} tokens | {gpus} | {batch} |"
-        if key not in rates:
-            rows.append(f"{head} out of memory | | | |")
-            continue
-        ours = [rate for other, rate in rates.items() if other[:4] == key[:4] and other[4].startswith("bmtrain")]
-        ratio = f"ours is {max(ours) / rates[key]:.2f} x" if ours and not mode.startswith("bmtrain") else ""
-        mfu, memory = (statistics.median(r[name] for r in repeats) for name in ("mfu", "reserved_gib"))
-        rows.append(f"{head} {rates[key]:.0f} | {mfu:.1%} | {memory} | {ratio} |")
+def mode_of(record: Record) -> str:
+    """The backend with what was turned on; what older records lack was off."""
+    recompute = {"all": ["recompute"], True: ["recompute"], "auto": ["recompute as needed"]}
+    words = [record["backend"], "compile" if record["compile"] else "eager", *recompute.get(record["recompute"], [])]
+    words += [name.replace("_", " ") for name in ("offload", "fp8", "cuda_graph", "fused_head") if record.get(name)]
+    words += [f"{name} {record[name]}" for name, usual in (("zero_level", 3), ("tp", 1)) if record.get(name, usual) != usual]
+    if record.get("transport", "auto") != "auto":
+        words.append(record["transport"].replace("_", " "))
+    return " + ".join(words)
+
+
+def failure_of(record: Record) -> str:
+    """Why nothing was measured; empty if it was."""
+    return str(record.get("failure", "out of memory" if record.get("out_of_memory") else "")).replace("|", "/")
+
+
+def rows_of(records: Sequence[Record]) -> Rows:
+    """Repeats together: by model, number of GPUs, batch, whether the optimizer was on the CPU, and mode."""
+    rows: Rows = {}
+    for r in records:
+        rows.setdefault((r["shape"], r["gpus"], r["batch"], bool(r["offload"]), mode_of(r)), []).append(r)
     return rows
 
 
-def steps_of(records: Sequence[dict[str, Any]]) -> list[str]:
+def rates_of(rows: Rows) -> dict[tuple[Any, ...], float]:
+    """Tokens a second and GPU, the median of repeats, of the rows that were measured."""
+    return {
+        key: statistics.median(r["tokens_per_second_per_gpu"] for r in repeats)
+        for key, repeats in rows.items()
+        if not any(map(failure_of, repeats))
+    }
+
+
+def throughput_table(records: Sequence[Record]) -> str:
+    """One row per mode and batch; columns that no record fills are left out."""
+    rows = rows_of(records)
+    rates = rates_of(rows)
+    cells = []
+    for key, repeats in rows.items():
+        shape, gpus, batch, _, mode = key
+        row = {"backend": mode, "model": f"{shape}, {repeats[0]['seq']} tokens", "GPUs": gpus, "batch a GPU": batch}
+        if key in rates:
+            row |= measured_cells(repeats, rates[key]) | compared_cells(key, rates)
+        else:
+            row["tokens/s a GPU"] = next(filter(None, map(failure_of, repeats)))
+        cells.append(row)
+    return table_of(cells)
+
+
+def measured_cells(repeats: Sequence[Record], rate: float) -> dict[str, object]:
+    """What one row says of itself."""
+    cells: dict[str, object] = {"tokens/s a GPU": f"{rate:.0f}"}
+    if all(r.get("mfu") is not None for r in repeats):
+        cells["MFU"] = f"{statistics.median(r['mfu'] for r in repeats):.1%}"
+    for name, column in (("reserved_gib", "GiB reserved"), ("device_gib", "GiB on the GPU")):
+        if all(name in r for r in repeats):
+            cells[column] = statistics.median(r[name] for r in repeats)
+    if all("fastest" in r for r in repeats):  # before that was recorded, backends began with other values
+        cells["loss"] = f"{statistics.median(r['loss'] for r in repeats):.2f}"
+    hidden = [r["profile"]["hidden"] for r in repeats if r.get("profile") and r["profile"]["hidden"] is not None]
+    if hidden:
+        cells["communication hidden"] = f"{statistics.median(hidden):.0%}"
+    return cells
+
+
+def compared_cells(key: tuple[Any, ...], rates: dict[tuple[Any, ...], float]) -> dict[str, object]:
+    """How a row compares: with fewer GPUs, and with our fastest on the same model, GPUs and batch."""
+    shape, gpus, *rest = key
+    cells: dict[str, object] = {}
+    fewer = [(other[1], rate) for other, rate in rates.items() if (other[0], *other[2:]) == (shape, *rest)]
+    if min(fewer)[0] < gpus:
+        cells["efficiency"] = f"{rates[key] / min(fewer)[1]:.1%}"
+    same = [(other[4], rate) for other, rate in rates.items() if other[:4] == key[:4]]
+    ours = [rate for mode, rate in same if mode.startswith("bmtrain") and "fp8" not in mode]  # others have no FP8 here
+    if ours and not key[4].startswith("bmtrain"):
+        cells["against ours"] = f"ours is {max(ours) / rates[key]:.2f} x"
+    return cells
+
+
+def kernel_table(records: Sequence[Record]) -> str:
+    """GPU time of a step by kind, of what was profiled."""
+    cells = []
+    for (shape, gpus, batch, _, mode), repeats in rows_of([r for r in records if r.get("profile")]).items():
+        profile = repeats[-1]["profile"]
+        row = {"backend": mode, "model": f"{shape}, {gpus} x {batch}", "whole step": f"{profile['span']:.1f}"}
+        row |= {kind: f"{ms:.1f}" for kind, ms in profile["kinds"].items()}
+        row |= {"communication exposed": f"{profile['exposed']:.1f}"} if profile["communication"] else {}
+        cells.append({**row, "nothing": f"{profile['idle']:.1f}"})
+    return table_of(cells)
+
+
+def table_of(cells: Sequence[dict[str, object]]) -> str:
+    """Rows of named cells as Markdown, in the order in which the fullest rows name them."""
+    columns = list(dict.fromkeys(name for row in sorted(cells, key=len, reverse=True) for name in row))
+    return table(columns, [f"| {' | '.join(str(row.get(name, '')) for name in columns)} |" for row in cells])
+
+
+def steps_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per kind of language model, its input and library, the median of repeats."""
-    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], list[Record]] = {}
     for r in records:
         size = f"{r['tokens']} tokens" if "tokens" in r else f"{r['sequences']} sequences, {r['mask']}"
         groups.setdefault((r["what"], size, r["model"]), []).append(r)
@@ -61,7 +129,7 @@ def steps_of(records: Sequence[dict[str, Any]]) -> list[str]:
     return rows
 
 
-def loads_of(records: Sequence[dict[str, Any]]) -> list[str]:
+def loads_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per checkpoint loaded."""
     rows = []
     for r in records:
@@ -80,10 +148,20 @@ def tables_of(report: dict[str, Any]) -> str:
     """The tables of one file of results."""
     records = report["records"]
     if "what" not in records[0]:
-        return table(COLUMNS, rows_of(report))
+        kernels = kernel_table(records)
+        folded = f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n" if kernels else ""
+        return throughput_table(records) + folded
     loads = [r for r in records if r["what"] == "loading"]
     steps = [r for r in records if r["what"] != "loading"]
     return "\n".join(filter(None, (table(STEP_COLUMNS, steps_of(steps)), table(LOAD_COLUMNS, loads_of(loads)))))
+
+
+def origin_of(report: dict[str, Any]) -> str:
+    """Machine, versions, date and commit of a file of results."""
+    machine = report["machine"]
+    versions = [f"torch {machine['torch']}", f"CUDA {machine['cuda']}", f"NCCL {machine['nccl']}"]
+    versions += [f"{name} {machine[name]}" for name in ("deepspeed",) if machine.get(name)]
+    return f"{machine['num_gpus']} x {machine['gpu']}, {', '.join(versions)}, {report['date']}, commit {report['commit'][:12]}"
 
 
 def section() -> str:
@@ -91,11 +169,10 @@ def section() -> str:
     parts = []
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         report = json.loads(path.read_text())
-        machine = report["machine"]
+        plot = path.with_suffix(".svg").relative_to(ROOT)
+        drawn = f" [Plot]({plot})" if (ROOT / plot).exists() else ""
         parts.append(
-            f"`{path.relative_to(ROOT)}`: {machine['num_gpus']} x {machine['gpu']}, torch {machine['torch']}, "
-            f"CUDA {machine['cuda']}, NCCL {machine['nccl']}, {report['date']}, commit {report['commit'][:12]}.\n\n"
-            f"{tables_of(report)}\n```\n{report['command']}\n```\n"
+            f"`{path.relative_to(ROOT)}`: {origin_of(report)}.{drawn}\n\n{tables_of(report)}\n```\n{report['command']}\n```\n"
         )
     return "\n".join(parts)
 

@@ -1,6 +1,6 @@
 """Tokens per second, memory and MFU of one backend. One JSON record per batch size, appended to --out.
 
-torchrun --standalone --nproc_per_node=4 benchmarks/throughput.py --backend bmtrain --shape 13b --batch 8 24 --compile
+torchrun --standalone --nproc_per_node=4 benchmarks/throughput.py --backend bmtrain --shape 13b --batch 8 24
 `benchmarks/compare.py` runs several backends one after another and writes the comparison.
 """
 
@@ -8,108 +8,127 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import time
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from backends import BACKENDS, Backend
+from backends import BACKENDS, Backend, init_arguments
+from device_time import STEPS, longest, summary, traced
 
 import bmtrain as bmt
-from models import SHAPES, Shape
+from models import Geometry
+from options import Options, checked, parser
 
-# NVIDIA's figure for dense bf16 on H100 and H200: what MFU is a fraction of.
-PEAK_FLOPS = 989e12
+# NVIDIA's figures for dense bf16, which MFU is a fraction of (FP8 runs too), by what the name of the GPU holds.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
 GIB = 2**30
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=sorted(BACKENDS), required=True)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="13b")
-    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per GPU")
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
-    parser.add_argument("--zero-level", type=int, default=3)
-    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer (bmtrain only)")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--profile", help="write a table of kernel times of one step to this file")
-    parser.add_argument("--out", help="file to append the records to")
-    return parser.parse_args()
+def peak_flops(gpu: str) -> float | None:
+    """Of this GPU; None where it is not known here."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu), None)
 
 
-def measure(backend: Backend, shape: Shape, batch: int, args: argparse.Namespace) -> dict[str, object]:
-    """Median step time over `args.steps` steps after warm-up, each timed with the device idle before and after."""
-    ids = torch.randint(0, shape.vocab, (batch, shape.seq + 1), device="cuda")
-    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    times, loss = [], torch.zeros(())
-    for number in range(args.warmup + args.steps):
+def batch_of(shape: Geometry, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and the next tokens, (batch, seq) each, the same for every backend."""
+    torch.manual_seed(bmt.rank())
+    ids = torch.randint(0, shape.vocab, (batch, shape.seq + 1), device=bmt.device())
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def wait() -> None:
+    """Until the device has done everything."""
+    if bmt.device().type != "cpu":
         torch.cuda.synchronize()
+
+
+def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
+    """Median step time over `--steps` steps after warm-up, each timed with the device idle before and after."""
+    shape = options.geometry
+    inputs, targets = batch_of(shape, batch)
+    forget_peaks()
+    times, loss = [], torch.zeros(())
+    for number in range(options.warmup + options.steps):
+        wait()
         begin = time.perf_counter()
         loss = backend.step(inputs, targets)
-        torch.cuda.synchronize()
-        if number >= args.warmup:
+        wait()
+        if number >= options.warmup:
             times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
     rate = batch * shape.seq / seconds
-    return {
-        "step_seconds": round(seconds, 4), "slowest": round(max(times), 4), "tokens_per_second_per_gpu": round(rate),
-        "mfu": round(rate * shape.flops_per_token / PEAK_FLOPS, 4), "loss": round(float(loss), 4),
-        "allocated_gib": round(torch.cuda.max_memory_allocated() / GIB, 1),
-        "reserved_gib": round(torch.cuda.max_memory_reserved() / GIB, 1),
+    record: dict[str, Any] = {
+        "step_seconds": round(seconds, 5), "fastest": round(min(times), 5), "slowest": round(max(times), 5),
+        "tokens_per_second_per_gpu": round(rate), "mfu": None, "loss": round(float(loss), 4),
     }  # fmt: skip
+    if options.device == "cpu":
+        return record
+    peak = peak_flops(torch.cuda.get_device_name())
+    record |= {"mfu": round(rate * shape.flops_per_token / peak, 4) if peak else None, **memory()}
+    if options.profile is not None:
+        record["profile"] = profiled(backend, (inputs, targets), options.profile)
+    return record
 
 
-def write_profile(backend: Backend, shape: Shape, batch: int, path: str) -> None:
-    """Kernel times of one step, by name."""
-    ids = torch.randint(0, shape.vocab, (batch, shape.seq), device="cuda")
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as profiler:
-        backend.step(ids, ids)
-        torch.cuda.synchronize()
-    if dist.get_rank() == 0:
-        pathlib.Path(path).write_text(
-            profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=45, max_name_column_width=70)
-        )
+def forget_peaks() -> None:
+    """Memory is counted from here on."""
+    if bmt.device().type != "cpu":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def memory() -> dict[str, float]:
+    """GiB: the peaks of torch's allocator, and all that is in use on the GPU now, NCCL's and symmetric memory too."""
+    free, total = torch.cuda.mem_get_info()
+    sizes = {
+        "allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved(),
+        "device_gib": total - free,
+    }  # fmt: skip
+    return {name: round(size / GIB, 1) for name, size in sizes.items()}
+
+
+def profiled(backend: Backend, batch: tuple[torch.Tensor, torch.Tensor], path: str) -> dict[str, Any]:
+    """The summary of a few more steps; with a path, a table of kernels too, by this rank if it is the first."""
+    works = traced(lambda: backend.step(*batch))
+    if path and bmt.rank() == 0:
+        lines = [f"{total / STEPS / 1000:10.3f} ms {number // STEPS:6} x  {name}\n" for name, total, number in longest(works, 45)]
+        pathlib.Path(path).write_text("".join(lines))
+    return summary(works, STEPS)
+
+
+def common_fields(options: Options, build_seconds: float) -> dict[str, Any]:
+    """What all records of this run say."""
+    shape, on_gpu = options.geometry, options.device != "cpu"
+    return {
+        **options.mode(), "gpus": bmt.world_size(), "seq": shape.seq, "build_seconds": round(build_seconds, 1),
+        "build_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if on_gpu else None,
+        "share_gib": round(shape.num_parameters * 2 / bmt.world_size() / GIB, 2),
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Build once, measure every batch size, stop at the first that does not fit."""
-    args = parse()
-    shape = SHAPES[args.shape]
-    bmt.init_distributed(seed=0, tp_size=args.tp)
+    """Build once, measure every batch size. An error ends it at once on all ranks: compare.py records what is missing then."""
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[parser()]
+    ).parse_args()
+    options = checked(arguments)
+    torch._dynamo.config.automatic_dynamic_shapes = False  # every batch size gets code of its own, as if it were the only one
+    bmt.init_distributed(seed=0, device=options.device, **init_arguments(options))
     began = time.perf_counter()
-    backend = BACKENDS[args.backend](shape, args)
-    torch.cuda.synchronize()
-    common = {
-        "backend": args.backend, "shape": args.shape, "gpus": bmt.world_size(), "seq": shape.seq, "compile": args.compile,
-        "recompute": args.recompute, "offload": args.offload, "tp": args.tp, "build_seconds": round(time.perf_counter() - began, 1),
-        "build_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
-        "share_gib": round(shape.num_parameters * 2 / bmt.world_size() / GIB, 2),
-    }  # fmt: skip
-    torch.manual_seed(bmt.rank())
-    for batch in args.batch:
-        record = {**common, "batch": batch}
-        try:
-            record |= measure(backend, shape, batch, args)
-            if args.profile:
-                write_profile(backend, shape, batch, args.profile)
-        except torch.OutOfMemoryError:
-            record["out_of_memory"] = True
-        bmt.print_rank("RESULT", json.dumps(record), flush=True)
-        if args.out and bmt.rank() == 0:
-            with open(args.out, "a") as file:
+    backend = BACKENDS[options.backend](options)
+    wait()
+    common = common_fields(options, time.perf_counter() - began)
+    for batch in options.batch:
+        record = {**common, "batch": batch, **measure(backend, options, batch)}
+        brief = {name: value for name, value in record.items() if name != "profile"}
+        bmt.print_rank("RESULT", json.dumps(brief), flush=True)
+        if "profile" in record:
+            bmt.print_rank("PROFILE", json.dumps(record["profile"]), flush=True)
+        if options.out and bmt.rank() == 0:
+            with open(options.out, "a") as file:
                 file.write(json.dumps(record) + "\n")
-        if record.get("out_of_memory"):
-            break
-    os._exit(0)  # after an out-of-memory error on one rank an orderly exit would wait for collectives that never come
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 
 from bmtrain import benchmark, distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
+from bmtrain.block.graph import cuda_graph
 from bmtrain.block.pipeline import PipelineTransformerBlockList
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "benchmark",
     "config",
+    "cuda_graph",
     "device",
     "distributed",
     "gather_result",

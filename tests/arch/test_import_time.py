@@ -29,6 +29,7 @@ print(torch.distributed.is_initialized(), torch.cuda.is_initialized(), torch.get
 def in_a_fresh_process(program: str) -> str:
     """What `program` prints when it is run by this interpreter alone."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # programs compile their modules once
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 

@@ -14,7 +14,6 @@ from tests.ranks import models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.kernels.adam import AdamSettings, adamw_reference, adamw_update
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 
@@ -50,6 +49,7 @@ def train_odd(sharded: bool, level: int, recompute: bool, kind: str) -> dict[str
 
 
 def compare_odd() -> None:
+    warnings.filterwarnings("ignore", message="OddBlock runs uncompiled")  # it branches on values
     torch.backends.cuda.matmul.allow_tf32 = False
     want = train_odd(False, 3, False, "torch")
     for level, recompute, kind in itertools.product((2, 3), (False, True), ("adam", "offload", "torch")):
@@ -118,7 +118,8 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones() -> None:
 def compare_dropout() -> None:
     results = []
     for recompute in (False, True):
-        layers = bmt.TransformerBlockList([bmt.Block(m, use_checkpoint=recompute) for m in make_layers(0.3)])
+        # Uncompiled: with and without recomputation the compiler fuses, and so rounds, differently.
+        layers = bmt.TransformerBlockList([bmt.Block(m, use_checkpoint=recompute, compile=False) for m in make_layers(0.3)])
         torch.manual_seed(5)
         results.append(gradients(layers, torch.ones(64, 512, device=bmt.device())))
     for kept, recomputed in zip(*results, strict=True):
@@ -162,47 +163,6 @@ def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
     for allocated, buffers in on_gpus(train_quietly):
         assert len(set(allocated[3:])) == 1, allocated
         assert buffers <= 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fused_adam_is_the_formula(dtype: torch.dtype) -> None:
-    """Ten updates by the Triton kernel against the plain-torch twin, lengths that fill no block."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    start = torch.randn(100_003, generator=generator, device="cuda")
-    runs = []
-    for update in (adamw_reference, adamw_update):
-        weight = start.to(dtype)
-        master = weight if dtype == torch.float32 else weight.float()
-        mean, square = torch.zeros_like(start), torch.zeros_like(start)
-        generator.manual_seed(1)
-        for step in range(1, 11):
-            grad = torch.randn(100_003, generator=generator, device="cuda").to(dtype) * 8
-            settings = AdamSettings(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, scale=8.0)
-            update(weight, grad, master, mean, square, settings)
-        runs.append((master, mean, square))
-    for name, want, got in zip(("master", "exp_avg", "exp_avg_sq"), *runs, strict=True):
-        models.assert_same(got, want, name, 2e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
-    """Values and gradients in fp32 arithmetic, with ignored targets, without a host synchronisation."""
-    torch.manual_seed(0)
-    logits = torch.randn(300, 5003, device="cuda").to(dtype).requires_grad_(True)
-    targets = torch.randint(0, 5003, (300,), device="cuda")
-    targets[::7] = -100
-    loss_function = bmt.loss.FusedCrossEntropy()
-    loss_function(logits, targets).backward()
-    logits.grad = None
-    forbid_waiting(True)
-    loss = loss_function(logits, targets)
-    loss.backward()
-    forbid_waiting(False)
-    twin = logits.detach().float().requires_grad_(True)
-    want = F.cross_entropy(twin, targets)
-    want.backward()
-    models.assert_same(loss.detach().float(), want.detach(), "loss", 1e-5)
-    models.assert_same(logits.grad.float(), twin.grad, "gradient", 1e-5 if dtype == torch.float32 else 2**-8)
 
 
 def save_and_load(folder: str) -> None:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from bmtrain.loss import FusedCrossEntropy, cross_entropy
+from bmtrain.kernels import cross_entropy
+from bmtrain.loss import FusedCrossEntropy
 from bmtrain.nn import VPEmbedding
 
 ROWS, CLASSES = 12, 24
@@ -67,7 +68,7 @@ def check(loss: FusedCrossEntropy, logits: torch.Tensor, target: torch.Tensor, w
 
 
 def against_torch() -> None:
-    cross_entropy.CPU_CHUNK_NUMEL = 5 * CLASSES // tp_size() + 1  # several chunks of rows, the last one shorter
+    cross_entropy.CHUNK_NUMEL = 5 * CLASSES // tp_size() + 1  # several chunks of rows, the last one shorter
     for dtype, reduction, weighted, smoothing in itertools.product(GRADIENT_TOLERANCE, REDUCTIONS, (False, True), (0.0, 0.1, 1.0)):
         weight = torch.linspace(0.0, 2.0, CLASSES).roll(7) if weighted else None
         loss = FusedCrossEntropy(weight, reduction=reduction, label_smoothing=smoothing, parallel=True)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bmtrain.kernels.adam import AdamSettings, adamw_reference, adamw_update
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, adamw_update
+from bmtrain.kernels.chunks import Batch
 
 PATHS = [adamw_update, adamw_reference]
 
@@ -33,7 +34,7 @@ def test_against_torch(path: Callable[..., None], maximize: bool, scale: float, 
         settings = AdamSettings(
             lr=0.01, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step, scale=scale, maximize=maximize
         )  # fmt: skip
-        path(weight, grad, master, mean, square, settings)
+        path(Batch([AdamTensors(weight, grad, master, mean, square)]), settings)
         assert torch.equal(grad, before), "the gradient was written"
     torch.testing.assert_close(master, param.detach(), rtol=1e-6, atol=1e-6)
     assert torch.equal(weight, master.to(dtype))
@@ -45,22 +46,16 @@ def test_against_torch(path: Callable[..., None], maximize: bool, scale: float, 
 @pytest.mark.parametrize("path", PATHS)
 def test_nothing_to_update(path: Callable[..., None]) -> None:
     """A rank may own no element."""
-    nothing = [torch.empty(0) for _ in range(4)]
-    path(
-        nothing[0],
-        nothing[1],
-        nothing[0],
-        nothing[2],
-        nothing[3],
-        AdamSettings(lr=1, beta1=0, beta2=0, eps=1, weight_decay=0, step=1),
-    )
+    nothing = torch.empty(0)
+    settings = AdamSettings(lr=1, beta1=0, beta2=0, eps=1, weight_decay=0, step=1)
+    path(Batch([AdamTensors(nothing, nothing, nothing, nothing, nothing)]), settings)
+    path(Batch([]), settings)
 
 
 def test_rate_zero_changes_moments_only() -> None:
     """As in hold_steps: weight decay too is off."""
     weight, mean, square = torch.ones(3), torch.zeros(3), torch.zeros(3)
-    adamw_update(
-        weight, torch.ones(3), weight, mean, square, AdamSettings(lr=0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=1, step=1)
-    )
+    settings = AdamSettings(lr=0, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=1, step=1)
+    adamw_update(Batch([AdamTensors(weight, torch.ones(3), weight, mean, square)]), settings)
     assert torch.equal(weight, torch.ones(3))
     assert mean.min() > 0 and square.min() > 0

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bmtrain.errors import ConfigurationError, NotInitializedError
-from bmtrain.loss import FusedCrossEntropy, cross_entropy
+from bmtrain.kernels import cross_entropy
+from bmtrain.loss import FusedCrossEntropy
 
 ROWS, CLASSES = 37, 23
 # fp32 rounding of a sum over the classes; for half precision the gradient's own rounding, once.
@@ -45,7 +46,7 @@ def _is(leaf: object) -> bool:
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of rows, the last one shorter."""
-    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 5 * CLASSES + 1)
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 5 * CLASSES + 1)
 
 
 def batch(dtype: torch.dtype, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +97,18 @@ def test_ignored_rows_have_no_loss_and_no_gradient(ignore_index: int) -> None:
     assert ignored.any() and (~ignored).any()
     assert not loss[ignored].any() and not logits.grad[ignored].any()
     assert loss[~ignored].all() and logits.grad[~ignored].any(dim=1).all()
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_ignored_rows_may_hold_anything(bad: float) -> None:
+    logits, target = batch(torch.float32)
+    with torch.no_grad():
+        logits[0] = bad  # target -100
+    loss = FusedCrossEntropy(label_smoothing=0.1)(logits, target)
+    loss.backward()
+    expected = torch.nn.functional.cross_entropy(logits.detach()[1:], target[1:], label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[0].any()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

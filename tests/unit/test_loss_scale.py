@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.loss_scale import LossScale
+from bmtrain.optim.verdict import Verdict
 
 
 def test_shrinks_and_grows_within_bounds() -> None:
@@ -54,6 +56,30 @@ def test_the_first_value_is_brought_into_bounds() -> None:
     """A scale above the maximum starts there."""
     assert LossScale(1e9, maximum=1024.0).value == 1024
     assert LossScale(0.5, minimum=2.0).value == 2
+
+
+@pytest.mark.parametrize(("number", "value", "good_steps"), [(1e300, 8, 2), (math.inf, 4, 0), (math.nan, 4, 0)])
+def test_a_verdict_is_awaited_once_and_by_whoever_asks(number: float, value: float, good_steps: int) -> None:
+    """The step is taken back before the scale moves, and only if it was bad."""
+    for ask in (LossScale.settle, lambda scale: scale.value, LossScale.state_dict):
+        scale, seen = LossScale(8, growth_steps=3), []
+        scale.judge(True)
+        scale.judge_later(
+            Verdict(torch.tensor(number, dtype=torch.float64)), lambda scale=scale, seen=seen: seen.append(scale.good_steps)
+        )
+        assert not seen and scale.good_steps == 1
+        ask(scale)
+        ask(scale)
+        assert seen == ([] if math.isfinite(number) else [1])
+        assert scale.state_dict() == {"value": value, "good_steps": good_steps}
+
+
+def test_what_is_loaded_comes_after_the_verdict() -> None:
+    """It is not judged by a step before it."""
+    scale = LossScale(8)
+    scale.judge_later(Verdict(torch.tensor(math.inf)), lambda: None)
+    scale.load_state_dict({"value": 32.0, "good_steps": 5})
+    assert scale.state_dict() == {"value": 32, "good_steps": 5}
 
 
 @pytest.mark.parametrize(

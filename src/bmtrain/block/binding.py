@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.storage import Storage
 from bmtrain.shard.unshard import Use
 
 
@@ -20,6 +21,45 @@ class Slice(NamedTuple):
 
     place: Place
     param: DistributedParameter
+
+
+class Slices(tuple[Slice, ...]):
+    """All parameters of some modules by place, and what follows from them for as long as the modules stay as they are.
+
+    Attributes:
+        modules: with their paths.
+        storages: where the parameters live, in order of first appearance.
+        positions: of each parameter among the slots of all storages.
+    """
+
+    def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> Slices:
+        return super().__new__(cls, [Slice(place, _sharded(place)) for place in places_of(modules)])
+
+    def __init__(self, modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
+        self.modules = modules
+        self.params = [param for _, param in self]
+        self.homes = [(place.module._parameters, place.name) for place, _ in self]
+        self.storages = list(dict.fromkeys([param.storage_of for param in self.params]))
+        starts = dict(
+            zip(self.storages, itertools.accumulate([len(s.layout.slots) for s in self.storages], initial=0), strict=False)
+        )
+        self.positions = [starts[param.storage_of] + param.index_in_storage for param in self.params]
+        self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
+        self._dicts: list[dict[str, Any]] = [found for _, m in modules for found in (m._modules, m._parameters)]
+        self._lengths = [len(found) for found in self._dicts]
+        self._values = [value for found in self._dicts for value in found.values()]
+        self._num_registered = self._count_storages()
+
+    def are_current(self) -> bool:
+        """Whether the modules have the children and the parameters that they had, and these live where they lived."""
+        return (
+            self._num_registered == self._count_storages()
+            and list(map(len, self._dicts)) == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._values))
+        )
+
+    def _count_storages(self) -> int:
+        return self.storages[0].engine.num_registered if self.storages else 0
 
 
 class Binding:
@@ -33,12 +73,16 @@ class Binding:
 
     def __init__(self, modules: Callable[[], Sequence[tuple[str, torch.nn.Module]]]) -> None:
         self._modules = modules
-        self._rnns: list[torch.nn.RNNBase] = []
-        self._replaced: list[Slice] | None = None  # what rests where full tensors stand now
+        self._resting: Slices | None = None
+        self._replaced: Slices | None = None  # what rests where full tensors stand now
         self._lent: list[torch.Tensor] | None = None  # those that stand there between calls, during backward
         self.is_running = False
 
-    def slices(self) -> list[Slice]:
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy gets: it finds its own slices."""
+        return {**self.__dict__, "_resting": None}
+
+    def slices(self) -> Slices:
         """All parameters by place, whatever stands there now.
 
         Raises:
@@ -46,27 +90,27 @@ class Binding:
         """
         if self._replaced is not None:
             return self._replaced
-        modules = self._modules()
-        self._rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
-        return [Slice(place, _sharded(place)) for place in places_of(modules)]
+        if self._resting is None or not self._resting.are_current():
+            self._resting = Slices(self._modules())
+        return self._resting
 
     @contextlib.contextmanager
-    def running(self, slices: list[Slice], use: Use, views: Sequence[torch.Tensor]) -> Iterator[None]:
+    def running(self, slices: Slices, use: Use, views: Sequence[torch.Tensor]) -> Iterator[None]:
         """The module computes inside, on `views` of `use` in place of `slices`.
 
         Raises:
             ParameterError: when it has given a parameter a new value.
         """
         outer, lent = self.is_running, self._lent
-        standing = [place.module._parameters[place.name] for place, _ in slices]
-        bound = [views[use.position(param.storage_of, param.index_in_storage)] for _, param in slices]
+        standing = [home[name] for home, name in slices.homes]
+        bound = use.select(views, slices.storages, slices.positions)
         addresses = [view.data_ptr() for view in bound]
         self._replaced, self.is_running = slices, True
         self._put(slices, bound)
         try:
             yield
-            for (place, _), view, address in zip(slices, bound, addresses, strict=True):
-                if place.module._parameters.get(place.name) is not view or view.data_ptr() != address:
+            for (home, name), view, address, (place, _) in zip(slices.homes, bound, addresses, slices, strict=True):
+                if home.get(name) is not view or view.data_ptr() != address:
                     raise _lost_value(place.path)
         finally:
             self.is_running = outer
@@ -75,9 +119,9 @@ class Binding:
             else:
                 self._put_to_rest(slices)
 
-    def lend(self, slices: list[Slice], use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Modules find `tensors` of `use` between calls too, until the function that this returns is called."""
-        lent = [tensors[use.position(param.storage_of, param.index_in_storage)] for _, param in slices]
+        lent = use.select(tensors, slices.storages, slices.positions)
         self._replaced, self._lent = slices, lent
         self._put(slices, lent)
 
@@ -89,20 +133,15 @@ class Binding:
 
         return give_back
 
-    def _put(self, slices: Sequence[Slice], values: Sequence[torch.Tensor | None]) -> None:
-        for (place, _), value in zip(slices, values, strict=True):
-            place.module._parameters[place.name] = value  # type: ignore[assignment]
-        for rnn in self._rnns:  # torch's recurrent modules read their weights from a list of their own
+    def _put(self, slices: Slices, values: Sequence[torch.Tensor | None]) -> None:
+        for (home, name), value in zip(slices.homes, values, strict=True):
+            home[name] = value  # type: ignore[assignment]
+        for rnn in slices.rnns:  # torch's recurrent modules read their weights from a list of their own
             rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
 
-    def _put_to_rest(self, slices: Sequence[Slice]) -> None:
-        self._put(slices, [param for _, param in slices])
+    def _put_to_rest(self, slices: Slices) -> None:
+        self._put(slices, slices.params)
         self._replaced = None
-
-
-def storages_of(slices: Sequence[Slice]) -> list[Storage]:
-    """Where the slices live, in order of first appearance."""
-    return list(dict.fromkeys([param.storage_of for _, param in slices]))
 
 
 def _sharded(place: Place) -> DistributedParameter:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of, share_buffers
-from bmtrain.block.binding import Binding, Slice, storages_of
-from bmtrain.block.compiled import CompiledModule, SeveralGraphsError
+from bmtrain.block.binding import Binding, Slices
+from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
+from bmtrain.block.fp8 import check_fp8, marked
+from bmtrain.block.graph import Modes
+from bmtrain.block.offload import Host
+from bmtrain.block.outputs import before_backward_of, detached_from
+from bmtrain.block.plan import Option
+from bmtrain.block.planner import Planners, Subject
+from bmtrain.block.probe import Runs, measure, unmeasured
+from bmtrain.block.programs import Programs, Structure, call, call_in_fp8
+from bmtrain.block.recompute import Level, Selective, level_of
 from bmtrain.block.replay import Replay, spare_buffers
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
@@ -22,6 +31,7 @@ from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.tape import Draws, Taping
 from bmtrain.shard.unshard import Use
 
 MODES = ("BLOCK", "PIPE")
@@ -33,18 +43,36 @@ Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
+class _Given:
+    """A call of a block: its arguments, its parameters, and the compiled code that may compute it."""
+
+    slices: Slices
+    use: Use
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    compiled: CompiledModule | CompiledByDefault | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those among the arguments."""
+        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, torch.Tensor)]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Run:
     """How a call runs: the slices that full tensors replace, who gathers those, what computes with them.
 
     packs: whether autograd saves tensors of this run until backward.
     lends: whether Python code of the module may run in backward, hooks and recomputation inside it, and need full parameters.
+    moved: tensors that are saved on the host.
     """
 
-    slices: list[Slice]
+    slices: Slices
     use: Use
     call: Call
     packs: bool
     lends: bool = True
+    moved: Sequence[torch.Tensor] = ()
 
 
 class Block(DistributedModule):
@@ -53,12 +81,15 @@ class Block(DistributedModule):
     Args:
         module: any module; its parameters may be plain (on the CPU, on meta or on the rank's device) or distributed. It is
             changed in place: its parameters become this rank's slices.
-        use_checkpoint: recompute the forward pass during backward instead of keeping activations; dropout replays exactly.
+        use_checkpoint: True recomputes the forward pass during backward instead of keeping activations, False keeps them, a
+            Level says what is kept, "auto" recomputes what does not fit (see block/planner.py); dropout replays exactly.
         zero_level: 3 releases full parameters after forward and gathers them again for backward, 2 keeps them in between;
             None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
         reduce_dtype: dtype in which gradients are summed over ranks; None takes the default.
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
+        compile: whether passes that lead to a backward pass run by compiled code where that is one graph; None takes the default.
+        fp8: whether linear maps are computed in eight bits (see block/fp8.py); None takes the default.
 
     Names in the state dict, parameters, buffers and attributes are those of the inner module.
 
@@ -72,12 +103,14 @@ class Block(DistributedModule):
     def __init__(
         self,
         module: torch.nn.Module,
-        use_checkpoint: bool = True,
+        use_checkpoint: bool | str | Level = True,
         zero_level: int | None = None,
         mode: str = "BLOCK",
         *,
         reduce_dtype: torch.dtype | None = None,
         accumulate_dtype: torch.dtype | None = None,
+        compile: bool | None = None,
+        fp8: bool | None = None,
     ) -> None:
         current = world.current("Block")
         super().__init__()
@@ -85,6 +118,7 @@ class Block(DistributedModule):
             raise ConfigurationError(f"Block got {type(module).__name__}: expected a torch.nn.Module.")
         if mode not in MODES:
             raise ConfigurationError(f"Block got mode {mode!r}: expected one of {', '.join(MODES)}.")
+        level_of(use_checkpoint)
         defaults = current.defaults
         self._policy = ShardPolicy(
             zero_level=defaults.zero_level if zero_level is None else zero_level,
@@ -100,11 +134,15 @@ class Block(DistributedModule):
             self.__dict__[name] = inner.__dict__[name]
         del self.__dict__["training"]  # asked of the inner module
         self.use_checkpoint = use_checkpoint
-        self._compiled: CompiledModule | None = None
+        self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, current.device)
+        self._compiles = defaults.compile if compile is None else compile
+        self._compiled: CompiledModule | CompiledByDefault | None = None
+        self._shown: str | None = None
         self._stage: int | None = None  # of the pipeline; None outside of one
         self._shared: Use | None = None  # of the calls that are made together
         self._binding = Binding(functools.partial(_parts_of, inner))
         self.shard()
+        current.service(Modes).watch(inner)
         self._is_made = True
 
     @property
@@ -115,7 +153,7 @@ class Block(DistributedModule):
     @property
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
-        return storages_of(self._binding.slices())
+        return self._binding.slices().storages
 
     def shard(self) -> None:
         """Shard the parameters that are not yet: those of modules that have been put in since, too. Collective."""
@@ -126,6 +164,15 @@ class Block(DistributedModule):
             move_buffers(part, current.device)
         if self._stage is not None:
             self.move_to_stage(self._stage)
+        if isinstance(self._compiled, CompiledByDefault | None):
+            self._compiled = CompiledByDefault(self._structure()) if self._compiles and not self._has_blocks() else None
+
+    def _structure(self) -> Structure:
+        params = [param for _, param in self._binding.slices()]
+        return world.current("Block").service(Programs).structure(self._inner, params, bool(self._fp8))
+
+    def _has_blocks(self) -> bool:
+        return any(isinstance(module, Block) for module in self._inner.modules())
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
         """The inner module and its plain descendants, by path."""
@@ -176,21 +223,81 @@ class Block(DistributedModule):
         if self._binding.is_running:  # called by a function that has taken the place of `original`
             return original(*args, **kwargs)
         slices = self._binding.slices()
-        use = Use(storages_of(slices)) if self._shared is None else self._shared
-        # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether anybody still listens or not.
-        compiled = None if world.current("Block").service(Recorder).is_listening else self._compiled
-        call = self._inner_call if compiled is None else compiled.plain
-        if not (self.use_checkpoint and torch.is_grad_enabled()):
-            return self._run(_Run(slices, use, call, packs=torch.is_grad_enabled()), args, kwargs)
+        use = Use(slices.storages) if self._shared is None else self._shared
+        given = _Given(slices, use, args, kwargs, self._compiled_now((*args, *kwargs.values())))
+        if not torch.is_grad_enabled():
+            return self._run_at(Level.NOTHING, given)
+        level = level_of(self.use_checkpoint)
+        # Measuring would be recorded, and what is recomputed for others is no call of a pass.
+        if level is None and not (in_backward() or world.current("Block").service(Recorder).is_listening):
+            return self._run_as_planned(given)
+        return self._run_at(level or Level.BLOCK, given)
+
+    def _run_as_planned(self, given: _Given) -> Any:
+        current = world.current("Block")
+        axis = current.mesh.world if self._stage is None else current.mesh.pp_zero
+        subject = Subject(
+            block=self,
+            kind=self._kind(given),
+            shape=tuple([dim for x in given.tensors for dim in x.shape]),
+            num_dims=given.tensors[0].dim() if given.tensors else 0,
+            options=functools.partial(self._measure, given),
+        )
+        first_node = torch._C._autograd._get_sequence_nr()
+        with given.use.running():  # one gather for measuring and running
+            turn = current.service(Planners).of(axis).next(subject)
+            out = self._run_at(turn.level, given)
+        before_backward_of(out, first_node, turn.backward_begins)
+        return out
+
+    def _measure(self, given: _Given, levels: Sequence[Level]) -> dict[Level, Option]:
+        """What a call keeps and takes at each level, on the parameters that its use holds."""
+        if self._has_blocks():
+            return unmeasured()
+        use = given.use
+        views = [view.detach().requires_grad_(flag) for view, flag in zip(use.views(), use.trainable, strict=True)]
+        runs = Runs(self._inner, call_in_fp8 if self._fp8 else call, given.compiled)
+        with self._binding.running(given.slices, use, views), spare_buffers([part for _, part in self._parts()]):
+            return measure(runs, levels, views, given.args, given.kwargs)
+
+    def _kind(self, given: _Given) -> object:
+        """What decides how much a call keeps, apart from shapes."""
+        if self._shown is None:
+            self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
+        tensors = [(x.requires_grad, x.is_leaf, x.dtype) for x in given.tensors]
+        trainable = given.use.trainable
+        return self._shown, self._inner.training, given.compiled is not None, len(trainable), sum(trainable), *tensors
+
+    def _run_at(self, level: Level, given: _Given) -> Any:
+        slices, use, args, kwargs, compiled = given.slices, given.use, given.args, given.kwargs, given.compiled
+        plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
+        if level is Level.NOTHING:
+            return self._run(_Run(slices, use, plain, packs=torch.is_grad_enabled()), args, kwargs)
+        moved = [x for x in args if isinstance(x, torch.Tensor)] if level is Level.OFFLOADED else []
         if compiled is not None and compiled.recomputes_inside:
-            try:
-                return self._run(_Run(slices, use, compiled.recomputing, packs=True, lends=False), args, kwargs)
-            except SeveralGraphsError:  # said in a warning; from now on recomputed from outside
-                return self._forward(original, *args, **kwargs)
-        replay = Replay([part for _, part in self._parts()], args, kwargs)
-        # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
-        run = _Run(slices, use, call, packs=False)
-        return checkpoint(self._run_replayed, replay, run, kwargs, *args, use_reentrant=False)
+            with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
+                run = _Run(slices, use, compiled.recomputing(level), packs=True, lends=compiled.runs_python, moved=moved)
+                return self._run(run, args, kwargs)
+        if compiled is None and level is Level.CHEAP:
+            plain = Selective(plain)
+        replay, taping = Replay([part for _, part in self._parts()], args, kwargs), world.current("Block").service(Taping)
+        run = _Run(slices, use, plain, packs=False)
+        with _saving(_Run(slices, use, plain, packs=False, moved=moved)):
+            # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
+            return checkpoint(
+                self._run_replayed, replay, run, taping.draws(), kwargs, *args,
+                use_reentrant=False, preserve_rng_state=not taping.is_capturing,
+            )  # fmt: skip
+
+    def _compiled_now(self, arguments: Sequence[Any] = ()) -> CompiledModule | CompiledByDefault | None:
+        """What computes this call in place of the module itself."""
+        # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether anybody still listens or not.
+        if self._compiled is None or world.current("Block").service(Recorder).is_listening:
+            return None
+        parts = [part for _, part in self._parts()]
+        if isinstance(self._compiled, CompiledByDefault) and not self._compiled.accepts(parts, arguments):
+            return None
+        return self._compiled
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -215,8 +322,8 @@ class Block(DistributedModule):
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe)
 
-    def _run_replayed(self, replay: Replay, run: _Run, kwargs: dict[str, Any], *args: Any) -> Any:
-        with replay.run(args, kwargs) as arguments:
+    def _run_replayed(self, replay: Replay, run: _Run, draws: Draws, kwargs: dict[str, Any], *args: Any) -> Any:
+        with next(draws), replay.run(args, kwargs) as arguments:
             return self._run(run, *arguments)
 
     def _run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,23 +334,23 @@ class Block(DistributedModule):
         with use.running(), again:
             views = use.open()
             with binding.running(run.slices, use, views):
-                with use.packing() if run.packs else contextlib.nullcontext():
+                with _saving(run):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
-            out = _detached_from(use, out)
+            out = detached_from(use, out)
         if run.lends and torch.is_grad_enabled():
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            lend = functools.partial(binding.lend, run.slices, use)
-            _before_backward_of(out, first_node, lambda: use.lend(lend, end))
+            lend = functools.partial(self._lend, run.slices, use)
+            before_backward_of(out, first_node, lambda: use.lend(lend, end))
         return out
 
-    @staticmethod
-    def _inner_call(inner: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return inner(*args, **kwargs)
+    def _lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Modules find `tensors` in backward, and compute with them as they did in forward."""
+        return self._binding.lend(slices, use, marked(tensors) if self._fp8 else tensors)
 
     def compile(self, **options: Any) -> None:
         """Compile the inner module with torch.compile's arguments; blocks of equal shape share the compiled code."""
-        self._compiled = CompiledModule(options)
+        self._compiled = CompiledModule(self._structure(), options)
 
     def train(self, mode: bool = True) -> Block:
         """Set the mode of the inner module, whose method may do more than set a flag."""
@@ -269,38 +376,7 @@ def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, to
             yield from _plain_subtree(f"{path}{name}.", child)
 
 
-def _before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
-    """`do` whenever backward comes to a tensor of `out` whose node has a number from `since` on: it is no argument passed on."""
-
-    def watch(x: torch.Tensor) -> torch.Tensor:
-        if x.grad_fn is not None and x.grad_fn._sequence_nr() >= since:
-            x.grad_fn.register_prehook(lambda _: do())
-        return x
-
-    _map_tensors(watch, out)
-
-
-def _detached_from(use: Use, out: Any) -> Any:
-    """Copies in place of outputs that lie in a full buffer, which other blocks will overwrite."""
-
-    def copy(value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) and use.owns(value) else value
-
-    return _map_tensors(copy, out)
-
-
-def _map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
-    """`out` with `fn` applied to its tensors, in containers and dataclasses of any depth; the same object if none changes."""
-    if isinstance(out, torch.Tensor):
-        return fn(out)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        fields = {field.name: getattr(out, field.name) for field in dataclasses.fields(out) if field.init}
-        mapped = {name: _map_tensors(fn, value) for name, value in fields.items()}
-        same = all(mapped[name] is value for name, value in fields.items())
-        return out if same else dataclasses.replace(out, **mapped)
-    leaves, spec = tree_flatten(out)
-    if len(leaves) == 1 and leaves[0] is out:
-        return out
-    mapped_leaves = [_map_tensors(fn, leaf) for leaf in leaves]
-    same = all(new is old for new, old in zip(mapped_leaves, leaves, strict=True))
-    return out if same else tree_unflatten(mapped_leaves, spec)
+def _saving(run: _Run) -> contextlib.AbstractContextManager[object]:
+    """Hooks for what autograd saves of a run: parameters are found again by place, and `moved` is on the host."""
+    hooks = run.use.packing() if run.packs else contextlib.nullcontext()
+    return world.current("Block").service(Host).saving(run.moved, hooks) if run.moved else hooks

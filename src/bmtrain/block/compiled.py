@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from bmtrain.block import backend, recompute
+from bmtrain.block.programs import Call, Structure, call
+from bmtrain.block.recompute import Level
 from bmtrain.runtime.log import warn
 
 
@@ -21,19 +27,30 @@ class CompiledModule:
     cannot be compiled as one graph is recomputed from outside instead, with a warning.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._plain = torch.compile(_call, **options)
-        self._recomputing = torch.compile(_call_recomputed, **{**options, "fullgraph": True})
+    runs_python = False  # in backward
+
+    def __init__(self, structure: Structure, options: dict[str, Any]) -> None:
+        if structure.fp8:
+            options = {**options, "backend": backend.InFp8(backend.find(options.get("backend", "inductor")))}
+        self._plain = torch.compile(structure.code(call), **options)
+        one_graph = {**options, "fullgraph": True}
+        self._recomputing = {
+            level: torch.compile(structure.code(function), **one_graph) for level, function in _RECOMPUTING.items()
+        }
         self.recomputes_inside = True
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`module(*args, **kwargs)`."""
         return self._plain(module, args, kwargs)
 
-    def recomputing(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same, keeping only the inputs for backward. Raises SeveralGraphsError."""
+    def recomputing(self, level: Level) -> Call:
+        """A function that does the same, keeping for backward what `level` says. It raises SeveralGraphsError."""
+        _hush()
+        return partial(self._recompute, Level.BLOCK if level.is_whole() else level)
+
+    def _recompute(self, level: Level, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return self._recomputing(module, args, kwargs)
+            return self._recomputing[level](module, args, kwargs)
         except torch._dynamo.exc.Unsupported as error:  # by attribute: torch loads its compiler when it is first named
             self.recomputes_inside = False
             reason = str(error).strip().splitlines()[0]
@@ -41,9 +58,45 @@ class CompiledModule:
             raise SeveralGraphsError(reason) from error
 
 
-def _call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return module(*args, **kwargs)
+class CompiledByDefault:
+    """The same for a block that nobody has asked to compile: whole graphs, or else no compiled code; never an error.
+
+    A call that turns out to have none runs uncompiled and keeps what it computes, so it may run Python code in backward.
+    """
+
+    runs_python = True
+    recomputes_inside = True
+
+    def __init__(self, structure: Structure) -> None:
+        self._structure = structure
+
+    def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
+        """Whether a call of these modules, the parts of one, with these arguments runs compiled here and now."""
+        return self._structure.accepts(modules, arguments)
+
+    def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`module(*args, **kwargs)`."""
+        return self._structure.run(call, module, args, kwargs)
+
+    def recomputing(self, level: Level) -> Call:
+        """A function that does the same, keeping for backward what `level` says."""
+        _hush()
+        return partial(self._structure.run, _RECOMPUTING[Level.BLOCK if level.is_whole() else level])
 
 
 def _call_recomputed(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return checkpoint(module, *args, use_reentrant=False, **kwargs)
+
+
+def _call_recomputed_cheaply(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return checkpoint(module, *args, use_reentrant=False, context_fn=_CHEAPLY, **kwargs)
+
+
+@cache
+def _hush() -> None:
+    """torch remarks, to whoever wrote a call of `checkpoint`, that it knows no check for changes in place. Tests here know some."""
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
+
+
+_CHEAPLY = partial(create_selective_checkpoint_contexts, recompute.policy)
+_RECOMPUTING: dict[Level, Call] = {Level.CHEAP: _call_recomputed_cheaply, Level.BLOCK: _call_recomputed}

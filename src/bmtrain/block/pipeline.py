@@ -11,6 +11,7 @@ import torch
 
 from bmtrain.block.block import Block
 from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
+from bmtrain.block.recompute import Level
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
 from bmtrain.distributed.collectives import Transfer
@@ -39,6 +40,7 @@ class PipelineTransformerBlockList(BlockList):
     Args:
         modules: blocks, or plain modules, which are wrapped; the same on every rank.
         num_hidden: how many leading arguments each block replaces by what it returns (a tensor for 1, else a tuple).
+        use_checkpoint: of the Blocks that plain modules become.
 
     Raises:
         ConfigurationError: for more stages than layers.
@@ -47,9 +49,11 @@ class PipelineTransformerBlockList(BlockList):
     Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], num_hidden: int = 1, *, use_checkpoint: bool | str | Level = True
+    ) -> None:
         current = world.current("PipelineTransformerBlockList")
-        blocks = wrap_all(modules, num_hidden)
+        blocks = wrap_all(modules, num_hidden, use_checkpoint)
         super().__init__(blocks, num_hidden)
         pipe = current.mesh.pipe
         layers_of = stage_layers(len(blocks), pipe.size)
@@ -84,7 +88,7 @@ class PipelineTransformerBlockList(BlockList):
         call, key = self._agree(current, args, kwargs, batch_related, return_hidden_states)
         known = self._known.get(key)
         joined = _Joined(call, axis, count)
-        passing = _Passing(self._own, current.service(Links), None if known is None else known.incoming)
+        passing = _Passing(self._own, current.service(Links), None if known is None else known.incoming, return_hidden_states)
         with contextlib.ExitStack() as stack:
             for part in dict.fromkeys(part for block in self._own for part in _with_inner(block)):
                 stack.enter_context(part.together())
@@ -93,7 +97,7 @@ class PipelineTransformerBlockList(BlockList):
                 with enter(number):
                     passing.run(joined, number)
         current.service(Engine).schedule.interrupt()
-        held = passing.finish(return_hidden_states)
+        held = passing.finish()
         if known is None:
             known = self._known[key] = _Known(passing.incoming, _agree_on_shares(held, call.num_rows, axis))
         results = stages.to_owners(held, known.shares, [*joined.ties, *passing.ties], axis, current.device)
@@ -169,13 +173,14 @@ class _Joined:
 class _Passing:
     """One call on one stage: its blocks, what comes in, what goes on."""
 
-    def __init__(self, blocks: Sequence[Block], links: Links, incoming: list[Head] | None) -> None:
+    def __init__(self, blocks: Sequence[Block], links: Links, incoming: list[Head] | None, with_states: bool) -> None:
         self._blocks, self._upstream, self._downstream = blocks, links.upstream, links.downstream
         self._is_known = incoming is not None
         self.incoming: list[Head] = incoming or []
         self.ties: list[torch.Tensor] = []
         self._arriving: Transfer | None = None
-        self._inputs: list[list[Hidden]] = []  # per micro-batch, per block
+        self._with_states = with_states
+        self._inputs: list[list[Hidden]] = []  # per micro-batch, per block, if they are wanted
         self._outputs: list[Hidden] = []
 
     def run(self, joined: _Joined, number: int) -> None:
@@ -184,7 +189,8 @@ class _Passing:
         args, kwargs = joined.rest(number)
         inputs = []
         for block in self._blocks:
-            inputs.append(hidden)
+            if self._with_states:
+                inputs.append(hidden)
             hidden = run_block(block, hidden, args, kwargs)
         self._inputs.append(inputs)
         self._outputs.append(hidden)
@@ -204,7 +210,7 @@ class _Passing:
         self.ties += [x for x in hidden if x.requires_grad]
         return hidden
 
-    def finish(self, with_states: bool) -> list[torch.Tensor | None]:
+    def finish(self) -> list[torch.Tensor | None]:
         """What this stage has for the owners of the rows: (count, rows of all ranks, ...) per hidden, outputs, then states."""
         if self._downstream is not None:
             self._downstream.flush()
@@ -213,7 +219,7 @@ class _Passing:
         out: list[torch.Tensor | None] = [
             torch.cat([hidden[place] for hidden in self._outputs]).unsqueeze(0) if has_final else None for place in places
         ]
-        if with_states:
+        if self._with_states:
             for place in places:
                 layers = [torch.cat([inputs[layer][place] for inputs in self._inputs]) for layer in range(len(self._blocks))]
                 out.append(torch.stack(layers))

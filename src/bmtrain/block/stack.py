@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmtrain.block.block import Block
+from bmtrain.block.recompute import Level
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
@@ -38,13 +39,16 @@ class TransformerBlockList(BlockList):
     Args:
         modules: blocks, or plain modules, which are wrapped; a module listed twice shares its weights.
         num_hidden: how many leading arguments each block replaces by what it returns (a tensor for 1, else a tuple).
+        use_checkpoint: of the Blocks that plain modules become.
 
     Raises:
         ConfigurationError: for an empty or wrong `modules`, or a call with too few arguments.
     """
 
-    def __init__(self, modules: Iterable[torch.nn.Module], num_hidden: int = 1) -> None:
-        blocks = wrap_all(modules, num_hidden)
+    def __init__(
+        self, modules: Iterable[torch.nn.Module], num_hidden: int = 1, *, use_checkpoint: bool | str | Level = True
+    ) -> None:
+        blocks = wrap_all(modules, num_hidden, use_checkpoint)
         super().__init__(blocks, num_hidden)
         plan_gathers(blocks)
 
@@ -60,7 +64,8 @@ class TransformerBlockList(BlockList):
         hidden, rest = tuple(args[:count]), args[count:]
         inputs: list[tuple[Any, ...]] = []
         for block in self:
-            inputs.append(hidden)
+            if return_hidden_states:  # else nothing here may keep alive what the blocks do not keep
+                inputs.append(hidden)
             hidden = run_block(block, hidden, rest, kwargs)
         result = hidden
         if return_hidden_states:
@@ -77,21 +82,21 @@ def run_block(block: torch.nn.Module, hidden: tuple[Any, ...], args: tuple[Any, 
     return following
 
 
-def wrap_all(modules: Iterable[torch.nn.Module], num_hidden: int) -> list[Block]:
+def wrap_all(modules: Iterable[torch.nn.Module], num_hidden: int, use_checkpoint: bool | str | Level) -> list[Block]:
     """The modules as Blocks; the same module gives the same Block."""
     if num_hidden < 1:
         raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
     wrapped: dict[int, Block] = {}
-    return [_wrap_once(module, wrapped) for module in modules]
+    return [_wrap_once(module, wrapped, use_checkpoint) for module in modules]
 
 
-def _wrap_once(module: torch.nn.Module, wrapped: dict[int, Block]) -> Block:
+def _wrap_once(module: torch.nn.Module, wrapped: dict[int, Block], use_checkpoint: bool | str | Level) -> Block:
     if isinstance(module, Block):
         return module
     if not isinstance(module, torch.nn.Module):
         raise ConfigurationError(f"the block list got {type(module).__name__}: expected torch.nn.Modules.")
     if id(module) not in wrapped:
-        wrapped[id(module)] = Block(module)
+        wrapped[id(module)] = Block(module, use_checkpoint=use_checkpoint)
     return wrapped[id(module)]
 
 

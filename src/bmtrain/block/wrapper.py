@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from bmtrain.block.adopt import Converted, move_buffers
 from bmtrain.block.block import Block
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
+from bmtrain.block.recompute import Level, level_of
 from bmtrain.block.stack import plan_gathers
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.runtime import world
@@ -22,7 +23,7 @@ from bmtrain.shard.parameter import DistributedParameter
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
-def BMTrainModelWrapper(model: Module) -> Module:
+def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = True) -> Module:
     """Shard every parameter of any nn.Module, in place, and return it.
 
     Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping the current; other
@@ -35,6 +36,10 @@ def BMTrainModelWrapper(model: Module) -> Module:
 
     Buffers on the meta device that no file has are NaN from now on, of which a warning tells.
 
+    Args:
+        model: what to shard.
+        use_checkpoint: of the Blocks that are made (see Block).
+
     Raises:
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a tensor class of its own).
             Nothing has been changed then.
@@ -42,6 +47,7 @@ def BMTrainModelWrapper(model: Module) -> Module:
     current = world.current("BMTrainModelWrapper")
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module.")
+    level_of(use_checkpoint)
     _check(model)
     unset = _unset_buffers(model)
     if unset:
@@ -50,7 +56,7 @@ def BMTrainModelWrapper(model: Module) -> Module:
             "fill them, as in model.get_buffer(name).copy_(values), and answers are wrong, not always NaN. Building the model on "
             "the CPU avoids that."
         )
-    out = _Wrapping(current).wrap(model)
+    out = _Wrapping(current, use_checkpoint).wrap(model)
     if not isinstance(out, DistributedModule):
         become_distributed(out)
     return cast(Module, out)
@@ -83,8 +89,8 @@ def init_parameters(module: torch.nn.Module) -> None:
 class _Wrapping:
     """One walk over a model; modules that occur twice are wrapped once."""
 
-    def __init__(self, current: World) -> None:
-        self._world = current
+    def __init__(self, current: World, use_checkpoint: bool | str | Level = True) -> None:
+        self._world, self._use_checkpoint = current, use_checkpoint
         self._converted = current.service(Converted)
         self._done: dict[int, torch.nn.Module] = {}
 
@@ -102,7 +108,7 @@ class _Wrapping:
                     part.shard()
             return module
         if isinstance(module, torch.nn.RNNBase):  # its kernels take a list of weights, which are not looked up by name
-            return Block(module, use_checkpoint=False)
+            return Block(module, use_checkpoint=False, compile=False)
         self.wrap_children(module)
         has_parameters = any(param is not None for param in module._parameters.values())
         if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(module, DistributedModule):
@@ -127,11 +133,14 @@ class _Wrapping:
                 continue
             if id(member) not in self._done:
                 nested = isinstance(member, torch.nn.ModuleList | torch.nn.ModuleDict)
-                part = self.wrap(member) if nested or isinstance(member, Block) else Block(member)
+                part = self.wrap(member) if nested or isinstance(member, Block) else self._make_block(member)
                 self._done[id(member)] = self._done[id(part)] = part
             members._modules[name] = self._done[id(member)]
             blocks.append(self._done[id(member)])
         plan_gathers(block for block in blocks if isinstance(block, Block))
+
+    def _make_block(self, member: torch.nn.Module) -> Block:
+        return Block(member, use_checkpoint=self._use_checkpoint)
 
     def _shard(self, module: torch.nn.Module) -> None:
         """Turn the module's own parameters into distributed ones and move its buffers."""

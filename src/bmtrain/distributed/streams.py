@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,6 +32,22 @@ class Streams(ABC):
     def mark_current(self) -> torch.Event | None:
         """An event after all work so far issued on the stream of the surrounding `gathering` or `reducing`."""
 
+    @abstractmethod
+    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
+        """Issue jobs that may run at the same time: after all work so far on the surrounding stream, before all later work."""
+
+    @abstractmethod
+    def fork(self) -> None:
+        """Later work on the side streams starts after all work so far issued on the compute stream."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Later work on the compute stream starts after all work so far issued on the side streams."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """What came before all events so far is done, or was only captured: nobody waits for those events any more."""
+
 
 class NullStreams(Streams):
     """The CPU: program order is the only order."""
@@ -50,6 +67,25 @@ class NullStreams(Streams):
     def mark_current(self) -> torch.Event | None:
         return None
 
+    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
+        for job in jobs:
+            job()
+
+    def fork(self) -> None:
+        return None
+
+    def join(self) -> None:
+        return None
+
+    def renew(self) -> None:
+        return None
+
+
+class Mark(torch.cuda.Event):
+    """An event of one age of the streams: a capture of a CUDA graph cannot wait for events from outside of it, nor they for its."""
+
+    age: int
+
 
 class CudaStreams(Streams):
     """High-priority side streams: a collective that waits behind compute kernels delays every rank."""
@@ -57,16 +93,19 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device) -> None:
         self._gather = torch.cuda.Stream(device, priority=-1)
         self._reduce = torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._sides: list[torch.cuda.Stream] = []
+        self._age = 0
 
     def mark_compute(self) -> torch.Event | None:
-        return torch.cuda.current_stream().record_event()
+        return self.mark_current()
 
     def compute_waits(self, event: torch.Event | None) -> None:
-        if event is not None:
+        if isinstance(event, Mark) and event.age == self._age:
             torch.cuda.current_stream().wait_event(event)
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
-        if after is not None:
+        if isinstance(after, Mark) and after.age == self._age:
             self._gather.wait_event(after)
         return torch.cuda.stream(self._gather)
 
@@ -75,7 +114,38 @@ class CudaStreams(Streams):
         return torch.cuda.stream(self._reduce)
 
     def mark_current(self) -> torch.Event | None:
-        return torch.cuda.current_stream().record_event()
+        mark = Mark()
+        mark.age = self._age
+        torch.cuda.current_stream().record_event(mark)
+        return mark
+
+    def fork(self) -> None:
+        compute = torch.cuda.current_stream()
+        for side in (self._gather, self._reduce):
+            side.wait_stream(compute)
+
+    def join(self) -> None:
+        compute = torch.cuda.current_stream()
+        for side in (self._gather, self._reduce):
+            compute.wait_stream(side)
+
+    def renew(self) -> None:
+        self._age += 1
+
+    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
+        while len(self._sides) < len(jobs) - 1:
+            self._sides.append(torch.cuda.Stream(self._device, priority=-1))
+        surrounding = torch.cuda.current_stream()
+        before = surrounding.record_event()
+        sides = self._sides[: len(jobs) - 1]
+        for job, side in zip(jobs[1:], sides, strict=True):
+            side.wait_event(before)
+            with torch.cuda.stream(side):
+                job()
+        for job in jobs[:1]:
+            job()
+        for side in sides:
+            surrounding.wait_stream(side)
 
 
 def make_streams(device: torch.device) -> Streams:

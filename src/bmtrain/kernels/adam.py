@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+from bmtrain.kernels.chunks import Batch, launching_on
+
+BLOCK, NUM_WARPS = 1024, 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,73 +32,89 @@ class AdamSettings:
         return (-1.0 if self.maximize else 1.0) / self.scale
 
 
-def adamw_update(
-    weight: torch.Tensor, grad: torch.Tensor, master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, settings: AdamSettings
-) -> None:
-    """Update in place, element by element.
+class AdamTensors(NamedTuple):
+    """What belongs to the same elements, contiguous.
+
+    weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where weights are fp32.
+    grad: (n,) of any floating dtype, read only.
+    master, mean, square: (n,) fp32: the exact weights and both moments.
+    """
+
+    weight: torch.Tensor
+    grad: torch.Tensor
+    master: torch.Tensor
+    mean: torch.Tensor
+    square: torch.Tensor
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the weights themselves are the exact ones."""
+        return self.weight is self.master
+
+
+def adamw_update(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
+    """Update tensors of one device in place, element by element, without waiting for the device.
 
     Args:
-        weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where parameters are fp32.
-        grad: (n,) of any floating dtype, read only.
-        master, mean, square: (n,) fp32: the exact weights and both moments.
+        tensors: rows of AdamTensors.
         settings: see AdamSettings.
+        verdict: 0-dim fp64 on that device; if it is NaN or infinite, nothing is updated.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
-    if weight.numel() == 0:
-        return
-    if weight.device.type == "cpu":
-        _update_on_cpu(weight, grad, master, mean, square, settings)
-    else:
-        _update_by_triton(weight, grad, master, mean, square, settings)
+    if tensors.rows and tensors.rows[0][0].device.type != "cpu":
+        adamw_triton(tensors, settings, verdict)
+    elif verdict is None or bool(verdict.isfinite()):
+        for row in tensors.rows:
+            _update_on_cpu(AdamTensors(*row), settings)
 
 
-def adamw_reference(
-    weight: torch.Tensor, grad: torch.Tensor, master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, settings: AdamSettings
-) -> None:
+def adamw_reference(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
     """The same by the formula, one operation after another: what the fast paths are tested against."""
+    if verdict is not None and not bool(verdict.isfinite()):
+        return
     s = settings
-    g = grad.float() * s.gradient_factor
-    mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
-    square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
-    denominator = (square / (1 - s.beta2**s.step)).sqrt() + s.eps
-    master.mul_(1 - s.lr * s.weight_decay)
-    master.sub_(mean / (1 - s.beta1**s.step) / denominator * s.lr)
-    if weight is not master:
-        weight.copy_(master)
+    for t in (AdamTensors(*row) for row in tensors.rows):
+        g = t.grad.float() * s.gradient_factor
+        t.mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
+        t.square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
+        denominator = (t.square / (1 - s.beta2**s.step)).sqrt() + s.eps
+        t.master.mul_(1 - s.lr * s.weight_decay)
+        t.master.sub_(t.mean / (1 - s.beta1**s.step) / denominator * s.lr)
+        if not t.is_exact:
+            t.weight.copy_(t.master)
 
 
-def _update_on_cpu(
-    weight: torch.Tensor, grad: torch.Tensor, master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, settings: AdamSettings
-) -> None:
+def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
     """torch's fused CPU AdamW, the operator itself: it reads and writes each tensor once, on all threads."""
     s = settings
-    exact = grad.float()
+    if t.weight.numel() == 0:
+        return
+    exact = t.grad.float()
     if s.scale != 1.0:
         exact = exact / s.scale
     torch._fused_adamw_(
-        [master], [exact], [mean], [square], [], [torch.tensor(float(s.step), device="cpu")], amsgrad=False, maximize=s.maximize,
-        lr=s.lr, beta1=s.beta1, beta2=s.beta2, weight_decay=s.weight_decay, eps=s.eps,
+        [t.master], [exact], [t.mean], [t.square], [], [torch.tensor(float(s.step), device="cpu")], amsgrad=False,
+        maximize=s.maximize, lr=s.lr, beta1=s.beta1, beta2=s.beta2, weight_decay=s.weight_decay, eps=s.eps,
     )  # fmt: skip
-    if weight is not master:
-        weight.copy_(master)
+    if not t.is_exact:
+        t.weight.copy_(t.master)
 
 
-def _update_by_triton(
-    weight: torch.Tensor, grad: torch.Tensor, master: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, settings: AdamSettings
-) -> None:
-    s, block = settings, 2048
-    kernel = _triton_kernel()
-    grid = (-(-weight.numel() // block),)
-    with torch.cuda.device(weight.device):
-        # Differences such as 1 - beta2 lose a hundred times their last bit in fp32: they are taken here, in double.
-        kernel[grid](
-            weight, master, mean, square, grad, weight.numel(),
-            1 - s.lr * s.weight_decay, s.lr / (1 - s.beta1**s.step), s.beta1, 1 - s.beta1, s.beta2, 1 - s.beta2,
-            s.eps, s.gradient_factor, 1 - s.beta2**s.step, BLOCK=block,
-        )  # fmt: skip
-    for tensor in (weight, master, mean, square):
-        torch.autograd.graph.increment_version(tensor)
+def adamw_triton(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
+    """The same by one kernel for all tensors of equal dtypes."""
+    from bmtrain.kernels.chunks_triton import DTYPES
+
+    s = settings
+    for dtypes, chunks in tensors.tables(BLOCK):
+        with launching_on(chunks.rows.device):
+            # Differences such as 1 - beta2 lose a hundred times their last bit in fp32: they are taken here, in double.
+            _triton_kernel()[(chunks.count,)](
+                chunks.rows, chunks.row_of, verdict, 1 - s.lr * s.weight_decay, s.lr / (1 - s.beta1**s.step), s.beta1, 1 - s.beta1,
+                s.beta2, 1 - s.beta2, s.eps, s.gradient_factor, 1 - s.beta2**s.step,
+                WEIGHT=DTYPES[dtypes[0]], GRAD=DTYPES[dtypes[1]], IS_ALIGNED=chunks.is_aligned, BLOCK=BLOCK, num_warps=NUM_WARPS,
+            )  # fmt: skip
+    torch.autograd.graph.increment_version(x for weight, _, *state in tensors.rows for x in (weight, *state))
 
 
 @functools.cache

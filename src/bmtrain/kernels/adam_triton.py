@@ -5,17 +5,32 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from bmtrain.kernels.chunks_triton import tensor_at
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    weight: tl.tensor, master: tl.tensor, mean: tl.tensor, square: tl.tensor, grad: tl.tensor, n: tl.tensor,
-    keep: tl.tensor, rate: tl.tensor, beta1: tl.tensor, rest1: tl.tensor, beta2: tl.tensor, rest2: tl.tensor,
-    eps: tl.tensor, factor: tl.tensor, correction2: tl.tensor, BLOCK: tl.constexpr,
+    rows: tl.tensor, row_of: tl.tensor, verdict: tl.tensor, keep: tl.tensor, rate: tl.tensor, beta1: tl.tensor, rest1: tl.tensor,
+    beta2: tl.tensor, rest2: tl.tensor, eps: tl.tensor, factor: tl.tensor, correction2: tl.tensor,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One pass: gradient in; master, both moments and the rounded weight out. Arithmetic in fp32."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """One pass over rows of (weight, gradient, master, mean, square): gradient in, the others out. Arithmetic in fp32.
+
+    Everything stays as it is when the number in `verdict` is NaN or infinite.
+    """
+    chunk = tl.program_id(0)
+    row = rows + tl.load(row_of + chunk).to(tl.int64) * 7
+    n = tl.load(row + 5)
+    if verdict is not None:
+        number = tl.load(verdict)
+        n = tl.where(tl.abs(number) < float("inf"), n, 0)
+    n = tl.multiple_of(n, 16) if IS_ALIGNED else n
+    i = (chunk - tl.load(row + 6)) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
-    g = tl.load(grad + i, mask=inside).to(tl.float32) * factor
+    master = tensor_at(row, 2, tl.float32, IS_ALIGNED)
+    mean = tensor_at(row, 3, tl.float32, IS_ALIGNED)
+    square = tensor_at(row, 4, tl.float32, IS_ALIGNED)
+    g = tl.load(tensor_at(row, 1, GRAD, IS_ALIGNED) + i, mask=inside).to(tl.float32) * factor
     w = tl.load(master + i, mask=inside)
     m = tl.load(mean + i, mask=inside)
     v = tl.load(square + i, mask=inside)
@@ -25,4 +40,5 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     tl.store(mean + i, m, mask=inside)
     tl.store(square + i, v, mask=inside)
     tl.store(master + i, w, mask=inside)
-    tl.store(weight + i, w.to(weight.dtype.element_ty), mask=inside)
+    if tl.float32 != WEIGHT:  # else it is the master itself
+        tl.store(tensor_at(row, 0, WEIGHT, IS_ALIGNED) + i, w.to(WEIGHT), mask=inside)

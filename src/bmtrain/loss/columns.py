@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from bmtrain.distributed import tensor_parallel
+from bmtrain.kernels.cross_entropy import RowSums, score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,16 +20,24 @@ class Columns(ABC):
     total: int
 
     @abstractmethod
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest over all columns, given the largest over these: (rows,)."""
+    def scores(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """The logit of every row's class, x_y (rows,) in the arithmetic dtype; 0 where it is not among these columns."""
 
     @abstractmethod
-    def sums(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Sums over all columns, given those over these, each (rows,)."""
+    def join(self, sums: RowSums, scores: torch.Tensor, weight: float | torch.Tensor) -> tuple[RowSums, torch.Tensor]:
+        """From sums and scores of these columns (rows,) those of all; the scores, relative to the maximum then.
+
+        Args:
+            weight: sum of the class weights of these columns.
+        """
 
     @abstractmethod
-    def place(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The column of every row's class (rows,) int64, and whether it is among these (rows,) bool: 0 where it is not."""
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks that have a part of the columns: (rows,)."""
+
+    @abstractmethod
+    def place(self, target: torch.Tensor) -> torch.Tensor:
+        """The column of every row's class (rows,) int64, -1 where it is not among these."""
 
     def own(self, per_class: torch.Tensor) -> torch.Tensor:
         """Of one value per class (total,) those of these columns (count,)."""
@@ -38,29 +47,40 @@ class Columns(ABC):
 class AllColumns(Columns):
     """Every class has its column here."""
 
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+    def scores(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return score(logits, target)
+
+    def join(self, sums: RowSums, scores: torch.Tensor, weight: float | torch.Tensor) -> tuple[RowSums, torch.Tensor]:
+        return sums, scores - sums.highest
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values
 
-    def sums(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return values
-
-    def place(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return target, torch.ones_like(target, dtype=torch.bool)
+    def place(self, target: torch.Tensor) -> torch.Tensor:
+        return target
 
 
 class OwnColumns(Columns):
     """The other classes have theirs on the other tensor-parallel ranks. Collective; what travels is a number or so per row."""
 
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        return tensor_parallel.all_reduce(values, "max")
+    def scores(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        column = self.place(target)
+        return torch.where(column < 0, 0.0, score(logits, column.clamp(min=0)))
 
-    def sums(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tensor_parallel.all_reduce(torch.stack(values), "sum").unbind(0)
+    def join(self, sums: RowSums, scores: torch.Tensor, weight: float | torch.Tensor) -> tuple[RowSums, torch.Tensor]:
+        highest = tensor_parallel.all_reduce(sums.highest, "max")
+        # Where all of these columns are masked, `below` is relative to 0, as RowSums says.
+        base = torch.where(sums.highest == -torch.inf, 0.0, sums.highest)
+        moved = torch.stack([sums.sum_exp * (sums.highest - highest).exp(), sums.below + weight * (base - highest), scores])
+        sum_exp, below, scores = tensor_parallel.all_reduce(moved, "sum").unbind(0)
+        return RowSums(highest, sum_exp, below), scores - highest
 
-    def place(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return tensor_parallel.all_reduce(values, "sum")
+
+    def place(self, target: torch.Tensor) -> torch.Tensor:
         column = target - self.first
-        here = (column >= 0) & (column < self.count)
-        return torch.where(here, column, 0), here
+        return torch.where((column >= 0) & (column < self.count), column, -1)
 
 
 def columns_of(count: int, *, parallel: bool) -> Columns:

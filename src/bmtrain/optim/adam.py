@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,44 +11,21 @@ import torch
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, adamw_update
 from bmtrain.optim import gathered, resharding
+from bmtrain.optim.adam_state import AdamLayout, Cohort, RunState
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.loss_scale import LossScale
-from bmtrain.optim.runs import Run, contiguous_runs
+from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
-
-class RunState:
-    """fp32 state of one run: the moments, and for half-precision parameters the exact weights."""
-
-    def __init__(self, run: Run, device: torch.device) -> None:
-        values = run.values
-        self.mean = torch.zeros(run.numel, dtype=torch.float32, device=device)
-        self.square = torch.zeros(run.numel, dtype=torch.float32, device=device)
-        self.is_exact = values.dtype == torch.float32 and values.device == device
-        self.master = values if self.is_exact else torch.empty(run.numel, dtype=torch.float32, device=device)
-        if not self.is_exact:
-            self.master.copy_(values)
-        self.version = run.version
-
-    def follow(self, run: Run) -> None:
-        """Take over weights that somebody else has written since the last update, a checkpoint for example."""
-        if self.is_exact or self.version == run.version:
-            return
-        values = run.values.to(self.master.device)
-        # Weights that are the rounded masters are our own: those masters are more exact than what was written.
-        self.master.copy_(torch.where(self.master.to(values.dtype) == values, self.master, values.float()))
-        self.version = run.version
-
-    def views(self, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """The state of elements [begin, end) of the run."""
-        out = {"exp_avg": self.mean[begin:end], "exp_avg_sq": self.square[begin:end]}
-        return out if self.is_exact else {"master": self.master[begin:end], **out}
+Update = tuple[Cohort, AdamSettings]
 
 
 class AdamBase(torch.optim.Optimizer):
     """What the two Adams share: groups, state layout, state dicts, and the loss scale of 0.1.x programs."""
+
+    _layout: AdamLayout | None  # made by the first step; gone when a group is added, which `__init__` does
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -68,10 +45,15 @@ class AdamBase(torch.optim.Optimizer):
                 )
         self._engine = current.service(Engine)
         self._engine.replicate(param for param in flat if not isinstance(param, DistributedParameter))
-        self._runs: list[tuple[int, Run, RunState]] = []
+        self._stepped: list[dict[str, Any]] = []  # states of the parameters that took the last step
         fp16 = any(param.dtype == torch.float16 for param in flat)
         self.dynamic_scale = LossScale(scale if scale is not None else (65536.0 if fp16 else 1.0), scale_factor, scale_steps)
         self._scaled: weakref.ref[torch.Tensor] | None = None
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether `step` takes a `verdict` that the device knows before the host: not if host code goes with each step."""
+        return False
 
     @property
     def scale(self) -> float:
@@ -91,29 +73,37 @@ class AdamBase(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; the state is laid out anew at the next step."""
         super().add_param_group(param_group)
-        self._runs = []
+        self._layout = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly."""
+        return self._step(closure, scale, None)
+
+    def _step(self, closure: Callable[[], Any] | None, scale: float, verdict: torch.Tensor | None) -> Any:
+        self.dynamic_scale.settle()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._lay_out()
-        for number, run, state in self._runs:
-            state.follow(run)
-            for part, grad in run.gradients():
-                for piece in part.split(self._step_of):
-                    offset = piece.begin - part.begin
-                    self._update(self.param_groups[number], run, state, piece, grad[offset : offset + piece.numel], scale)
-        self._finish()
-        for _, run, state in self._runs:
-            state.version = run.version
+        layout = self._lay_out()
+        layout.follow()
+        cohorts = layout.cohorts()
+        self._stepped = [state for cohort in cohorts for state in cohort.states]
+        for state in self._stepped:
+            state["step"] += 1
+        self._apply([(cohort, _settings(self.param_groups[cohort.number], cohort.num_steps, scale)) for cohort in cohorts], verdict)
+        layout.close()
         return loss
 
-    def _update(self, group: dict[str, Any], run: Run, state: RunState, piece: Run, grad: torch.Tensor, scale: float) -> None:
-        """Update the part `piece` of `run`."""
+    def take_back(self) -> None:
+        """The last step has not happened, by its verdict: it does not count."""
+        for state in self._stepped:
+            state["step"] -= 1
+        self._stepped = []
+
+    def _apply(self, updates: Sequence[Update], verdict: torch.Tensor | None) -> None:
+        """Do the updates; none of them where `verdict` is NaN or infinite."""
         raise NotImplementedError
 
     def _make_state(self, run: Run) -> RunState:
@@ -123,41 +113,14 @@ class AdamBase(torch.optim.Optimizer):
         """Where the state lives."""
         return self._engine.device
 
-    def _finish(self) -> None:
-        """Wait for updates still under way."""
-
-    def _settings(self, group: dict[str, Any], piece: Run, scale: float) -> AdamSettings:
-        """Count the step of `piece` and return this update's hyperparameters."""
-        step = int(self.state[piece.params[0]]["step"]) + 1
-        for param in piece.params:
-            self.state[param]["step"] = step
-        beta1, beta2 = group["betas"]
-        return AdamSettings(
-            lr=0.0 if step <= group["hold_steps"] else float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"],
-            weight_decay=group["weight_decay"], step=step, scale=scale, maximize=group["maximize"],
-        )  # fmt: skip
-
-    def _step_of(self, param: torch.nn.Parameter) -> object:
-        return self.state[param]["step"]
-
-    def _lay_out(self) -> None:
-        """Give every parameter its state as views of flat tensors; state that exists already is copied in."""
-        if self._runs:
-            return
-        for number, group in enumerate(self.param_groups):
-            for run in contiguous_runs(param for param in group["params"]):
-                state = self._make_state(run)
-                for param in run.params:
-                    old = dict(self.state[param])
-                    views = state.views(*run.offset(param))
-                    for name, view in views.items():
-                        if name in old:
-                            view.copy_(old[name].reshape(-1))
-                    self.state[param] = {"step": int(old.get("step", 0)), **views}
-                self._runs.append((number, run, state))
+    def _lay_out(self) -> AdamLayout:
+        if self._layout is None:
+            self._layout = AdamLayout(self.param_groups, self.state, self._make_state)
+        return self._layout
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """The optimizer's state: this rank's slices, or with `gather` (collective) whole CPU tensors for any world size."""
+        self.dynamic_scale.settle()
         self._lay_out()
         state: dict[str, Any] = super().state_dict()
         if not gather:
@@ -167,9 +130,10 @@ class AdamBase(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load either form of `state_dict`, or one of BMTrain (see `resharding.local_states`). Collective."""
+        self.dynamic_scale.settle()
         flat = parameters_of(self.param_groups)
         states = resharding.local_states(self.param_groups, state_dict)
-        self._runs = []
+        self._layout = None
         self._load_groups(state_dict["param_groups"])
         self.state.clear()
         for index, param in enumerate(flat):
@@ -198,12 +162,31 @@ class AdamOptimizer(AdamBase):
         ConfigurationError: for hyperparameters out of range.
     """
 
-    def _update(self, group: dict[str, Any], run: Run, state: RunState, piece: Run, grad: torch.Tensor, scale: float) -> None:
-        own = slice(piece.begin - run.begin, piece.end - run.begin)
-        settings = self._settings(group, piece, scale)
-        weight = piece.values
-        master = weight if state.is_exact else state.master[own]
-        adamw_update(weight, grad, master, state.mean[own], state.square[own], settings)
+    @property
+    def skips_on_device(self) -> bool:
+        return not self._optimizer_step_pre_hooks and not self._optimizer_step_post_hooks
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0, *, verdict: torch.Tensor | None = None) -> Any:
+        """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
+
+        Args:
+            verdict: 0-dim fp64 on the device: if it is NaN or infinite, no weight and no moment changes. The host need not know
+                of it at once; when it does, it calls `take_back`.
+        """
+        return self._step(closure, scale, verdict)
+
+    def _apply(self, updates: Sequence[Update], verdict: torch.Tensor | None) -> None:
+        for cohort, settings in updates:
+            adamw_update(cohort.batch, settings, verdict)
+
+
+def _settings(group: dict[str, Any], step: int, scale: float) -> AdamSettings:
+    beta1, beta2 = group["betas"]
+    return AdamSettings(
+        lr=0.0 if step <= group["hold_steps"] else float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"],
+        weight_decay=group["weight_decay"], step=step, scale=scale, maximize=group["maximize"],
+    )  # fmt: skip
 
 
 def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, hold_steps: int) -> None:

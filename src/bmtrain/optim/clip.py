@@ -10,7 +10,10 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
-from bmtrain.optim.runs import Run, contiguous_runs
+from bmtrain.kernels.scale import scale_
+from bmtrain.kernels.squares import sum_of_squares
+from bmtrain.optim.gradients import Gradients, Parts
+from bmtrain.optim.runs import contiguous_runs
 from bmtrain.runtime import world
 
 
@@ -25,7 +28,7 @@ def clip_grad_norm(
 
     Args:
         param_groups: an optimizer's `param_groups`, or parameters.
-        max_norm: the bound, in units of the unscaled gradient.
+        max_norm: the bound, in units of the unscaled gradient; inf only measures.
         scale: the loss scale that the gradients carry; the returned norm is divided by it.
         norm_type: 2, another positive number, or inf.
         eps: keeps the quotient finite.
@@ -33,17 +36,19 @@ def clip_grad_norm(
     Returns:
         The norm over all ranks, tied weights counted once: 0-dim fp32 on the device. No host synchronisation. Collective.
     """
+    return clip_gradients(Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps)
+
+
+def clip_gradients(gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float) -> torch.Tensor:
+    """`clip_grad_norm` of parameters whose gradients have been looked for before."""
     if not norm_type > 0:
         raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
-    parts = [part for run in contiguous_runs(parameters_of(param_groups)) for part in run.gradients()]
-    norm = _global_norm(parts, float(norm_type)) / scale
-    factor = (max_norm / (norm + eps)).clamp(max=1.0)
-    # One kernel for all gradients of a dtype: a product with a 0-dim tensor by itself runs four times slower than memory allows.
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for _, grad in parts:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for grads in by_dtype.values():
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    found = gradients.look()
+    norm = (_global_norm(*found, float(norm_type)) / scale).float()
+    if not math.isinf(max_norm):
+        factor = (max_norm / (norm + eps)).clamp(max=1.0)
+        for parts in found:
+            scale_(parts.batch, factor)
     return norm
 
 
@@ -57,38 +62,42 @@ def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
     return found
 
 
-def all_finite(runs: Iterable[Run]) -> torch.Tensor:
-    """Whether every gradient on every rank is finite: a 0-dim bool tensor on the device. Collective."""
-    current = world.current("the overflow check")
-    # The largest magnitude is NaN or infinite exactly if some element is.
-    peaks = [_norm(grad, math.inf) for run in runs for _, grad in run.gradients()]
-    bad = torch.zeros((), device=current.device)
-    if peaks:
-        bad = (~torch.isfinite(torch.stack(peaks))).any().float()
-    collectives.all_reduce_(bad, "max", current.mesh.world)
-    return bad == 0
+def global_sum_of_squares(sharded: Parts, replicated: Parts) -> torch.Tensor:
+    """Of all gradients on all ranks: 0-dim fp64 on the device, finite exactly if every gradient on every rank is. Collective.
 
-
-def _global_norm(parts: list[tuple[Run, torch.Tensor]], order: float) -> torch.Tensor:
-    """Sharded gradients add up over ranks; those of ordinary parameters are the same everywhere and count once."""
+    Sharded gradients add up over ranks; those of ordinary parameters are the same everywhere and count once.
+    """
     current = world.current("clip_grad_norm")
-    sharded = _combine([_norm(grad, order) for run, grad in parts if run.storage is not None], order, current.device)
-    replicated = _combine([_norm(grad, order) for run, grad in parts if run.storage is None], order, current.device)
+    total = sum_of_squares(sharded.batch, current.device)
+    if not replicated.parts:
+        collectives.all_reduce_(total, "sum", current.mesh.world)
+        return total
+    own = sum_of_squares(replicated.batch, current.device)
+    total += torch.where(own.isfinite(), 0.0, own)  # all ranks hear of what is not finite on one
+    collectives.all_reduce_(total, "sum", current.mesh.world)
+    return total + own
+
+
+def _global_norm(sharded: Parts, replicated: Parts, order: float) -> torch.Tensor:
+    if order == 2:
+        return global_sum_of_squares(sharded, replicated).sqrt()
+    axis = world.current("clip_grad_norm").mesh.world
+    own, same = _local_norm(sharded, order), _local_norm(replicated, order)
     if math.isinf(order):
-        collectives.all_reduce_(sharded, "max", current.mesh.world)
-        return torch.maximum(sharded, replicated)
-    power = sharded**order
-    collectives.all_reduce_(power, "sum", current.mesh.world)
-    return torch.pow(power + replicated**order, 1.0 / order)
+        collectives.all_reduce_(own, "max", axis)
+        return torch.maximum(own, same)
+    power = own**order
+    collectives.all_reduce_(power, "sum", axis)
+    return torch.pow(power + same**order, 1.0 / order)
+
+
+def _local_norm(parts: Parts, order: float) -> torch.Tensor:
+    device = world.current("clip_grad_norm").device
+    norms = [_norm(part.grad, order).to(device) for part in parts.parts]
+    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=device)
 
 
 def _norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     if grad.numel() == 0:  # the maximum of nothing is an error in torch
         return torch.zeros((), device=grad.device)
     return torch.linalg.vector_norm(grad, order, dtype=torch.float32)
-
-
-def _combine(norms: list[torch.Tensor], order: float, device: torch.device) -> torch.Tensor:
-    if not norms:
-        return torch.zeros((), device=device)
-    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), order)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime.log import warn
 
 
@@ -11,29 +12,20 @@ class FiniteWatch:
     """Looks at each loss when the device has long computed it, and warns once per run of bad steps, naming the first."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, torch.Tensor, torch.Event | None]] = []
+        self._waiting: list[tuple[int, Verdict]] = []
         self._was_bad = False
 
     def record(self, loss: torch.Tensor, step: int) -> None:
         """Take note of the loss of `step`; results of earlier steps that have arrived are judged now."""
-        flag = torch.isfinite(loss).all()
-        event = None
-        if flag.device.type != "cpu":
-            flag = flag.to("cpu", non_blocking=True)
-            event = torch.cuda.current_stream().record_event()
-        self._waiting.append((step, flag, event))
-        while self._waiting and _arrived(self._waiting[0][2]):
-            self._judge(*self._waiting.pop(0)[:2])
+        self._waiting.append((step, Verdict(loss)))
+        while self._waiting and self._waiting[0][1].is_here:
+            self._judge(*self._waiting.pop(0))
 
-    def _judge(self, step: int, flag: torch.Tensor) -> None:
-        good = bool(flag)
+    def _judge(self, step: int, verdict: Verdict) -> None:
+        good = verdict.wait()
         if not good and not self._was_bad:
             warn(
                 f"the loss of step {step} is NaN or infinite, and without loss scaling the step is applied all the same: see the "
                 "data and the learning rate of that step, or resume from an earlier checkpoint."
             )
         self._was_bad = not good
-
-
-def _arrived(event: torch.Event | None) -> bool:
-    return event is None or bool(event.query())

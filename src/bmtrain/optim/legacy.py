@@ -8,10 +8,11 @@ import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.adam import AdamBase
-from bmtrain.optim.clip import all_finite, parameters_of
+from bmtrain.optim.clip import global_sum_of_squares, parameters_of
+from bmtrain.optim.gradients import Gradients
 from bmtrain.optim.runs import contiguous_runs
+from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
-from bmtrain.runtime.log import print_rank
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
@@ -24,14 +25,14 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
     _check_replicas(optimizer)
     if not isinstance(optimizer, AdamBase) or (optimizer.scale == 1 and not _has_fp16(optimizer)):
         optimizer.step()
-    elif bool(all_finite(contiguous_runs(parameters_of(optimizer.param_groups))).item()):
-        optimizer.step(scale=optimizer.scale)
-        optimizer.dynamic_scale.grow()
     else:
-        before = optimizer.scale
-        optimizer.dynamic_scale.shrink()
-        print_rank(f"gradient overflow: loss scale {before:g} -> {optimizer.scale:g}, the step is skipped")
-        return
+        gradients = Gradients(contiguous_runs(parameters_of(optimizer.param_groups)))
+        is_finite = Verdict(global_sum_of_squares(*gradients.look())).wait()
+        if is_finite:
+            optimizer.step(scale=optimizer.scale)
+        optimizer.dynamic_scale.judge(is_finite)
+        if not is_finite:
+            return
     if lr_scheduler is not None:
         lr_scheduler.step()
 

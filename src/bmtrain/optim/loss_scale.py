@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.runtime.log import warn
+from bmtrain.optim.verdict import Verdict
+from bmtrain.runtime.log import print_rank, warn
 
 
 class LossScale:
@@ -25,21 +27,52 @@ class LossScale:
                 "steps >= 1 and 0 < min <= max."
             )
         self.factor, self.growth_steps, self.minimum, self.maximum = factor, growth_steps, minimum, maximum
-        self.value = min(max(float(value), minimum), maximum)
+        self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
+        self._awaited: tuple[Verdict, Callable[[], None]] | None = None
+
+    @property
+    def value(self) -> float:
+        """The scale for the next loss. Settles the last step."""
+        self.settle()
+        return self._value
+
+    def judge(self, is_finite: bool) -> None:
+        """Draw the consequences of a step, whose gradients were all finite or not."""
+        if is_finite:
+            self.grow()
+            return
+        before = self._value
+        self.shrink()
+        print_rank(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
+
+    def judge_later(self, verdict: Verdict, take_back: Callable[[], None]) -> None:
+        """The device has left a step out if `verdict` is negative: `settle` then calls `take_back` for what the host has done."""
+        self._awaited = verdict, take_back
+
+    def settle(self) -> None:
+        """Wait for the verdict on the last step, if one is awaited, and draw the consequences."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is None:
+            return
+        verdict, take_back = awaited
+        is_finite = verdict.wait()
+        if not is_finite:
+            take_back()
+        self.judge(is_finite)
 
     def shrink(self) -> None:
         """A gradient overflowed."""
-        if self.value <= self.minimum:
+        if self._value <= self.minimum:
             warn(f"gradients overflow at the smallest loss scale {self.minimum}: the step is skipped; the loss may be diverging.")
-        self.value = max(self.value / self.factor, self.minimum)
+        self._value = max(self._value / self.factor, self.minimum)
         self.good_steps = 0
 
     def grow(self) -> None:
         """A step was good; after enough of them in a row the scale doubles."""
         self.good_steps += 1
         if self.good_steps >= self.growth_steps:
-            self.value = min(self.value * self.factor, self.maximum)
+            self._value = min(self._value * self.factor, self.maximum)
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
@@ -48,5 +81,6 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, float] | float) -> None:
         """Go on where the saved run was; a number, as BMTrain saves it, is the scale alone."""
+        self.settle()
         saved = state if isinstance(state, dict) else {"value": state, "good_steps": 0}
-        self.value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
+        self._value, self.good_steps = float(saved["value"]), int(saved["good_steps"])

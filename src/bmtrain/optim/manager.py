@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam import AdamBase
-from bmtrain.optim.clip import all_finite, clip_grad_norm, parameters_of
+from bmtrain.optim.clip import clip_gradients, global_sum_of_squares, parameters_of
 from bmtrain.optim.finite import FiniteWatch
+from bmtrain.optim.gradients import GradientsCache
 from bmtrain.optim.loss_scale import LossScale
-from bmtrain.optim.runs import contiguous_runs
+from bmtrain.optim.schedules import Restorable, step_schedules
+from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
-from bmtrain.runtime.log import print_rank
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
@@ -57,11 +59,12 @@ class OptimManager:
         self.lr_schedulers: list[Any] = []
         self._num_steps = 0
         self._watch = FiniteWatch()
+        self._gradients = GradientsCache()
         self._last_loss = current.service(LastLoss)
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1 when there is no scaling."""
+        """The current loss scale; 1 when there is no scaling. Waits for the GPU to say whether the last step overflowed."""
         return self._scale.value if self._scale is not None else 1.0
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
@@ -83,7 +86,7 @@ class OptimManager:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`: what backward runs on."""
-        return loss * (self.loss_scale / self.grad_scale)
+        return loss * self._engine.taping.number(lambda: self.loss_scale / self.grad_scale, loss.device)
 
     def backward(self, loss: torch.Tensor | None = None, *, reduce_gradients: bool = True) -> None:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
@@ -102,7 +105,8 @@ class OptimManager:
                 "backward got a loss that optimizer.loss_scale() has scaled already: pass the loss itself, or call loss.backward()."
             )
         if self._scale is None:
-            self._watch.record(loss.detach(), self._num_steps + 1)
+            seen = loss.detach()
+            self._engine.taping.now_or_after_replays(lambda: self._watch.record(seen, self._num_steps + 1))
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
@@ -115,41 +119,83 @@ class OptimManager:
     def clip_grad_norm(self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6) -> torch.Tensor:
         """Clip the gradients of `param_groups` together; returns their global norm, unscaled, 0-dim fp32. Collective."""
         self._engine.backward.flush()
-        return clip_grad_norm(param_groups, max_norm, self.loss_scale, norm_type, eps)
+        return clip_gradients(self._gradients(parameters_of(param_groups)), max_norm, self.loss_scale, norm_type, eps)
 
     def step(self) -> None:
-        """Update all parameters and learning rates; on an overflow anywhere, skip both and lower the loss scale instead."""
-        self._engine.backward.flush()
-        if self._scale is not None and not self._all_finite():
-            before = self._scale.value
-            self._scale.shrink()
-            print_rank(f"gradient overflow: loss scale {before:g} -> {self._scale.value:g}, the step is skipped")
-            return
-        for optimizer in self.optimizers:
-            self._step_one(optimizer)
-        for scheduler in self.lr_schedulers:
-            if scheduler is not None:
-                scheduler.step()
-        self._num_steps += 1
-        if self._scale is not None:
-            self._scale.grow()
+        """Update all parameters and learning rates; on an overflow anywhere, skip both and lower the loss scale instead.
 
-    def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
-        if isinstance(optimizer, AdamBase):
-            optimizer.step(scale=self.loss_scale)
+        With AdamOptimizers alone, the host does not wait to learn of an overflow: the GPU leaves weights and state as they are,
+        and what the host has counted is taken back before anybody can use it, when the loss scale or a state dict is asked for:
+        in the next `backward` at the latest. Until then learning rates read as after a good step.
+        """
+        self._engine.backward.flush()
+        if self._scale is None:
+            self._advance(1.0)
             return
-        if self._scale is not None:
-            for run in contiguous_runs(parameters_of(optimizer.param_groups)):
-                for _, grad in run.gradients():
-                    grad.div_(self.loss_scale)
+        scale = self._scale.value
+        params = [param for optimizer in self.optimizers for param in parameters_of(optimizer.param_groups)]
+        total = global_sum_of_squares(*self._gradients(params).look())
+        verdict = Verdict(total)
+        if self._can_take_back():
+            self._scale.judge_later(verdict, self._advance_if_finite(scale, total))
+            if not verdict.needs_waiting:
+                self._scale.settle()
+            return
+        is_finite = verdict.wait()
+        if is_finite:
+            self._advance(scale)
+        self._scale.judge(is_finite)
+
+    def _can_take_back(self) -> bool:
+        """Whether a step can be left out by the device, and taken back later by the host."""
+        skips = all(isinstance(optimizer, AdamBase) and optimizer.skips_on_device for optimizer in self.optimizers)
+        return skips and all(isinstance(schedule, Restorable) for schedule in self._schedules)
+
+    @property
+    def _schedules(self) -> list[Any]:
+        return [scheduler for scheduler in self.lr_schedulers if scheduler is not None]
+
+    def _advance(self, scale: float) -> None:
+        """Take a step."""
+        for optimizer in self.optimizers:
+            self._step_one(optimizer, scale)
+        for schedule in self._schedules:
+            schedule.step()
+        self._num_steps += 1
+
+    def _advance_if_finite(self, scale: float, total: torch.Tensor) -> Callable[[], None]:
+        """Take a step that the device leaves out if `total` is not finite. Returns what makes the host forget it."""
+        optimizers: list[Any] = list(self.optimizers)
+        for optimizer in optimizers:
+            optimizer.step(scale=scale, verdict=total)
+        take_back_schedules = step_schedules(self._schedules, optimizers)
+        self._num_steps += 1
+
+        def take_back() -> None:
+            for optimizer in optimizers:
+                optimizer.take_back()
+            take_back_schedules()
+            self._num_steps -= 1
+
+        return take_back
+
+    def _step_one(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        if isinstance(optimizer, AdamBase):
+            optimizer.step(scale=scale)
+            return
+        if scale != 1.0:
+            for found in self._gradients(parameters_of(optimizer.param_groups)).look():
+                for part in found.parts:
+                    part.grad.div_(scale)
         optimizer.step()
 
-    def _all_finite(self) -> bool:
-        params = [param for optimizer in self.optimizers for param in parameters_of(optimizer.param_groups)]
-        return bool(all_finite(contiguous_runs(params)).item())
+    def _settle(self) -> None:
+        if self._scale is not None:
+            self._scale.settle()
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole tensors for any world size."""
+        self._settle()
         return {
             "optimizers": [_optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
@@ -163,6 +209,7 @@ class OptimManager:
         Raises:
             CheckpointError: when optimizers or schedulers differ in number or shape.
         """
+        self._settle()
         for name, ours in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state.get(name, [])) != len(ours):
                 raise CheckpointError(

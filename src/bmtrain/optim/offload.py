@@ -7,14 +7,16 @@ import contextlib
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.kernels.adam import AdamSettings, adamw_update
-from bmtrain.optim.adam import AdamBase, RunState
+from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_update
+from bmtrain.kernels.chunks import Batch
+from bmtrain.optim.adam import AdamBase, Update
+from bmtrain.optim.adam_state import RunState
 from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
 
@@ -27,11 +29,7 @@ CHUNK = 1 << 25
 class Chunk:
     """A part of a parameter run whose gradient is on its way to the host."""
 
-    weight: torch.Tensor
-    master: torch.Tensor
-    mean: torch.Tensor
-    square: torch.Tensor
-    grad: torch.Tensor
+    tensors: AdamTensors
     staging: Staging | None
     settings: AdamSettings
 
@@ -101,23 +99,15 @@ class AdamOffloadOptimizer(AdamBase):
             _pin(state)
         return state
 
-    def _update(self, group: dict[str, Any], run: Run, state: RunState, piece: Run, grad: torch.Tensor, scale: float) -> None:
-        settings = self._settings(group, piece, scale)
-        self._sums[0] += sum(param.numel() for param in piece.params)  # without the padding between them, which never changes
-        base, weight = piece.begin - run.begin, piece.values
-        length = -(-piece.numel // max(1, -(-piece.numel // CHUNK)))  # equal parts
-        for start in range(0, piece.numel, length or 1):
-            stop = min(start + length, piece.numel)
-            own = slice(base + start, base + stop)
-            part = weight[start:stop]
-            master = part if state.is_exact else state.master[own]
-            chunk = Chunk(part, master, state.mean[own], state.square[own], grad[start:stop], next(self._stagings), settings)
-            self._fetch(chunk)
-            self._pipeline.append(chunk)
-            if len(self._pipeline) >= self.DEPTH - 1:
-                self._compute(self._pipeline.popleft())
-
-    def _finish(self) -> None:
+    def _apply(self, updates: Sequence[Update], verdict: torch.Tensor | None) -> None:
+        for cohort, settings in updates:
+            self._sums[0] += cohort.numel
+            for tensors in (part for whole in cohort.tensors for part in _cut(whole)):
+                chunk = Chunk(tensors, next(self._stagings), settings)
+                self._fetch(chunk)
+                self._pipeline.append(chunk)
+                if len(self._pipeline) >= self.DEPTH - 1:
+                    self._compute(self._pipeline.popleft())
         while self._pipeline:
             self._compute(self._pipeline.popleft())
         if self._up is not None:
@@ -127,29 +117,29 @@ class AdamOffloadOptimizer(AdamBase):
         """Start the gradient's way to the host."""
         if chunk.staging is None:
             return
-        count = chunk.grad.numel()
+        grad = chunk.tensors.grad
         with torch.cuda.stream(self._down):
-            exact = chunk.staging.device_grad[:count]
-            torch.mul(chunk.grad, 1.0 / chunk.settings.scale, out=exact)
-            chunk.staging.host_grad[:count].copy_(exact, non_blocking=True)
+            exact = chunk.staging.device_grad[: grad.numel()]
+            torch.mul(grad, 1.0 / chunk.settings.scale, out=exact)
+            chunk.staging.host_grad[: grad.numel()].copy_(exact, non_blocking=True)
             chunk.staging.arrived.record()
 
     def _compute(self, chunk: Chunk) -> None:
         """Wait for the gradient, update on the CPU, start the weights' way back."""
-        count = chunk.weight.numel()
-        before = chunk.master.clone() if self._record_delta else None
-        if chunk.staging is None:
-            adamw_update(chunk.weight, chunk.grad, chunk.master, chunk.mean, chunk.square, chunk.settings)
+        t, staging = chunk.tensors, chunk.staging
+        before = t.master.clone() if self._record_delta else None
+        if staging is None:
+            adamw_update(Batch([t]), chunk.settings)
         else:
-            chunk.staging.arrived.synchronize()
-            exact = dataclasses.replace(chunk.settings, scale=1.0)  # divided on the GPU already
-            adamw_update(chunk.master, chunk.staging.host_grad[:count], chunk.master, chunk.mean, chunk.square, exact)
+            staging.arrived.synchronize()
+            here = t._replace(weight=t.master, grad=staging.host_grad[: t.grad.numel()])
+            adamw_update(Batch([here]), dataclasses.replace(chunk.settings, scale=1.0))  # divided on the GPU already
             with torch.cuda.stream(self._up):
-                arriving = chunk.staging.device_weight[:count]
-                arriving.copy_(chunk.master, non_blocking=True)
-                chunk.weight.copy_(arriving)
+                arriving = staging.device_weight[: t.weight.numel()]
+                arriving.copy_(t.master, non_blocking=True)
+                t.weight.copy_(arriving)
         if before is not None:
-            delta = (chunk.master - before).double()
+            delta = (t.master - before).double()
             self._sums[1:] += torch.stack([delta.sum(), delta.square().sum()])
 
     def _global_sums(self) -> tuple[float, float, float]:
@@ -157,6 +147,17 @@ class AdamOffloadOptimizer(AdamBase):
         collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.tolist()
         return count, total, squares
+
+
+def _cut(whole: AdamTensors) -> Iterator[AdamTensors]:
+    """Equal parts of at most CHUNK elements."""
+    numel = whole.weight.numel()
+    length = -(-numel // max(1, -(-numel // CHUNK)))
+    for start in range(0, numel, length or 1):
+        own = slice(start, start + length)
+        weight = whole.weight[own]
+        master = weight if whole.is_exact else whole.master[own]
+        yield AdamTensors(weight, whole.grad[own], master, whole.mean[own], whole.square[own])
 
 
 @contextlib.contextmanager

@@ -37,6 +37,11 @@ class Run:
         """Changes when the values are written in place."""
         return self.params[0]._version if self.storage is None else self.storage.version()
 
+    @property
+    def owner(self) -> int:
+        """The identity of whose memory the values are in, the storage's or the parameter's: runs of one storage share it."""
+        return id(self.params[0] if self.storage is None else self.storage)
+
     def offset(self, param: torch.nn.Parameter) -> tuple[int, int]:
         """Where the values of `param` begin and end in the run."""
         if self.storage is None or not isinstance(param, DistributedParameter):
@@ -44,29 +49,31 @@ class Run:
         piece = self.storage.piece(param.index_in_storage)
         return piece.begin - self.begin, piece.end - self.begin
 
+    def cut(self, values: torch.Tensor, part: Run) -> torch.Tensor:
+        """Of `values` (numel,) of this run, those of a part of it."""
+        return values if part is self else values[part.begin - self.begin : part.end - self.begin]
+
     def gradients(self) -> list[tuple[Run, torch.Tensor]]:
-        """The parts of the run that have a gradient, each with it as one flat tensor (numel,)."""
+        """The parts of the run that have a gradient, each with the memory of it: (numel,), unless the program put it elsewhere,
+        strided: then of the parameter's shape.
+        """
         return [(part, grad) for part in self.split(_gradient_kind) if (grad := part._gradient()) is not None]
 
     def split(self, key: Callable[[torch.nn.Parameter], object]) -> list[Run]:
         """Cut where `key` changes from one parameter to the next."""
-        parts: list[list[torch.nn.Parameter]] = []
-        last: object = None
-        for param in self.params:
-            kind = key(param)
-            if parts and kind == last:
-                parts[-1].append(param)
-            else:
-                parts.append([param])
-            last = kind
-        return [self] if len(parts) == 1 else [_run_of(self.storage, part) for part in parts]
+        kinds = [key(param) for param in self.params]
+        if kinds.count(kinds[0]) == len(kinds):
+            return [self]
+        places = [place for place in range(1, len(kinds)) if kinds[place] != kinds[place - 1]]
+        bounds = zip([0, *places], [*places, len(kinds)], strict=True)
+        return [_run_of(self.storage, self.params[start:stop]) for start, stop in bounds]
 
     def _gradient(self) -> torch.Tensor | None:
         first = self.params[0]
         if first.grad is None:
             return None
-        if self.storage is None or not _is_shown(first):
-            return first.grad.reshape(-1)
+        if self.storage is None or not is_shown(first):
+            return first.grad.view(-1) if first.grad.is_contiguous() else first.grad
         flat = self.storage.gradient.flat
         return None if flat is None else flat[self.begin : self.end]
 
@@ -94,13 +101,15 @@ def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
 
 
 def _run_of(storage: Storage | None, params: Sequence[torch.nn.Parameter]) -> Run:
-    pieces = [storage.piece(p.index_in_storage) for p in params if storage is not None and isinstance(p, DistributedParameter)]
-    if not pieces:
-        return Run(tuple(params), storage, 0, params[0].numel())
-    return Run(tuple(params), storage, pieces[0].begin, pieces[-1].end)
+    first, last = params[0], params[-1]
+    if storage is None or not isinstance(first, DistributedParameter) or not isinstance(last, DistributedParameter):
+        return Run(tuple(params), storage, 0, first.numel())
+    begin, end = storage.piece(first.index_in_storage).begin, storage.piece(last.index_in_storage).end
+    return Run(tuple(params), storage, begin, end)
 
 
-def _is_shown(param: torch.nn.Parameter) -> bool:
+def is_shown(param: torch.nn.Parameter) -> bool:
+    """Whether the gradient of a parameter is where its storage has put it."""
     return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(param, param.index_in_storage)
 
 
@@ -108,4 +117,4 @@ def _gradient_kind(param: torch.nn.Parameter) -> object:
     """Equal for neighbours whose gradients are one flat tensor, or that have none."""
     if param.grad is None:
         return "none"
-    return "shown" if _is_shown(param) else id(param)
+    return "shown" if is_shown(param) else id(param)

@@ -8,6 +8,7 @@ import datetime
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar, cast
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from bmtrain.errors import ConfigurationError, NotInitializedError
+from bmtrain.runtime import toolchain
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.seeding import seed_everything
 from bmtrain.runtime.topology import Topology
 
 Service = TypeVar("Service")
+TRANSPORTS = ("auto", "copy_engine", "collective")
 
 
 def check_zero_level(level: int) -> None:
@@ -36,21 +39,35 @@ class Defaults:
     reduce_dtype: dtype in which gradients travel and are summed over ranks; None is the parameter's own.
     accumulate_dtype: dtype in which gradients of several micro-batches add up; None is the parameter's own.
     num_buffers: full buffers kept ready for each size of ZeRO-3 block.
+    transport: what moves the shards and gradients of blocks: "copy_engine" by copies between the ranks of one host, which cost a
+        GPU no processors; "collective" by NCCL or Gloo; "auto" by copies where GPUs reach each other's memory.
+    memory_limit: bytes of device memory that blocks with use_checkpoint="auto" let a step fill; None is what the device has. A CPU
+        does not count its memory: there it bounds what those blocks keep for backward, and None keeps everything.
+    compile: whether blocks run by compiled code in passes that lead to a backward pass.
+    fp8: whether the linear maps of blocks are computed in eight bits.
     """
 
     zero_level: int = 3
     reduce_dtype: torch.dtype | None = None
     accumulate_dtype: torch.dtype | None = None
     num_buffers: int = 3
+    transport: str = "auto"
+    memory_limit: int | None = None
+    compile: bool = False
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
+        if self.transport not in TRANSPORTS:
+            raise ConfigurationError(f"transport is {self.transport!r}: expected one of {', '.join(TRANSPORTS)}.")
         for name in ("reduce_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ConfigurationError(f"{name} is {dtype!r}: expected a floating point torch.dtype or None.")
         if self.num_buffers < 2:
             raise ConfigurationError(f"num_buffers is {self.num_buffers}: expected at least 2, one in use and one being filled.")
+        if self.memory_limit is not None and not (type(self.memory_limit) is int and self.memory_limit >= 0):
+            raise ConfigurationError(f"memory_limit is {self.memory_limit!r}: expected a whole number of bytes, or None.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +84,7 @@ class World:
     defaults: Defaults
     pipe_enabled: bool
     num_micro_batches: int
+    timeout: float
     services: dict[object, object] = dataclasses.field(default_factory=dict)
 
     def service(self, factory: Callable[[World], Service]) -> Service:
@@ -132,6 +150,10 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     reduce_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
     num_buffers: int = 3,
+    transport: str = "auto",
+    memory_limit: int | None = None,
+    compile: bool | None = None,
+    fp8: bool = False,
 ) -> None:
     """Join the run: read the launcher's environment, choose the device, build the groups, set the seeds.
 
@@ -144,7 +166,8 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
         tp_size: ranks that share each tensor-parallel layer.
         device: "cpu" or "cuda" to override the choice (CUDA where there is any).
         timeout: seconds a collective may wait for the other ranks.
-        reduce_dtype, accumulate_dtype, num_buffers: see `Defaults`.
+        reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8: see `Defaults`.
+        compile: likewise; None is yes on CUDA where Triton and a C compiler are found.
 
     Raises:
         RuntimeError: on a second call.
@@ -152,28 +175,19 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     """
     if _PROCESS.world is not None:
         raise RuntimeError("init_distributed was called a second time: call it once, at the start of the program.")
-    defaults = Defaults(
-        zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers
-    )
-    number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
-    local_rank = _environment_number("LOCAL_RANK", number)
-    local_size = _environment_number("LOCAL_WORLD_SIZE", size)
-    topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
+    number, size, local_rank, local_size = _place_in_launch()
     chosen = _pick_device(local_rank, device)
+    defaults = Defaults(
+        zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers,
+        transport=transport, memory_limit=memory_limit, compile=_compiles(compile, chosen), fp8=fp8,
+    )  # fmt: skip
+    topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
     micro_batches = _num_micro_batches(num_micro_batches, pipe_size)
     _join(init_method, number, size, chosen, timeout)
     _PROCESS.world = World(
-        rank=number,
-        world_size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        device=chosen,
-        seed=seed,
-        mesh=build_mesh(topology),
-        defaults=defaults,
-        pipe_enabled=pipe_size > 0,
-        num_micro_batches=micro_batches,
-    )
+        rank=number, world_size=size, local_rank=local_rank, local_size=local_size, device=chosen, seed=seed,
+        mesh=build_mesh(topology), defaults=defaults, pipe_enabled=pipe_size > 0, num_micro_batches=micro_batches, timeout=timeout,
+    )  # fmt: skip
     seed_everything(seed)
     if not _PROCESS.registered:
         _PROCESS.registered = True
@@ -189,6 +203,23 @@ def shutdown() -> None:
     world.services.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _place_in_launch() -> tuple[int, int, int, int]:
+    """Rank and world size, rank and number of processes on this host, as the launcher has set them."""
+    number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
+    return number, size, _environment_number("LOCAL_RANK", number), _environment_number("LOCAL_WORLD_SIZE", size)
+
+
+def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
+    """Whether blocks compile by default."""
+    if wanted is not None or chosen.type == "cpu":
+        return bool(wanted)
+    own = os.environ.get("CC")
+    missing = toolchain.missing_for_gpu((own,) if own else toolchain.C_COMPILERS)
+    if missing is not None:
+        warnings.warn(f"blocks run uncompiled: torch.compile needs {missing}, which was not found.", UserWarning, stacklevel=3)
+    return missing is None
 
 
 def _num_micro_batches(wanted: int | None, pipe_size: int) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
-from bmtrain.distributed import collectives
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.replicated import Replicated
+from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
 
 
@@ -37,19 +38,24 @@ def in_backward() -> bool:
 class Backward:
     """The current backward pass. Joined by gradients as they arrive; finished by autograd itself when the pass is over."""
 
-    def __init__(self, transport: Transport, world: Axis, on_finish: Callable[[], None]) -> None:
-        self._transport, self._world, self._on_finish = transport, world, on_finish
+    def __init__(self, transport: Transport, world: Axis, taping: Taping, on_finish: Callable[[], None]) -> None:
+        self._transport, self._world, self._taping, self._on_finish = transport, world, taping, on_finish
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are kept on this rank for now
         self._uses: list[OpenUse] = []
         self._task = -1
         self._deferring = False
-        self._replicated: list[weakref.ref[torch.nn.Parameter]] = []
-        self._incoming: dict[int, torch.Tensor] = {}
+        self.replicated = Replicated(world, taping, self._join)
+
+    @property
+    def has_deferred(self) -> bool:
+        """Whether gradients wait on this rank for a later reduction."""
+        return bool(self._waiting)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
         """Backward passes inside keep gradients on this rank; the first one outside, or `flush`, reduces them all."""
+        self._taping.refuse("reduce_gradients=False keeps gradients back on the host's account: call backward without it")
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -81,24 +87,9 @@ class Backward:
             self._gradients.append(gradient)
         gradient.add(grads, defer=self._deferring)
 
-    def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients of ordinary parameters over ranks from now on, and start all ranks from rank 0's values."""
-        axis = self._world
-        known = {id(reference()) for reference in self._replicated}
-        for param in params:
-            if id(param) in known or axis.size == 1:
-                continue
-            known.add(id(param))
-            collectives.broadcast_(param.data, 0, axis)
-            self._replicated.append(weakref.ref(param))
-            trainable = param.requires_grad
-            param.requires_grad_(True)  # a frozen parameter takes no hook, and may be trained later
-            param.register_hook(self._collector(weakref.ref(param)))
-            param.requires_grad_(trainable)
-
     def is_replicated(self, param: torch.nn.Parameter) -> bool:
         """Whether gradients of an ordinary parameter are summed over ranks."""
-        return self._world.size == 1 or any(reference() is param for reference in self._replicated)
+        return self._world.size == 1 or param in self.replicated
 
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
@@ -113,6 +104,7 @@ class Backward:
 
     def flush(self) -> None:
         """Reduce what `deferring` kept back, when no later backward pass did. Collective."""
+        self._taping.refuse("gradients were clipped or applied inside: call clip_grad_norm and step after the function")
         if self._waiting:
             self._flush_deferred()
             self._close()
@@ -134,8 +126,8 @@ class Backward:
         touched = self._agree(done)
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
-            gradient.close(flags)
-        self._reduce_replicated()
+            self._taping.now_and_after_replays(functools.partial(gradient.close, flags))
+        self.replicated.reduce()
         self._gradients.clear()
 
     def _join(self) -> None:
@@ -158,7 +150,7 @@ class Backward:
             gradient.is_open = False
         self._uses.clear()
         self._gradients.clear()
-        self._incoming.clear()
+        self.replicated.discard()
         self._transport.wait_for_reductions()
         self._on_finish()
 
@@ -167,18 +159,6 @@ class Backward:
         for gradient in self._waiting:
             gradient.discard_deferred()
         self._waiting.clear()
-
-    def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
-        def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
-            if grad is None:  # the node was passed, but nothing on this rank used the parameter
-                return None
-            # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass, the same on every rank.
-            self._join()
-            key = id(reference())
-            self._incoming[key] = self._incoming[key] + grad if key in self._incoming else grad
-            return torch.zeros_like(grad)
-
-        return collect
 
     def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:
         """For each slot of each gradient, whether any rank that shares it has touched it.
@@ -191,27 +171,6 @@ class Backward:
         agreed: dict[Gradient, list[bool]] = {}
         for name in sorted(by_axis):
             members = by_axis[name]
-            flags = iter(_any_rank([flag for gradient in members for flag in gradient.touched], members[0].axis))
+            flags = iter(self._taping.any_rank([flag for gradient in members for flag in gradient.touched], members[0].axis))
             agreed.update({gradient: [next(flags) for _ in gradient.touched] for gradient in members})
         return [agreed[gradient] for gradient in gradients]
-
-    def _reduce_replicated(self) -> None:
-        params = [reference() for reference in self._replicated]
-        touched = _any_rank([param is not None and id(param) in self._incoming for param in params], self._world)
-        for param, used in zip(params, touched, strict=True):
-            if param is None or not used:
-                continue
-            incoming = self._incoming.get(id(param))
-            total = torch.zeros_like(param) if incoming is None else incoming.contiguous()
-            total = collectives.all_reduce(total, "sum", self._world)
-            param.grad = total if param.grad is None else param.grad.add_(total)
-        self._incoming.clear()
-
-
-def _any_rank(flags: list[bool], axis: Axis) -> list[bool]:
-    """Which flags are true on any rank of the axis. Travels on the CPU: no device waits."""
-    if axis.size == 1 or not flags:
-        return flags
-    wire = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-    collectives.all_reduce_(wire, "max", axis)
-    return [bool(flag) for flag in wire.tolist()]

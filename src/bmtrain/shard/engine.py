@@ -7,12 +7,16 @@ from collections.abc import Iterable
 
 import torch
 
+from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.streams import make_streams
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import Backward
+from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.residence import Residence
 from bmtrain.shard.ring import Ring
 from bmtrain.shard.schedule import Phase, Schedule
+from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
 
 
@@ -23,13 +27,17 @@ class Engine:
         self.device = world.device
         self.defaults = world.defaults
         self.mesh = world.mesh
-        self.transport = Transport(make_streams(world.device))
+        self.transport = Transport(make_streams(world.device), world.service(PeerGroups))
         self.schedule: Schedule[Residence] = Schedule()
-        self.backward = Backward(self.transport, world.mesh.world, self._end_of_backward)
-        # Ties gathered views to the graph; every gather may share it because nothing is ever accumulated into it.
-        self.leaf = torch.zeros((), device=world.device, requires_grad=True)
+        self.taping = world.service(Taping)
+        self.backward = Backward(self.transport, world.mesh.world, self.taping, self._end_of_backward)
+        # Ties gathered views to the graph; every gather may share it because nothing is ever accumulated into it. On the CPU it
+        # belongs to no stream: a graph of an earlier pass that is still alive must not tie a captured pass to that one's stream.
+        self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         self._rings: dict[tuple[int, torch.dtype], Ring] = {}
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
+        self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
+        self.num_registered = 0
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
         """The ring of all ZeRO-3 storages whose full buffer has this size."""
@@ -37,9 +45,16 @@ class Engine:
             self._rings[numel, dtype] = Ring(numel, dtype, self.device, self.defaults.num_buffers)
         return self._rings[numel, dtype]
 
-    def register(self, residence: Residence) -> None:
-        """Take part in the schedule."""
+    def register(self, residence: Residence, gradient: Gradient) -> None:
+        """Take part in the schedule and in backward passes."""
         self._residences.add(residence)
+        self._gradients.add(gradient)
+        self.num_registered += 1
+
+    @property
+    def num_alive(self) -> int:
+        """Storages that are in use."""
+        return len(self._gradients)
 
     def acquire(self, residence: Residence, phase: Phase) -> torch.Tensor:
         """The full buffer of `residence`, with the gather of its expected successor started behind it."""
@@ -56,7 +71,23 @@ class Engine:
 
     def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Keep ordinary parameters the same on all ranks: rank 0's values, gradients summed."""
-        self.backward.replicate(params)
+        self.backward.replicated.add(params)
+
+    def rest(self) -> None:
+        """Between passes: nothing is under way, and no gathered value counts as known. Called alike on all ranks."""
+        self.backward.abandon_if_dead()
+        self.transport.streams.join()
+        self.schedule.restart()
+        self._begin_forward()
+
+    def settle_gradients(self) -> list[tuple[Gradient | Replicated, tuple[bool, ...]]]:
+        """Between passes: all gradients move to the fixed places where passes leave them; which parameters have one."""
+        everything: list[Gradient | Replicated] = [self.backward.replicated, *self._gradients]
+        return [(gradient, gradient.settle()) for gradient in everything]
+
+    def ring_buffers(self) -> list[torch.Tensor]:
+        """The memory of all rings, which a graph must keep."""
+        return [tensor for ring in self._rings.values() for tensor in ring.tensors]
 
     def num_ring_buffers(self) -> int:
         """Full buffers allocated in all rings."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.layout import Layout
-from bmtrain.shard.transport import Transport
+from bmtrain.shard.transport import Outgoing, Transport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,14 +86,14 @@ class Gradient:
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> None:
         """Add one full gradient, a tensor per slot or None for zeros. `defer` keeps it on this rank until a later call."""
         self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
-        full = self._concatenate(grads)
-        if defer:
-            self._deferred = full.to(self.policy.accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
+        if not defer and self._deferred is None:
+            self._reduce(lambda out: self._concatenate(grads, out), [grad for grad in grads if grad is not None])
             return
-        if self._deferred is not None:
-            full = self._deferred.add_(full).to(self.policy.reduce_dtype)
-            self._deferred = None
-        self._reduce(full)
+        full = torch.empty(self.layout.numel, dtype=self.policy.reduce_dtype, device=self._device)
+        self._concatenate(grads, full)
+        self._deferred = full.to(self.policy.accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
+        if not defer:
+            self.flush()
 
     def discard_deferred(self) -> None:
         """Forget what was deferred."""
@@ -101,9 +101,9 @@ class Gradient:
 
     def flush(self) -> None:
         """Reduce what was deferred."""
-        if self._deferred is not None:
-            full, self._deferred = self._deferred.to(self.policy.reduce_dtype), None
-            self._reduce(full)
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._reduce(lambda out: out.copy_(deferred), [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
         """End the pass: show the sum in `.grad` of parameters that got a gradient on any rank (`touched`) or had one before."""
@@ -117,6 +117,26 @@ class Gradient:
             if param is not None and param.requires_grad and (self._live[index] or touched[index]):
                 param.grad = self._views[index]
                 self._versions[index] = self._views[index]._version
+
+    def settle(self) -> tuple[bool, ...]:
+        """Between passes: `.grad` moves to where `close` leaves it, whatever the user has put there; which parameters have one."""
+        given = [param is not None and param.grad is not None for param in (reference() for reference in self._params)]
+        self._live = given
+        if any(given):
+            self.open()
+            self.close([False] * len(given))
+        return tuple(given)
+
+    def trainable(self) -> tuple[bool, ...]:
+        """Which parameters are trained."""
+        return tuple([param is not None and param.requires_grad for param in (reference() for reference in self._params)])
+
+    def hide(self, given: Sequence[bool]) -> None:
+        """Take back what has been shown since `settle` returned `given`: no gradient was computed after all."""
+        for reference, had in zip(self._params, given, strict=True):
+            param = reference()
+            if param is not None and not had:
+                param.grad = None
 
     def shows(self, param: torch.nn.Parameter, index: int) -> bool:
         """True if `param.grad` is the slice that this object wrote."""
@@ -148,20 +168,27 @@ class Gradient:
         if self._public is not self._total:
             self._slice(self._total, index).copy_(view)
 
-    def _concatenate(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """One flat tensor in reduce_dtype with zeros in padding and in place of missing gradients."""
-        dtype, parts, end = self.policy.reduce_dtype, [], 0
+    def _concatenate(self, grads: Sequence[torch.Tensor | None], out: torch.Tensor) -> None:
+        """Fill `out` (layout.numel,) in reduce_dtype, with zeros in padding and in place of missing gradients."""
+        parts, end = [], 0
         for slot, grad in zip(self.layout.slots, grads, strict=True):
             if slot.offset > end:
-                parts.append(torch.zeros(slot.offset - end, dtype=dtype, device=self._device))
-            parts.append(torch.zeros(slot.numel, dtype=dtype, device=self._device) if grad is None else grad.reshape(-1).to(dtype))
+                parts.append(out.new_zeros(slot.offset - end))
+            parts.append(out.new_zeros(slot.numel) if grad is None else _flat(grad, out.dtype))
             end = slot.end
         if self.layout.numel > end:
-            parts.append(torch.zeros(self.layout.numel - end, dtype=dtype, device=self._device))
-        return torch.cat(parts)
+            parts.append(out.new_zeros(self.layout.numel - end))
+        torch.cat(parts, out=out)
 
-    def _reduce(self, full: torch.Tensor) -> None:
+    def _reduce(self, fill: Callable[[torch.Tensor], object], reads: Sequence[torch.Tensor]) -> None:
+        """Reduce the full gradient that `fill` writes, out of the tensors that it `reads`."""
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
-        self._transport.reduce(self._total, full, self.axis, accumulate=not self._empty)
+        outgoing = Outgoing(self.policy.reduce_dtype, fill, reads)
+        self._transport.reduce(self._total, outgoing, self.axis, accumulate=not self._empty)
         self._empty = False
+
+
+def _flat(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    flat = grad if grad.dim() == 1 else grad.reshape(-1)
+    return flat if flat.dtype == dtype else flat.to(dtype)

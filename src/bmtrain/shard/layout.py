@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -51,13 +52,18 @@ class Slot:
     def whole_shape(self) -> tuple[int, ...]:
         return self.shape if self.split is None else self.split.whole(self.shape)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def end(self) -> int:
         return self.offset + self.numel
+
+    @functools.cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the parameter as a tensor: rows one after the other."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
 @dataclasses.dataclass(frozen=True)

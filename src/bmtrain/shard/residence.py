@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 
 import torch
@@ -11,29 +10,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.ring import Ring, RingBuffer, alias
 from bmtrain.shard.schedule import Phase
-from bmtrain.shard.transport import Transport
-
-
-class Source:
-    """The shard that a residence gathers, without keeping it alive.
-
-    A residence is part of the order of gathers that all ranks share, and so may outlive its storage on the ranks that drop a
-    model first. There it still takes its turn in a gather that others have begun, with zeros that nobody will read.
-    """
-
-    def __init__(self, shard: torch.Tensor) -> None:
-        self._shard = weakref.ref(shard)
-        self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
-
-    def get(self) -> torch.Tensor:
-        """The shard (numel,), or zeros once it is gone."""
-        shard = self._shard()
-        return torch.zeros(self.numel, dtype=self._dtype, device=self._device) if shard is None else shard
-
-    def new_full(self, num_shards: int) -> torch.Tensor:
-        """Memory for the full buffer, usable in training even if made under inference mode."""
-        with torch.inference_mode(False):
-            return torch.empty(self.numel * num_shards, dtype=self._dtype, device=self._device)
+from bmtrain.shard.transport import Source, Transport
 
 
 class Residence(ABC):
@@ -68,8 +45,8 @@ class Residence(ABC):
 class Alias(Residence):
     """One rank: the shard is the full buffer."""
 
-    def __init__(self, shard: torch.Tensor) -> None:
-        self._source = Source(shard)
+    def __init__(self, source: Source) -> None:
+        self._source = source
 
     def prefetch(self, phase: Phase) -> None:
         return None
@@ -106,8 +83,8 @@ class Absent(Residence):
 class Kept(Residence):
     """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
 
-    def __init__(self, shard: torch.Tensor, transport: Transport, axis: Axis) -> None:
-        self._source, self._transport, self._axis = Source(shard), transport, axis
+    def __init__(self, source: Source, transport: Transport, axis: Axis) -> None:
+        self._source, self._transport, self._axis = source, transport, axis
         self._full: torch.Tensor | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -136,7 +113,7 @@ class Kept(Residence):
     def _load(self) -> torch.Tensor:
         if self._full is None:
             self._full = self._source.new_full(self._axis.size)
-            self._ready = self._transport.gather(self._full, self._source.get(), self._axis, None)
+            self._ready = self._transport.gather(self._full, self._source, self._axis, None)
         return self._full
 
 
@@ -145,13 +122,13 @@ class Ringed(Residence):
 
     survives_forward = False
 
-    def __init__(self, shard: torch.Tensor, transport: Transport, axis: Axis, ring: Ring) -> None:
-        self._source, self._transport, self._axis, self._ring = Source(shard), transport, axis, ring
+    def __init__(self, source: Source, transport: Transport, axis: Axis, ring: Ring) -> None:
+        self._source, self._transport, self._axis, self._ring = source, transport, axis, ring
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
         ring.join()
-        weakref.finalize(shard, ring.leave)
+        source.when_gone(ring.leave)
 
     def prefetch(self, phase: Phase) -> None:
         if self._num_holders:
@@ -162,7 +139,7 @@ class Ringed(Residence):
             buffer.held = True
             return
         self._buffer = self._ring.take(self)
-        self._ready = self._transport.gather(self._buffer.tensor, self._source.get(), self._axis, self._buffer.free)
+        self._ready = self._transport.gather(self._buffer.tensor, self._source, self._axis, self._buffer.free)
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)

@@ -48,6 +48,11 @@ class Ring:
         return len(self._buffers)
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Their memory."""
+        return [buffer.tensor for buffer in self._buffers]
+
+    @property
     def num_kept(self) -> int:
         """Buffers that stay allocated when nobody holds them."""
         return min(self.capacity, self._num_joined) if self._num_joined > 1 else 0

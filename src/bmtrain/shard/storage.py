@@ -16,6 +16,8 @@ from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed
+from bmtrain.shard.ring import alias
+from bmtrain.shard.transport import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,29 +64,38 @@ class Storage:
         self.axis = placement.axis(engine.mesh)
         self.is_here = placement.is_here(engine.mesh)
         self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits)
-        self.shard = torch.zeros(self.layout.shard_numel if self.is_here else 0, dtype=dtype, device=engine.device)
+        # Where nothing of the storage is, or a block may take it over, there is nothing for other ranks to read.
+        numel = self.layout.shard_numel if self.is_here else 0
+        self.shard, source = engine.transport.new_shard(numel, dtype, self.axis, shared=self.is_here and not adoptable)
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
+        self._counted_apart: list[weakref.ref[torch.nn.Parameter]] = []
+        self._leaves: list[torch.Tensor] | None = None
         wire = GradientPolicy(
             dtype=dtype, reduce_dtype=policy.reduce_dtype or dtype, accumulate_dtype=policy.accumulate_dtype or dtype
         )
         self.gradient = Gradient(self.layout, self._params, wire, engine.device, engine.transport, self.axis)
-        self.residence = self._make_residence()
+        self.residence = self._make_residence(source)
         self.residence.is_pipelined = placement.stage is not None
-        engine.register(self.residence)
+        engine.register(self.residence, self.gradient)
 
-    def _make_residence(self) -> Residence:
+    def _make_residence(self, source: Source) -> Residence:
         engine, axis = self.engine, self.axis
         if not self.is_here:
             return Absent()
         if axis.size == 1:
-            return Alias(self.shard)
+            return Alias(source)
         if self.policy.zero_level == 2:
-            return Kept(self.shard, engine.transport, axis)
-        return Ringed(self.shard, engine.transport, axis, engine.ring(self.layout.numel, self.dtype))
+            return Kept(source, engine.transport, axis)
+        return Ringed(source, engine.transport, axis, engine.ring(self.layout.numel, self.dtype))
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Name the parameter objects of all slots, in order. Their `.data` must be the local slices."""
         self._params.extend(weakref.ref(param) for param in params)
+        for param in params:
+            before = self.shard._version
+            torch.autograd.graph.increment_version(param)
+            if self.shard._version == before:  # it was made elsewhere, and counts writes by itself
+                self._counted_apart.append(weakref.ref(param))
 
     @property
     def params(self) -> list[torch.nn.Parameter | None]:
@@ -122,11 +133,21 @@ class Storage:
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place."""
-        return self.shard._version + sum(param._version for param in self.params if param is not None)
+        apart = [param._version for reference in self._counted_apart if (param := reference()) is not None]
+        return self.shard._version + sum(apart)
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The full buffer's tensors, one per slot."""
-        return [full[slot.offset : slot.end].view(slot.shape) for slot in self.layout.slots]
+        start = full.storage_offset()
+        return [full.as_strided(slot.shape, slot.stride, start + slot.offset) for slot in self.layout.slots]
+
+    def leaves(self, full: torch.Tensor) -> list[torch.Tensor]:
+        """The same, as leaves of any graph. One rank keeps them: its full buffer is always the shard."""
+        if self.axis.size > 1:
+            return self.views(full)
+        if self._leaves is None:
+            self._leaves = self.views(alias(self.shard))
+        return self._leaves
 
     def gather(self) -> torch.Tensor:
         """A new full buffer (layout.numel,), outside autograd and schedule. Collective, in other stages of a pipeline too."""
@@ -140,7 +161,7 @@ class Storage:
         elif self.is_here:
             transport = self.engine.transport
             transport.fence()
-            transport.streams.compute_waits(transport.gather(full, shard, self.axis, None))
+            transport.streams.compute_waits(transport.gather(full, Source(shard), self.axis, None))
         if self.placement.stage is not None:
             collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)
         return full

@@ -4,20 +4,80 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemory, Peers
 from bmtrain.distributed.streams import Streams
+from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
+
+# Smaller shards are left to collectives: mapping each other's memory takes whole pages of 2 MiB, and some milliseconds.
+SMALLEST_SHARED_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
     """Communication in flight: what it reads or writes stays alive as long as this does."""
 
-    tensor: torch.Tensor
+    tensors: Sequence[torch.Tensor]
     event: torch.Event | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outgoing:
+    """A full gradient to be sent: `fill` writes it, in the dtype in which it travels, from what it `reads`."""
+
+    dtype: torch.dtype
+    fill: Callable[[torch.Tensor], object]
+    reads: Sequence[torch.Tensor]
+
+
+class Source:
+    """The shard that is gathered, without keeping it alive.
+
+    A residence is part of the order of gathers that all ranks share, and so may outlive its storage on the ranks that drop a
+    model first. There it still takes its turn in a gather that others have begun, with zeros that nobody will read.
+
+    Args:
+        shard: (numel,), this rank's.
+        peers, memory: where the other ranks' shards can be read; None if a collective gathers.
+    """
+
+    def __init__(self, shard: torch.Tensor, peers: Peers | None = None, memory: PeerMemory | None = None) -> None:
+        self._shard = weakref.ref(shard)
+        self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
+        self.peers, self._memory = peers, memory
+        if memory is not None:  # it maps the shard too
+            self.when_gone(self._unmap)
+
+    def get(self) -> torch.Tensor:
+        """The shard (numel,), or zeros once it is gone."""
+        shard = self._shard()
+        return torch.zeros(self.numel, dtype=self._dtype, device=self._device) if shard is None else shard
+
+    @property
+    def parts(self) -> Sequence[torch.Tensor]:
+        """All ranks' shards in rank order, to be copied; none once this rank's is gone."""
+        return () if self._memory is None else self._memory.parts
+
+    def new_full(self, num_shards: int) -> torch.Tensor:
+        """Memory for the full buffer, usable in training even if made under inference mode."""
+        with torch.inference_mode(False):
+            return torch.empty(self.numel * num_shards, dtype=self._dtype, device=self._device)
+
+    def when_gone(self, do: Callable[[], None]) -> None:
+        """Call `do` when the shard is gone."""
+        shard = self._shard()
+        if shard is not None:
+            weakref.finalize(shard, do)
+
+    def _unmap(self) -> None:
+        self._memory = None
 
 
 class Transport:
@@ -25,17 +85,36 @@ class Transport:
 
     MAX_REDUCTIONS = 2
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    def __init__(self, streams: Streams, peer_groups: PeerGroups) -> None:
+        self.streams, self._peer_groups = streams, peer_groups
         self._reductions: collections.deque[Pending] = collections.deque()
+        self._filling: Pending | None = None
         self._fence = True
+        self._opened: set[tuple[int, ...]] = set()
+        self._num_joined: collections.Counter[tuple[tuple[int, ...], int]] = collections.Counter()  # by axis and full size
+        self._exchanges: dict[tuple[tuple[int, ...], int, torch.dtype], Exchange] = {}
 
     def fence(self) -> None:
-        """Shards may have been written on the compute stream: the next gather, and so all after it, waits for those writes."""
-        self._fence = True
+        """Shards may have been written on the compute stream: the next gather, and so all after it, waits for those writes.
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, axis: Axis, free: torch.Event | None) -> torch.Event | None:
-        """Start filling `full` (n * ranks,) with the `shard` (n,) of every rank of the axis, once the event `free` of the last
+        Called at the same places of the program on all ranks: copies out of the others' shards begin with a barrier after it.
+        """
+        self._fence = True
+        self._opened.clear()
+
+    def new_shard(self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool) -> tuple[torch.Tensor, Source]:
+        """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read if `shared`. Collective."""
+        big = shared and numel * dtype.itemsize >= SMALLEST_SHARED_BYTES
+        peers = self._peer_groups.of(axis) if big else None
+        if peers is None:
+            shard, memory = torch.zeros(numel, dtype=dtype, device=self._peer_groups.device), None
+        else:
+            shard, memory = peers.allocate(numel, dtype)
+            self._num_joined[axis.ranks, numel * axis.size] += 1
+        return shard, Source(shard, peers, memory)
+
+    def gather(self, full: torch.Tensor, source: Source, axis: Axis, free: torch.Event | None) -> torch.Event | None:
+        """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis, once the event `free` of the last
         reader has passed.
 
         Memory just allocated has no such event: its last reader may be anything issued so far on the compute stream.
@@ -44,29 +123,115 @@ class Transport:
         after = streams.mark_compute() if self._fence or free is None else free
         self._fence = False
         with streams.gathering(after):
-            collectives.gather_shards(full, shard, axis)
+            if source.peers is None:
+                collectives.gather_shards(full, source.get(), axis)
+            else:
+                self._copy_shards(full, source.parts, source.peers)
             return streams.mark_current()
 
-    def reduce(self, total: torch.Tensor, full: torch.Tensor, axis: Axis, *, accumulate: bool) -> None:
-        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `full` (n * ranks,)."""
-        streams = self.streams
-        while len(self._reductions) >= self.MAX_REDUCTIONS:
-            # The caching allocator may hand the memory of a finished reduction to compute kernels: they wait for it here.
-            streams.compute_waits(self._reductions.popleft().event)
-        with streams.reducing():
-            if axis.size == 1:
-                part = full
-            elif not accumulate and full.dtype == total.dtype:
-                collectives.reduce_shards(total, full, axis)
-                part = None
+    def _copy_shards(self, full: torch.Tensor, parts: Sequence[torch.Tensor], peers: Peers) -> None:
+        axis = peers.axis
+        if axis.ranks not in self._opened:
+            self._opened.add(axis.ranks)
+            peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
+        pieces = full.chunk(axis.size)
+        self.streams.side_by_side([functools.partial(pieces[rank].copy_, parts[rank]) for rank in _rotated(axis) if parts])
+        peers.barrier(GATHERS)  # as after a collective, nobody reads this rank's shard any more
+
+    def reduce(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool) -> None:
+        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `gradient` (n * ranks,)."""
+        if axis.size == 1:
+            self._keep(total, gradient, accumulate)
+            return
+        self._make_room()
+        exchange = self._exchange(total.numel() * axis.size, gradient.dtype, axis)
+        # Made here, where memory belongs to the compute stream; filled beside it, where memory is the bottleneck and not products.
+        full = (
+            torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device) if exchange is None else exchange.full
+        )
+        with self.streams.reducing():
+            gradient.fill(full)
+            self._filling = Pending(gradient.reads, self.streams.mark_current())
+            if exchange is None:
+                self._sum_by_collective(total, full, axis, accumulate)
             else:
-                part = torch.empty(total.numel(), dtype=full.dtype, device=full.device)
-                collectives.reduce_shards(part, full, axis)
-            if part is not None:
-                _ = total.add_(part) if accumulate else total.copy_(part)
-            self._reductions.append(Pending(full, streams.mark_current()))
+                exchange.sum(total, accumulate)
+            self._reductions.append(Pending([full], self.streams.mark_current()))
 
     def wait_for_reductions(self) -> None:
         """Later compute work starts after every reduction so far."""
+        self._filling = None  # comes before its reduction
         while self._reductions:
             self.streams.compute_waits(self._reductions.popleft().event)
+
+    def _make_room(self) -> None:
+        """The caching allocator may hand memory that has been let go to compute kernels: they wait for its last use here."""
+        if self._filling is not None:
+            self.streams.compute_waits(self._filling.event)
+            self._filling = None
+        while len(self._reductions) >= self.MAX_REDUCTIONS:
+            self.streams.compute_waits(self._reductions.popleft().event)
+
+    def _keep(self, total: torch.Tensor, gradient: Outgoing, accumulate: bool) -> None:
+        """One rank: its gradient is the sum, written where it belongs."""
+        if gradient.dtype == total.dtype and not accumulate:
+            gradient.fill(total)
+            return
+        full = torch.empty_like(total, dtype=gradient.dtype)
+        gradient.fill(full)
+        _add(total, full, accumulate)
+
+    @staticmethod
+    def _sum_by_collective(total: torch.Tensor, full: torch.Tensor, axis: Axis, accumulate: bool) -> None:
+        if not accumulate and full.dtype == total.dtype:
+            collectives.reduce_shards(total, full, axis)
+            return
+        part = torch.empty(total.numel(), dtype=full.dtype, device=full.device)
+        collectives.reduce_shards(part, full, axis)
+        _add(total, part, accumulate)
+
+    def _exchange(self, numel: int, dtype: torch.dtype, axis: Axis) -> Exchange | None:
+        """What sums gradients of this size by copies: only for sizes that several storages share, as it keeps its memory.
+
+        It stays to the end of the run, for ranks drop their models at different times and must make it together.
+        """
+        peers = self._peer_groups.of(axis) if self._num_joined[axis.ranks, numel] > 1 else None
+        if peers is None:
+            return None
+        key = (axis.ranks, numel, dtype)
+        if key not in self._exchanges:
+            self._exchanges[key] = Exchange(self.streams, peers, numel, dtype)
+        return self._exchanges[key]
+
+
+class Exchange:
+    """Full gradients of one size, one after the other, that ranks copy out of each other's memory, their own part each, and sum.
+
+    full: (numel,), to be filled on the reduce stream.
+    """
+
+    def __init__(self, streams: Streams, peers: Peers, numel: int, dtype: torch.dtype) -> None:
+        self._streams, self._peers = streams, peers
+        with torch.inference_mode(False):
+            self.full, self._memory = peers.allocate(numel, dtype)
+            self._incoming = torch.empty((peers.axis.size, numel // peers.axis.size), dtype=dtype, device=peers.device)
+
+    def sum(self, total: torch.Tensor, accumulate: bool) -> None:
+        """Add this rank's part of what all ranks have in `full` into `total`, as `sum_parts` does. On the reduce stream."""
+        axis, peers = self._peers.axis, self._peers
+        own = slice(axis.index * total.numel(), (axis.index + 1) * total.numel())
+        peers.barrier(REDUCTIONS)  # all have filled theirs
+        self._streams.side_by_side(
+            [functools.partial(self._incoming[rank].copy_, self._memory.parts[rank][own]) for rank in _rotated(axis)]
+        )
+        peers.barrier(REDUCTIONS)  # all have copied: `full` may be filled anew
+        sum_parts(total, self._incoming, accumulate=accumulate)
+
+
+def _rotated(axis: Axis) -> list[int]:
+    """All places of the axis from this rank's on: no rank is read by all others at once."""
+    return [(axis.index + step) % axis.size for step in range(axis.size)]
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, accumulate: bool) -> None:
+    _ = total.add_(part) if accumulate else total.copy_(part)

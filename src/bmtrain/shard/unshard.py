@@ -74,7 +74,11 @@ class Loan:
         tensors, self._tensors = self._tensors, ()
         if tensors:
             self._give_back()
-        return [tensor.grad for tensor in tensors]
+        grads = [tensor.grad for tensor in tensors]
+        for tensor, grad in zip(tensors, grads, strict=True):
+            if grad is not None:
+                tensor.grad = None
+        return grads
 
     def __del__(self) -> None:
         self.end()
@@ -98,12 +102,8 @@ class Use:
         self.is_repeated = False
         self._is_together = False
         self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
-        self._first: dict[Storage, int] = {}
-        for storage in storages:
-            self._first[storage] = sum(len(other.layout.slots) for other in self._first)
         self._versions = [storage.version() for storage in storages]
-        params = [param for storage in storages for param in storage.params]
-        self.trainable = [param is not None and param.requires_grad for param in params]
+        self.trainable = [param is not None and param.requires_grad for storage in storages for param in storage.params]
 
     @property
     def is_droppable(self) -> bool:
@@ -123,9 +123,11 @@ class Use:
             self._tied = views
         return views
 
-    def position(self, storage: Storage, index: int) -> int:
-        """Where slot `index` of `storage` is among the views."""
-        return self._first[storage] + index
+    def select(self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]) -> list[torch.Tensor]:
+        """Those of the views that are at `positions` among the slots of `storages`, which are this use's."""
+        if storages is not self._storages:  # a use that several calls share
+            raise RuntimeError("the parameters of a block changed while its calls were made together")
+        return [views[position] for position in positions]
 
     def views(self) -> list[torch.Tensor]:
         """One view per slot of all storages, outside the graph."""
@@ -178,7 +180,10 @@ class Use:
         self._storages[0].engine.backward.begin_use(self)
         # No gradient gets past a checkpoint that runs a backward pass of its own: then nothing may lead to the end.
         self._has_end = end is not None and torch._C._will_engine_execute_node(end)
-        tensors = [view.requires_grad_(trainable) for view, trainable in zip(self.views(), self.trainable, strict=True)]
+        tensors = [leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))]
+        for tensor, trainable in zip(tensors, self.trainable, strict=True):
+            if tensor.requires_grad is not trainable:
+                tensor.requires_grad_(trainable)
         loan = Loan(tensors, bind(tensors))
         self._loan = weakref.ref(loan)
         torch.autograd.Variable._execution_engine.queue_callback(lambda: self.drop() if loan.is_open else None)
@@ -220,8 +225,9 @@ class Use:
         self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        for storage, start in self._first.items():
-            own = slice(start, start + len(storage.layout.slots))
+        end = 0
+        for storage in self._storages:
+            own = slice(end, end := end + len(storage.layout.slots))
             if any(self.trainable[own]):
                 storage.engine.backward.add(storage.gradient, grads[own])
 

@@ -1,0 +1,104 @@
+"""What is measured and how: the command line of throughput.py, which compare.py and the suites write."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+from collections.abc import Sequence
+
+from models import SHAPES, Geometry
+
+BACKENDS = ("bmtrain", "fsdp2", "plain", "deepspeed")
+CHOICES = ("recompute", "offload", "zero_level", "tp", "transport", "fp8", "cuda_graph", "fused_head")
+# Which of them a backend has; others are refused before anything is built.
+SUPPORTED = {
+    "bmtrain": set(CHOICES),
+    "fsdp2": {"recompute", "offload"},
+    "plain": {"recompute"},
+    "deepspeed": {"recompute", "offload"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """One run of throughput.py; fields are the arguments of `parser`."""
+
+    backend: str
+    shape: str = "13b"
+    batch: Sequence[int] = (8,)
+    compile: bool = True
+    recompute: str = "none"
+    offload: bool = False
+    zero_level: int = 3
+    tp: int = 1
+    transport: str = "auto"
+    fp8: bool = False
+    cuda_graph: bool = False
+    fused_head: bool = False
+    warmup: int = 3
+    steps: int = 5
+    profile: str | None = None
+    device: str = "cuda"
+    out: str | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        return SHAPES[self.shape]
+
+    def mode(self) -> dict[str, object]:
+        """What was turned on: the same in every record of the run."""
+        return {name: getattr(self, name) for name in ("backend", "shape", "compile", *CHOICES)}
+
+    def state_bytes(self, gpus: int) -> float:
+        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 4 with states in host memory."""
+        shards = 1 if self.backend == "plain" else gpus
+        return (4.0 if self.offload else 16.0) * self.geometry.num_parameters / shards
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the arguments that `Options` holds."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="13b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per GPU; each is a record")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--recompute", nargs="?", choices=("none", "all", "auto"), const="all", default="none", help="activations; auto: as needed"
+    )
+    parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
+    parser.add_argument("--zero-level", type=int, default=3, help="2 or 3")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--transport", choices=("auto", "nccl", "copy_engine"), default="auto", help="what moves shards")
+    parser.add_argument("--fp8", action="store_true", help="linear layers of blocks in FP8")
+    parser.add_argument("--cuda-graph", action="store_true", help="replay forward and backward")
+    parser.add_argument("--fused-head", action="store_true", help="the loss without the logits of all rows")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--profile", nargs="?", const="", metavar="FILE", help="afterwards: GPU time by kind; with FILE a table of kernels too"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not to measure")
+    parser.add_argument("--out", help="file to append the records to")
+    return parser
+
+
+def checked(arguments: argparse.Namespace) -> Options:
+    """The options, once it is sure that the backend has them.
+
+    Raises:
+        SystemExit: naming the option that it does not have.
+    """
+    options = Options(**vars(arguments))
+    for field in dataclasses.fields(Options):
+        chosen = getattr(options, field.name)
+        if field.name in CHOICES and field.name not in SUPPORTED[options.backend] and chosen != field.default:
+            raise SystemExit(f"--{field.name.replace('_', '-')} {chosen}: {options.backend} does not have it; leave it out.")
+    if options.backend != "bmtrain" and options.recompute == "auto":
+        raise SystemExit(f"--recompute auto: {options.backend} does not have it; expected none or all.")
+    return options
+
+
+def from_words(words: str) -> Options:
+    """The options of a command line."""
+    return checked(parser().parse_args(shlex.split(words)))

@@ -1,0 +1,113 @@
+"""Which runs make up which comparison, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from options import Options, from_words
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Runs of throughput.py on one model that are compared with one another.
+
+    gpus: numbers of GPUs that it is meant for. It is measured with the largest of them that the machine has; with `scaling`, with
+        all of them that it has.
+    runs: arguments of throughput.py.
+    seconds: about how long one run takes, start and compilation included.
+    """
+
+    name: str
+    about: str
+    gpus: Sequence[int]
+    runs: Sequence[str]
+    seconds: int
+    scaling: bool = False
+    in_default: bool = True
+
+    @property
+    def least(self) -> int:
+        """GPUs that it needs."""
+        return self.gpus[1 if self.scaling else 0]
+
+    def counts(self, available: int) -> list[int]:
+        """Numbers of GPUs to measure with; none if the machine has too few."""
+        found = [count for count in self.gpus if count <= available] if available >= self.least else []
+        return found if self.scaling else found[-1:]
+
+    def minutes(self, available: int) -> float:
+        """About how long it takes there."""
+        return len(self.counts(available)) * len(self.runs) * self.seconds / 60
+
+    def options(self) -> list[Options]:
+        """The runs, their words read; fails for words that throughput.py does not know."""
+        return [from_words(words) for words in self.runs]
+
+
+def _runs(common: str, *modes: str) -> tuple[str, ...]:
+    return tuple(f"--backend {mode} {common} --profile" for mode in modes)
+
+
+SUITES = (
+    Suite(
+        name="quick", about="a first look: GPT-2 124M, few steps", gpus=(1, 2, 4, 8), seconds=40, in_default=False,
+        runs=_runs("--shape gpt2 --batch 8", "bmtrain", "bmtrain --cuda-graph", "plain", "fsdp2"),
+    ),
+    Suite(
+        name="gpt2", about="GPT-2 124M on one GPU: does a small model pay for the engine?", gpus=(1,), seconds=55,
+        runs=_runs(
+            "--shape gpt2 --batch 8 32 --steps 20", "bmtrain", "bmtrain --cuda-graph", "bmtrain --cuda-graph --fused-head", "plain",
+            "fsdp2", "fsdp2 --no-compile", "deepspeed --no-compile",
+        ),
+    ),
+    Suite(
+        name="2.7b-offload", about="GPT 2.7B on one GPU, optimizer in host memory", gpus=(1,), seconds=90,
+        runs=_runs("--shape 2.7b --batch 8 32 --offload --recompute", "bmtrain", "fsdp2", "deepspeed --no-compile"),
+    ),
+    Suite(
+        name="2.7b", about="GPT 2.7B", gpus=(2, 4, 8), seconds=70,
+        runs=_runs(
+            "--shape 2.7b --batch 8 16", "bmtrain", "bmtrain --transport nccl", "bmtrain --recompute", "fsdp2", "fsdp2 --recompute",
+            "fsdp2 --no-compile", "fsdp2 --no-compile --recompute", "plain",
+            "deepspeed --no-compile", "deepspeed --no-compile --recompute",
+        ),
+    ),
+    Suite(
+        name="llama-8b", about="Llama-3-8B, 8192 tokens", gpus=(2, 4, 8), seconds=90,
+        runs=_runs(
+            "--shape llama-8b --batch 1 2", "bmtrain", "bmtrain --fused-head", "bmtrain --fused-head --recompute auto",
+            "bmtrain --fused-head --fp8", "fsdp2", "fsdp2 --recompute", "fsdp2 --no-compile --recompute",
+            "deepspeed --no-compile --recompute",
+        ),
+    ),
+    Suite(
+        name="13b", about="GPT 13B of the BMTrain README, 512 tokens", gpus=(4, 8), seconds=120,
+        runs=(
+            *_runs("--shape 13b --batch 8 24", "bmtrain", "bmtrain --transport nccl", "bmtrain --fp8"),
+            *_runs("--shape 13b --batch 24 32 64", "bmtrain --recompute auto"),
+            *_runs("--shape 13b --batch 8 12", "fsdp2", "fsdp2 --no-compile"),
+            *_runs("--shape 13b --batch 8 24 32", "fsdp2 --recompute", "fsdp2 --no-compile --recompute"),
+            *_runs("--shape 13b --batch 8 24 32", "deepspeed --no-compile --recompute"),
+        ),
+    ),
+    Suite(
+        name="scaling", about="weak scaling of GPT 2.7B: the same batch on each GPU", gpus=(1, 2, 4, 8), seconds=45, scaling=True,
+        runs=_runs("--shape 2.7b --batch 8", "bmtrain", "fsdp2"),
+    ),
+)  # fmt: skip
+
+
+def chosen(names: Sequence[str] | None, available: int) -> list[Suite]:
+    """The suites of these names, by default all that this many GPUs allow.
+
+    Raises:
+        SystemExit: for a suite that needs more GPUs.
+    """
+    if names is None:
+        return [suite for suite in SUITES if suite.in_default and suite.counts(available)]
+    suites = [suite for suite in SUITES if suite.name in names]
+    for suite in suites:
+        if not suite.counts(available):
+            raise SystemExit(f"--suite {suite.name} needs at least {suite.least} GPUs: there are {available} to use.")
+    return suites

@@ -1,0 +1,125 @@
+"""Linear maps in eight-bit floating point: what stands for torch.nn.functional.linear inside a block with fp8=True.
+
+Nothing is done to modules. A weight is not copied: its codes are made where it is gathered, and only those of inputs are kept for
+backward. An uncompiled block runs under a mode that takes the calls of that one function; of a compiled block
+the graph is rewritten before it is lowered, because the compiler does not see modes inside of what it recomputes.
+
+Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022): e4m3 for numbers of the forward pass, e5m2 for gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.kernels import fp8
+
+
+def check_fp8(wanted: bool, device: torch.device) -> bool:
+    """`wanted`; ConfigurationError if it is not a bool, or if the device has no eight-bit products."""
+    if not isinstance(wanted, bool):
+        raise ConfigurationError(f"fp8 is {wanted!r}: expected True, False, or None for the default of init_distributed.")
+    if wanted and not fp8.is_supported(device):
+        raise ConfigurationError(
+            f"fp8=True needs a GPU with eight-bit products (compute capability 8.9 or more), {device} is a "
+            f"{torch.cuda.get_device_name(device)}: leave it out."
+        )
+    return wanted
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """torch.nn.functional.linear: (..., k) by a weight (n, k) and a bias (n,) to (..., n), in eight bits where that is possible.
+
+    Products of sizes that are no multiples of 16 are those of torch.
+    """
+    if not _is_possible(input, weight):
+        return F.linear(input, weight, bias)
+    dtype = _dtype(input)
+    out = Fp8Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, dtype)
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _is_possible(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    return (
+        weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        and weight.shape[0] % fp8.ALIGNMENT == 0
+        and weight.shape[1] % fp8.ALIGNMENT == 0
+        and x.numel() > 0
+        and x.dtype in _DTYPES
+        and weight.dtype in _DTYPES
+    )
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _dtype(x: torch.Tensor) -> torch.dtype:
+    """Of the result: as without fp8."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class Fp8Linear(torch.autograd.Function):
+    """`x @ weight.T + bias` with scales from the tensors at hand. Keeps eight bits of `x` for backward.
+
+    Forward sums fast; gradients, which add up over many tokens and layers, are summed in fp32 throughout.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        codes, unit = fp8.quantise(x, fp8.E4M3)
+        weight_codes, weight_unit = fp8.quantise(weight, fp8.E4M3)
+        ctx.save_for_backward(codes, unit, weight, weight_unit)
+        ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
+        return fp8.product(codes, unit, weight_codes, weight_unit, bias, dtype, fast=True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        codes, unit, weight, weight_unit = ctx.saved_tensors
+        x_dtype, bias_dtype = ctx.dtypes
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad_codes, grad_unit = fp8.quantise(grad, fp8.E5M2)
+        grad_x = fp8.input_gradient(grad_codes, grad_unit, weight, weight_unit, x_dtype) if wants_x else None
+        grad_weight = fp8.weight_gradient(grad_codes, grad_unit, codes, unit, weight.dtype) if wants_weight else None
+        return grad_x, grad_weight, grad.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None, None
+
+
+class Fp8Mode(TorchFunctionMode):
+    """Inside, torch.nn.functional.linear is `linear`, whoever calls it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+class Fp8Weight(torch.Tensor):
+    """A weight that works so by itself, for code of a module that runs in backward: checkpoints and hooks inside of a block."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return (linear if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def marked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors as Fp8Weights, with gradients that arrive at the tensors."""
+    with torch.enable_grad():
+        return [tensor.as_subclass(Fp8Weight) for tensor in tensors]
+
+
+def rewrite(graph: torch.fx.GraphModule) -> int:
+    """Put `linear` in the place of torch's in a graph that the compiler has found, and in those inside it. Returns how often."""
+    parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes if node.op == "call_function" and node.target is F.linear]
+    for node in nodes:
+        node.target = linear
+    for part in parts:
+        part.recompile()
+    return len(nodes)

@@ -1,0 +1,351 @@
+"""bmtrain.cuda_graph: forward and backward of a small model as one CUDA graph, so that the GPU does not wait for Python."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from bmtrain.distributed import collectives
+from bmtrain.distributed.graphs import Graphs, Replay, make_graphs
+from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
+from bmtrain.runtime.log import warn
+from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.world import World
+from bmtrain.shard.backward import in_backward
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.tape import Draws, Tape
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+NUM_REHEARSALS = 2  # the first compiles and learns the order of gathers, the second finds everything in place
+
+
+def cuda_graph(function: Function, *, max_graphs: int = 8) -> Function:
+    """`function`, whose device work is captured as a CUDA graph and repeated without Python: for models that are launch-bound.
+
+        @bmtrain.cuda_graph
+        def forward_and_backward(ids, targets):
+            loss = model(ids, targets)
+            optim_manager.backward(loss)
+            return loss
+
+        loss = forward_and_backward(ids, targets)
+        optim_manager.clip_grad_norm(optimizer.param_groups, 1.0); optim_manager.step(); optim_manager.zero_grad()
+
+    Values, gradients, accumulation into `.grad` and random numbers are as without it. Clipping, `step` and
+    everything else that counts or decides on the host stay outside: Python code of `function` runs in the first calls only.
+
+    Args:
+        function: takes tensors of this rank's device in any containers, and constants; returns tensors in containers. Arguments
+            are copied in, results are copies without graph. What else it reads on the device must stay in its place, as
+            parameters, buffers and gradients do. Ordinary parameters must belong to an optimizer of an OptimManager.
+        max_graphs: how many kinds of calls are captured. Calls differ in kind by shapes, dtypes and constants of the arguments, by
+            training and gradient mode, autocast, by which parameters are trained, and which have a gradient already (accumulation).
+
+    The first two calls of a kind run as they are. Graphs share one memory pool. What cannot be captured (a value read by the host,
+    tensors on the CPU, too many kinds) is named in one warning, and `function` is called as it is from then on; so it is on the
+    CPU, and in runs of several ranks.
+    """
+    if not callable(function):
+        raise ConfigurationError(f"cuda_graph got {type(function).__name__}: expected a function of tensors.")
+    if max_graphs < 1:
+        raise ConfigurationError(f"max_graphs is {max_graphs}: expected at least 1.")
+    graphed = GraphedFunction(function, max_graphs)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return graphed(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+class Modes:
+    """The modules whose training mode is part of the kind of a call. One per run, reached by `world.service(Modes)`."""
+
+    def __init__(self, world: World) -> None:
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Its mode matters."""
+        self._modules.add(module)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def training(self) -> tuple[bool, ...]:
+        """Of each module, in an order that stays the same while they are alive."""
+        return tuple(module.training for module in self._modules)
+
+
+class Level(enum.IntEnum):
+    """How far a rank is; all do what the one that is least far can do."""
+
+    NEVER = 0
+    EAGER = 1
+    READY = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a function is called with: tensors, everything else, and how they are nested."""
+
+    tensors: list[torch.Tensor]
+    constants: tuple[Any, ...]  # with a `_Tensor` in the place of each tensor
+    spec: TreeSpec
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Take a call apart."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return cls(tensors, tuple(_Tensor.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with other tensors."""
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, _Tensor) else leaf for leaf in self.constants]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+    def kind(self) -> Hashable:
+        """Equal for calls that one graph can serve, as far as arguments go."""
+        return (str(self.spec), tuple((type(leaf), leaf) for leaf in self.constants))
+
+    def obstacle(self, device: torch.device) -> str | None:
+        """Why no graph can take them."""
+        for tensor in self.tensors:
+            what = f"an argument of shape {tuple(tensor.shape)}"
+            if tensor.device != device:
+                return f"{what} is on {tensor.device}, not on {device}"
+            if tensor.requires_grad:
+                return f"{what} requires grad, which would not get there"
+            if type(tensor) is not torch.Tensor:
+                return f"{what} is a {type(tensor).__name__}"
+        try:
+            hash(self.kind())
+        except TypeError as error:
+            return f"an argument that is no tensor cannot be compared ({error})"
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """What a graph needs to know of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tensor:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A captured pass: what repeats it, the host's part, where its results are, and what must stay alive for it."""
+
+    replay: Replay
+    tape: Tape
+    results: Sequence[Any]
+    spec: TreeSpec
+    kept: Sequence[torch.Tensor]
+
+    def run(self) -> Any:
+        """Repeat the pass; copies of its results."""
+        for work in self.tape.before:
+            work()
+        self.replay()
+        for work in self.tape.after:
+            work()
+        return tree_unflatten([_copy(leaf) for leaf in self.results], self.spec)
+
+
+class _Kind:
+    """Calls of one kind: the places of their tensors, and what repeats them."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Arguments, engine: Engine) -> None:
+        self._function, self._engine = function, engine
+        self._arguments = dataclasses.replace(arguments, tensors=[])  # the caller's are the caller's
+        with torch.inference_mode(False):
+            self._places = [torch.empty_like(tensor) for tensor in arguments.tensors]
+        self._num_rehearsals = 0
+        self._rehearsal = Tape()
+        self._graph: _Graph | None = None
+        self.number = 0  # of the capture, the same on all ranks; 0 before
+
+    @property
+    def level(self) -> Level:
+        return Level.READY if self._num_rehearsals >= NUM_REHEARSALS else Level.EAGER
+
+    def take(self, arguments: Arguments) -> None:
+        """Copy the tensors of a call to their places."""
+        with torch.no_grad():
+            for place, tensor in zip(self._places, arguments.tensors, strict=True):
+                place.copy_(tensor)
+
+    def rehearse(self, graphs: Graphs) -> tuple[Any, str | None]:
+        """Run a call as it is; its result, and what keeps it from being captured."""
+        with graphs.aside(), self._engine.taping.rehearsing() as self._rehearsal:
+            leaves, spec = tree_flatten(self._run())
+        self._num_rehearsals += 1
+        kept_back = "it keeps gradients back (reduce_gradients=False)" if self._engine.backward.has_deferred else None
+        return tree_unflatten([_copy(leaf) for leaf in leaves], spec), kept_back or _strangers(leaves, self._engine)
+
+    def capture(self, graphs: Graphs) -> str | None:
+        """Make the graph; why not, if that fails."""
+        engine = self._engine
+        out: list[Any] = []
+        before = engine.ring_buffers()
+
+        def body(draws: Sequence[Draws]) -> None:
+            engine.taping.provide(draws)
+            out.extend(tree_flatten(self._run()))
+            engine.backward.replicated.fix()
+            engine.backward.replicated.show()
+
+        try:
+            with engine.taping.capturing(self._rehearsal) as tape:
+                replay = graphs.capture(body, engine.transport.streams, self._rehearsal.num_twice)
+        except Exception as error:  # whatever it is, the function may still run as it is, and then raises it again if it is its own
+            return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+        results = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in out[0]]
+        self._graph = _Graph(replay, tape, results, out[1], before + engine.ring_buffers())
+        return None
+
+    def replay(self) -> Any:
+        """Repeat a call."""
+        if self._graph is None:
+            raise RuntimeError("a graph was replayed before it was captured")
+        return self._graph.run()
+
+    def _run(self) -> Any:
+        args, kwargs = self._arguments.with_tensors(self._places)
+        return self._function(*args, **kwargs)
+
+
+class GraphedFunction:
+    """What `cuda_graph` makes of a function."""
+
+    def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
+        self._function, self._max_graphs = function, max_graphs
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._num_captures = 0
+        self._inventory = (0, 0, 0)  # storages ever made, those that are alive, blocks that are alive
+        self._obstacle: str | None = None
+        self._gave_up = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = world.current("cuda_graph")
+        graphs, engine = current.service(make_graphs), current.service(Engine)
+        if graphs is None or self._gave_up or engine.taping.is_taping or in_backward():
+            return self._plainly(args, kwargs)
+        arguments = Arguments.of(args, kwargs)
+        obstacle = self._obstacle or ("it is pipelined" if current.pipe_enabled else arguments.obstacle(engine.device))
+        engine.rest()
+        kind = None if obstacle or engine.backward.has_deferred else self._kind(arguments, current)
+        own = Level.EAGER if kind is None else kind.level
+        obstacle = obstacle or self._too_many()
+        level, number = _agree(Level.NEVER if obstacle else own, kind.number if kind is not None else 0, current.mesh.world)
+        if level is Level.NEVER:
+            self._give_up(obstacle or "another rank cannot")
+        if level is Level.NEVER or kind is None:
+            return self._plainly(args, kwargs)
+        kind.take(arguments)
+        if level is Level.EAGER:
+            out, self._obstacle = kind.rehearse(graphs)
+            return out
+        if number == 0 and not self._capture(kind, graphs, current.mesh.world):
+            return self._plainly(args, kwargs)
+        return kind.replay()
+
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function itself; what it returns is as free of graphs as after a replay."""
+        leaves, spec = tree_flatten(self._function(*args, **kwargs))
+        return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+
+    def _kind(self, arguments: Arguments, current: World) -> _Kind:
+        """The calls that these arguments, in the present state of the program, belong to."""
+        engine, modes = current.service(Engine), current.service(Modes)
+        if (engine.num_registered, engine.num_alive, len(modes)) != self._inventory:  # and so may be what the function runs
+            gc.collect()  # what dies later would make graphs anew once more
+            self._kinds, self._inventory = {}, (engine.num_registered, engine.num_alive, len(modes))
+        device = engine.device.type
+        state = (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device), modes.training(),
+            tuple((given, gradient.trainable()) for gradient, given in engine.settle_gradients()),
+        )  # fmt: skip
+        key = (arguments.kind(), state)
+        if key not in self._kinds:
+            self._kinds[key] = _Kind(self._function, arguments, engine)
+        return self._kinds[key]
+
+    def _too_many(self) -> str | None:
+        return f"it was called in more than {self._max_graphs} different ways" if len(self._kinds) > self._max_graphs else None
+
+    def _capture(self, kind: _Kind, graphs: Graphs, axis: Axis) -> bool:
+        """Capture on all ranks, or on none."""
+        engine = world.current("cuda_graph").service(Engine)
+        before = engine.settle_gradients()
+        problem = kind.capture(graphs)
+        level, _ = _agree(Level.NEVER if problem else Level.READY, 0, axis)
+        engine.rest()
+        if level is Level.READY:
+            self._num_captures += 1
+            kind.number = self._num_captures
+            return True
+        for gradient, given in before:
+            gradient.hide(given)
+        self._give_up(problem or "another rank cannot")
+        return False
+
+    def _give_up(self, reason: str) -> None:
+        self._gave_up, self._kinds = True, {}
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        warn(f"{name} runs without a CUDA graph from now on: {reason}.")
+
+
+def _agree(level: Level, number: int, axis: Axis) -> tuple[Level, int]:
+    """The lowest level of any rank, and the number of the capture that all ranks have; 0 if they have different ones."""
+    if axis.size == 1:
+        return level, number
+    wire = torch.tensor([level, number, -number], dtype=torch.int64, device="cpu")
+    collectives.all_reduce_(wire, "min", axis)
+    lowest, smallest, largest = wire.tolist()
+    return Level(lowest), smallest if smallest == -largest else 0
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _strangers(results: Sequence[Any], engine: Engine) -> str | None:
+    """A parameter behind the results whose gradient nobody could show after a replay, said in words."""
+    known = {id(param) for param in engine.backward.replicated} | {id(engine.leaf)}
+    for leaf in _leaves_behind(results):
+        if id(leaf) not in known:
+            return f"a parameter of shape {tuple(leaf.shape)} is neither sharded nor in an optimizer of an OptimManager"
+    return None
+
+
+def _leaves_behind(results: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """The tensors whose gradients a backward pass from the results would accumulate."""
+    waiting = [leaf.grad_fn for leaf in results if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            yield variable
+        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        seen |= following
+        waiting.extend(following)

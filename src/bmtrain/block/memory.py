@@ -1,0 +1,119 @@
+"""What the allocator of the device knows, for planning; devices that do not count have a bound given by hand, or none."""
+
+from __future__ import annotations
+
+import pathlib
+from abc import ABC, abstractmethod
+
+import torch
+
+from bmtrain.runtime.world import World
+
+_MARGIN = 0.03  # of all memory: what fragmentation and allocations outside of torch may take
+
+
+class Memory(ABC):
+    """Memory of one device. All figures are bytes."""
+
+    #: nothing bounds it
+    limit_is_open = False
+
+    @abstractmethod
+    def allocated(self) -> int:
+        """What tensors hold now."""
+
+    @abstractmethod
+    def take_peak(self) -> int:
+        """The most that tensors have held since the last call, which starts counting anew."""
+
+    @abstractmethod
+    def limit(self) -> int:
+        """What tensors may hold."""
+
+    @abstractmethod
+    def num_retries(self) -> int:
+        """How often an allocation succeeded only after cached memory was given back to the device, since the program began."""
+
+    @abstractmethod
+    def tidy(self) -> None:
+        """Give cached memory back to the device, when what is needed from now on differs."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+
+class Uncounted(Memory):
+    """A CPU. Nothing is counted: with a limit, it bounds what blocks keep for backward."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit_is_open = limit is None
+        self._limit = limit or 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def take_peak(self) -> int:
+        return 0
+
+    def limit(self) -> int:
+        return self._limit
+
+    def num_retries(self) -> int:
+        return 0
+
+    def tidy(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+class CudaMemory(Memory):
+    """A GPU, as torch's caching allocator sees it."""
+
+    def __init__(self, device: torch.device, limit: int | None) -> None:
+        self._device, self._given = device, limit
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def take_peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+    def limit(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        usable = free + torch.cuda.memory_reserved(self._device) - int(total * _MARGIN)
+        return usable if self._given is None else min(usable, self._given)
+
+    def num_retries(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(stats.get("num_alloc_retries", 0))
+
+    def tidy(self) -> None:
+        torch.cuda.empty_cache()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+def free_host_memory() -> int:
+    """Bytes that this process and all others of the host, or of its container, may still take; 0 where nobody says."""
+    found = [int(line.split()[1]) * 1024 for line in _lines(pathlib.Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
+    group = pathlib.Path("/sys/fs/cgroup")
+    limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
+    if limit and used and limit[0].isdigit():
+        found.append(int(limit[0]) - int(used[0]))
+    return min(found, default=0)
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    return path.read_text(encoding="ascii").splitlines() if path.is_file() else []
+
+
+def memory_of(world: World) -> Memory:
+    """The memory of this rank's device. One per run, reached by `world.service(memory_of)`."""
+    limit = world.defaults.memory_limit
+    return Uncounted(limit) if world.device.type == "cpu" else CudaMemory(world.device, limit)

@@ -1,0 +1,334 @@
+"""use_checkpoint="auto": passes over the model are measured, planned and watched; all ranks decide alike.
+
+A pass is the calls of blocks up to a backward pass and that backward pass. The first one of a run recomputes every block: if
+anything fits, that does, and afterwards gradients and the optimizer's state are there. The second does the same and measures.
+If memory does not hold everything, the third has a plan and measures what remains to be known. From then on the plan holds for
+inputs of that shape and smaller ones, until something no longer fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bmtrain.block import plan
+from bmtrain.block.memory import Memory, memory_of
+from bmtrain.block.offload import Host
+from bmtrain.block.plan import Option, Options, Step
+from bmtrain.block.profiles import Key, Profile, Profiles, Shape, padded
+from bmtrain.block.recompute import Level
+from bmtrain.distributed import collectives
+from bmtrain.runtime.log import print_rank
+from bmtrain.runtime.mesh import Axis
+from bmtrain.runtime.world import World
+from bmtrain.shard.tape import Taping
+
+LEVELS = tuple(Level)
+_FIRST = frozenset({Level.NOTHING, Level.BLOCK, Level.OFFLOADED})  # measured first: if everything fits, nothing else matters
+_THEN = frozenset({Level.CHEAP})
+# What computes more takes longer, whatever a clock has shown of short blocks: at least as much more than at NOTHING.
+_LEAST_MORE = {Level.NOTHING: 1.0, Level.CHEAP: 1.005, Level.BLOCK: 1.1, Level.OFFLOADED: 1.1}
+_UNKNOWN = Option(2**60, 0, float("inf"))
+_SLACK = 0.01  # of the limit: what passes may begin with more than the one before without a new plan
+_RECONSIDERED = 32  # after as many passes there may be room again for more, and failures count half
+_NEWS = 4  # so many passes from there on, the limit itself may move: libraries allocate what they need when they first run
+_MOST_FAILURES = 16  # passes that were not as measured; where there are more, every block is recomputed
+_MORE_MARGIN, _MOST_MARGIN = 0.02, 0.2  # of the limit, kept free whenever the allocator had to retry
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A call of a block that can be measured.
+
+    block: whose call it is.
+    kind: equal for calls that differ at most in shapes.
+    shape: dims of the tensors among the arguments, one after the other, of which `num_dims` are those of the first.
+    options: what the call would keep and take at some levels; those that it cannot run at are left out.
+    """
+
+    block: torch.nn.Module
+    kind: object
+    shape: Shape
+    num_dims: int
+    options: Callable[[Sequence[Level]], dict[Level, Option]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One call of a pass: its level, and where it says that backward has come to it."""
+
+    planner: Planner
+    num_pass: int
+    number: int
+    level: Level
+
+    def backward_begins(self) -> None:
+        """Backward passes through this call from now on."""
+        self.planner.turn_back(self)
+
+
+class _Watch:
+    """The highest memory of each part of a pass: bytes beyond those at its beginning."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory, self._start, self._peak = memory, memory.allocated(), 0
+        self._open: int | None = None
+        self.turn, self.backward = 0, dict[int, int]()
+        memory.take_peak()
+
+    def pause(self) -> None:
+        """What follows is not part of the pass, until `resume`."""
+        self._peak = max(self._peak, self._memory.take_peak())
+
+    def resume(self) -> None:
+        """The pass goes on."""
+        self._memory.take_peak()
+
+    def close(self, following: int | None = None) -> None:
+        """A part is over; backward through call `following` begins."""
+        if following is not None and following == self._open:
+            return
+        peak, self._peak = max(self._peak, self._memory.take_peak()) - self._start, 0
+        if self._open is None:
+            self.turn = peak
+        else:
+            self.backward[self._open] = max(self.backward.get(self._open, 0), peak)
+        self._open = following
+
+
+class Planner:
+    """Levels for the calls of blocks that the ranks of one axis make together."""
+
+    def __init__(self, world: World, axis: Axis) -> None:
+        self._axis, self._memory, self._host = axis, world.service(memory_of), world.service(Host)
+        self._taping = world.service(Taping)
+        self._profiles = Profiles()
+        self._current: Profile | None = None
+        self._num_passes = self._next = 0
+        self._first: weakref.ref[torch.nn.Module] | None = None  # whose call began the pass
+        self._is_turned = True
+        self._is_stale = False  # the pass was not as its profile says
+        self._wanted: frozenset[Level] = frozenset()  # levels that this pass measures
+        self._found: dict[object, dict[Level, Option]] = {}  # by this pass
+        self._watch: _Watch | None = None
+        self._num_retries = self._memory.num_retries()
+        self._num_failures = 0
+        self._limit = self._memory.limit()
+        self._base = 0  # bytes at the beginning of the last pass whose peaks were measured
+        self._margin = 0.0
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """Of the calls of this pass, as far as they are planned."""
+        choice = None if self._current is None else self._current.choice
+        return tuple(LEVELS[number] for number in choice or ())
+
+    def next(self, subject: Subject) -> Turn:
+        """The level of the next call. Collective where a pass begins."""
+        if self._memory.limit_is_open:
+            return Turn(self, -1, -1, Level.NOTHING)
+        if self._taping.is_capturing:
+            return Turn(self, -1, -1, self._level_in_graph())
+        if self._is_turned or self._is_repeated(subject):
+            self._begin(subject)
+        number, self._next = self._next, self._next + 1
+        return Turn(self, self._num_passes, number, self._level(number, subject))
+
+    def turn_back(self, turn: Turn) -> None:
+        """Backward has come to a call."""
+        if turn.num_pass != self._num_passes:
+            return
+        self._is_turned = True
+        if self._watch is not None:
+            self._watch.close(turn.number)
+
+    def _is_repeated(self, subject: Subject) -> bool:
+        """All calls of the plan have been made and the first comes again: nothing came back through that forward pass."""
+        is_complete = self._current is not None and self._current.choice is not None and self._next == len(self._current.choice)
+        return is_complete and self._first is not None and self._first() is subject.block
+
+    def _level(self, number: int, subject: Subject) -> Level:
+        profile = self._current
+        if profile is None:
+            return Level.BLOCK
+        if self._wanted and not self._is_stale:
+            self._measure(number, subject, profile)
+        self._is_stale = self._is_stale or not profile.covers(number, subject.kind, subject.shape)
+        if self._is_stale or profile.choice is None:
+            return Level.BLOCK
+        return LEVELS[profile.choice[number]]
+
+    def _level_in_graph(self) -> Level:
+        """Nothing can be measured or agreed on in a CUDA graph: the plan that there is, if it is the same for all blocks."""
+        planned = set() if self._current is None else set(self._current.choice or ())
+        return LEVELS[planned.pop()] if len(planned) == 1 else Level.BLOCK
+
+    def _measure(self, number: int, subject: Subject, profile: Profile) -> None:
+        if profile.choice is None:
+            profile.append(subject.kind, subject.shape)
+        key = subject.kind, subject.shape
+        if key not in self._found:
+            if self._watch is not None:
+                self._watch.pause()
+            self._found[key] = subject.options([level for level in LEVELS if level in self._wanted])
+            if self._watch is not None:
+                self._watch.resume()
+        if number < len(profile.options):
+            profile.options[number].update(self._found[key])
+
+    def _begin(self, first: Subject) -> None:
+        """End the last pass and begin another."""
+        if self._watch is not None:
+            self._watch.close()
+        self._num_passes, self._next, self._is_turned = self._num_passes + 1, 0, False
+        self._first = weakref.ref(first.block)
+        key, room, is_stale = self._agree(first)
+        last, measured, watch = self._current, self._wanted, self._watch
+        self._current, self._wanted, self._watch, self._is_stale = None, frozenset(), None, False
+        self._num_failures += is_stale
+        if self._num_passes % _RECONSIDERED == 0:
+            self._num_failures //= 2
+        if self._num_passes == 1 or self._num_failures > _MOST_FAILURES:
+            return
+        if last is not None and is_stale:
+            self._profiles.remove(last)
+        elif last is not None and measured:
+            self._conclude(last, measured, watch, room)
+        self._current = self._profiles.serving(key)
+        self._prepare(self._current, room)
+
+    def _agree(self, first: Subject) -> tuple[Key, int, bool]:
+        """What kind of pass this is, the smallest room and any complaint of all ranks. One small collective a pass, on the CPU.
+
+        Ranks may have rows of different lengths, different memory and failures of their own; it takes a step to compute what
+        this takes to travel a thousand times.
+        """
+        if self._num_passes % _RECONSIDERED < _NEWS:
+            self._limit = self._memory.limit()
+        retries, used = self._memory.num_retries(), max(self._memory.allocated(), self._base)
+        complaints = int(self._is_stale), int(retries > self._num_retries and self._num_passes > 3 and not self._wanted)
+        self._num_retries = retries
+        kind = zlib.crc32(repr(first.kind).encode())  # the same on all ranks, as `hash` is not
+        wire = [kind, *padded(first.shape), used - self._limit, *complaints]
+        kind, *dims, lacking, is_stale, has_retried = map(int, _largest(wire, self._axis))
+        if has_retried:
+            self._margin = min(self._margin + _MORE_MARGIN, _MOST_MARGIN)
+        return Key(kind, tuple(dims), first.num_dims), int(-lacking - self._margin * self._limit), bool(is_stale)
+
+    def _prepare(self, profile: Profile, room: int) -> None:
+        """Decide what this pass measures, and make the plan fit what memory there is."""
+        if profile.agreed is None or profile.choice is None:
+            profile.clear()
+            self._memory.tidy()
+            self._wanted, self._watch, self._base = _FIRST, _Watch(self._memory), self._memory.allocated()
+        elif any(profile.choice) and not profile.measured >= _THEN:
+            self._wanted = _THEN
+        elif not self._fits(profile, room) or self._num_passes % _RECONSIDERED == 0:
+            self._plan(profile, room)
+        self._found = {}
+
+    def _fits(self, profile: Profile, room: int) -> bool:
+        """Whether the plan still does; a little more may have been allocated when a pass begins than when it was made."""
+        if profile.agreed is None or profile.choice is None:
+            return False
+        return plan.need(*profile.agreed, profile.choice) <= room - _in_pieces(*profile.agreed) + _SLACK * self._limit
+
+    def _conclude(self, profile: Profile, measured: frozenset[Level], watch: _Watch | None, room: int) -> None:
+        """All ranks have measured: plan with the largest of what they found."""
+        if watch is not None:
+            profile.turn, profile.backward = watch.turn, watch.backward
+        # Ranks that ran other blocks, or came back through them in another order, measure again.
+        calls = [len(profile.kinds), *profile.backward]
+        if not (_is_same([len(calls)], self._axis) and _is_same(calls, self._axis)):
+            profile.clear()
+            self._num_failures += 1
+            return
+        figures = iter(_largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis))
+        profile.shapes = [tuple(int(next(figures)) for _ in shape) for shape in profile.shapes]
+        blocks = [_in_order([Option(int(next(figures)), int(next(figures)), next(figures)) for _ in LEVELS]) for _ in profile.kinds]
+        base = LEVELS.index(Level.BLOCK)
+        turn = max(int(next(figures)), sum(options[base].kept for options in blocks))  # memory that is not counted has no peaks
+        step = Step(base, turn, tuple((place, int(next(figures))) for place in profile.backward))
+        _bound_host(blocks, int(-next(figures)))
+        profile.agreed, profile.measured = (blocks, step), profile.measured | measured
+        self._plan(profile, room)
+
+    def _plan(self, profile: Profile, room: int) -> None:
+        if profile.agreed is None:
+            return
+        blocks, step = profile.agreed
+        room -= _in_pieces(blocks, step)
+        choice = plan.choose(blocks, step, room)
+        if choice != profile.choice:
+            self._memory.tidy()  # what was cached for the old one is in pieces of other sizes
+        profile.choice = choice
+        if choice != profile.told and (profile.measured >= _THEN or not any(choice)):
+            profile.told = choice
+            self._tell(profile.key.shape[: profile.key.num_dims], blocks, step, choice, room)
+
+    def _tell(self, shape: Shape, blocks: Sequence[Options], step: Step, choice: Sequence[int], room: int) -> None:
+        used, gib = max(self._memory.allocated(), self._base), 2.0**30
+        print_rank(
+            f"recomputation for inputs {shape}: "
+            f"{plan.describe([level.value for level in LEVELS], choice)}; "
+            f"{(used + plan.need(blocks, step, choice)) / gib:.1f} of {(used + room) / gib:.1f} GiB, "
+            f"{plan.more_time(blocks, choice):.1%} more time",
+            rank=self._axis.ranks[0],
+            flush=True,
+        )
+
+
+class Planners:
+    """One planner per axis of blocks. One per run, reached by `world.service(Planners)`."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._planners: dict[str, Planner] = {}
+
+    def of(self, axis: Axis) -> Planner:
+        """The planner of blocks that the ranks of `axis` share."""
+        if axis.name not in self._planners:
+            self._planners[axis.name] = Planner(self._world, axis)
+        return self._planners[axis.name]
+
+
+def _in_order(options: Sequence[Option]) -> list[Option]:
+    """The options of one call, by level, with times that go with the levels."""
+    fastest = options[0].seconds
+    floors = [fastest * _LEAST_MORE[level] if math.isfinite(fastest) else 0.0 for level in LEVELS]
+    return [dataclasses.replace(option, seconds=max(option.seconds, floor)) for option, floor in zip(options, floors, strict=True)]
+
+
+def _in_pieces(blocks: Sequence[Options], step: Step) -> int:
+    """Bytes that may be free but in pieces too small for a large tensor: a few of the largest tensors of a block."""
+    return max(options[step.base].peak for options in blocks) // 2
+
+
+def _bound_host(blocks: Sequence[list[Option]], room: int) -> None:
+    """Leave inputs on the host to as many blocks as it has room for: the first, which backward comes to last."""
+    block, offloaded = LEVELS.index(Level.BLOCK), LEVELS.index(Level.OFFLOADED)
+    for options in blocks:
+        if options[offloaded] != _UNKNOWN:
+            room -= options[block].kept - options[offloaded].kept
+        if room < 0:
+            options[offloaded] = _UNKNOWN
+
+
+def _largest(figures: Sequence[float], axis: Axis) -> list[float]:
+    """The largest of all ranks, figure by figure."""
+    if axis.size == 1:
+        return list(figures)
+    wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
+    collectives.all_reduce_(wire, "max", axis)
+    return list(wire.tolist())
+
+
+def _is_same(figures: Sequence[int], axis: Axis) -> bool:
+    """Whether all ranks have these figures; the same answer on all of them."""
+    largest = _largest([*figures, *(-figure for figure in figures)], axis)
+    return all(high == -low for high, low in zip(largest[: len(figures)], largest[len(figures) :], strict=True))

@@ -1,0 +1,148 @@
+"""What one block keeps and how long it takes at each level, found by running it beside the training step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
+from bmtrain.block.memory import Memory, Uncounted, memory_of
+from bmtrain.block.offload import Host, is_movable
+from bmtrain.block.plan import Option
+from bmtrain.block.programs import Call
+from bmtrain.block.recompute import Level, Selective
+from bmtrain.block.replay import Replay, snapshot
+from bmtrain.runtime import world
+
+_NUM_RUNS = 4  # the first compiles and fills caches
+
+
+class Runs:
+    """How a module that has full parameters runs at each level.
+
+    Args:
+        module: with tensors apart from the graph in the places of its parameters.
+        plain: runs it uncompiled.
+        compiled: runs it compiled, if anything does.
+    """
+
+    def __init__(self, module: torch.nn.Module, plain: Call, compiled: CompiledModule | CompiledByDefault | None) -> None:
+        self._module, self._plain, self._compiled = module, plain, compiled
+
+    def at(self, level: Level) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, int]]:
+        """A function of the arguments: what the module returns, and the bytes that it keeps and no hook of autograd sees."""
+        compiled = self._compiled
+        if level is Level.NOTHING:
+            return functools.partial(self._inside, self._plain if compiled is None else compiled.plain)
+        if compiled is not None and compiled.recomputes_inside:
+            return functools.partial(self._inside, compiled.recomputing(level))
+        return functools.partial(self._outside, level)
+
+    def _inside(self, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        return run(self._module, args, kwargs), 0
+
+    def _outside(self, level: Level, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        plain = self._plain if self._compiled is None else self._compiled.plain
+        selective = Selective(plain) if self._compiled is None and level is Level.CHEAP else None
+        replay = Replay(list(self._module.modules()), args, kwargs)
+
+        def run(*own: Any) -> Any:
+            with replay.run(own, kwargs) as (given, named):
+                return (selective or plain)(self._module, given, named)
+
+        return checkpoint(run, *args, use_reentrant=False), 0 if selective is None else selective.num_bytes()
+
+
+def measure(
+    runs: Runs, levels: Sequence[Level], params: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Level, Option]:
+    """Run a block forward and backward at each level and say what that took. Draws no random numbers that others would draw.
+
+    Args:
+        runs: computes the block; what it changes besides is put back by the caller.
+        params: its full parameters, leaves. Their gradients are computed and dropped.
+        args, kwargs: of the block. Tensors among them are shared, apart from the graph; containers are copied.
+    """
+    current = world.current("Block")
+    memory, options = current.service(memory_of), dict[Level, Option]()
+    devices = [] if current.device.type == "cpu" else [current.device]
+    for level in [level for level in levels if level is not Level.OFFLOADED]:
+        with torch.random.fork_rng(devices), contextlib.suppress(SeveralGraphsError):
+            options[level] = _measure(functools.partial(_once, runs.at(level), params, args, kwargs, memory))
+    moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
+    if Level.OFFLOADED in levels and Level.BLOCK in options and moved:
+        options[Level.OFFLOADED] = _offloaded(options[Level.BLOCK], moved, current.service(Host))
+    return options
+
+
+def unmeasured() -> dict[Level, Option]:
+    """The options of a block that cannot be run beside the step: it has blocks of its own, which gather and reduce."""
+    return {Level.BLOCK: Option(0, 0, 0.0)}
+
+
+def _measure(once: Callable[[], Option]) -> Option:
+    _, *timed = [once() for _ in range(_NUM_RUNS)]
+    return dataclasses.replace(timed[-1], seconds=min(option.seconds for option in timed))
+
+
+def _once(
+    run: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, int]],
+    params: Sequence[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    memory: Memory,
+) -> Option:
+    args, kwargs = snapshot((tuple(_apart(arg) for arg in args), {name: _apart(arg) for name, arg in kwargs.items()}))
+    leaves = [x for x in [*args, *kwargs.values(), *params] if isinstance(x, torch.Tensor) and x.requires_grad]
+    counter = _Counter(params)
+    memory.synchronize()
+    before, start = memory.allocated(), time.perf_counter()
+    # Hooks would make the compiler start anew where memory is counted anyway.
+    with counter if isinstance(memory, Uncounted) else contextlib.nullcontext():
+        out, hidden = run(args, kwargs)
+    kept = counter.num_bytes + hidden if isinstance(memory, Uncounted) else memory.allocated() - before
+    memory.take_peak()
+    ends = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+    del out
+    if ends and leaves:
+        torch.autograd.grad(ends, leaves, [torch.ones_like(end) for end in ends], allow_unused=True)
+    memory.synchronize()
+    return Option(kept, max(memory.take_peak() - before, 0), time.perf_counter() - start)
+
+
+def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Option:
+    """BLOCK with its inputs on the host; the way there hides behind its forward pass, the way back behind a backward pass."""
+    num_bytes = sum(x.numel() * x.element_size() for x in moved)
+    forward, trip = block.seconds / 4, sum(host.seconds(x) for x in moved)
+    stall = max(trip - forward, 0.0) + max(trip - 3 * forward, 0.0)
+    # Backward has the inputs of the block before on the device, too. Copies take a little of the memory's time from everyone.
+    return Option(max(block.kept - num_bytes, 0), block.peak + num_bytes, block.seconds + stall + 0.02 * trip)
+
+
+def _apart(value: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+class _Counter(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd saves inside: `num_bytes` of memory, each piece once, parameters not."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        super().__init__(self._pack, lambda saved: saved)
+        self._seen = {param.untyped_storage().data_ptr() for param in params}
+        self.num_bytes = 0
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.num_bytes += storage.nbytes()
+        return tensor

@@ -1,0 +1,102 @@
+"""What is known of passes over a model, by the shape of their inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from bmtrain.block.plan import Option, Step
+from bmtrain.block.recompute import Level
+
+Shape = tuple[int, ...]
+NUM_DIMS = 12  # of the tensors of a call, as far as they decide which plan serves
+_MAX_PROFILES = 8
+_OFTEN = 4  # a shape that comes as often gets a plan of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What is known of a pass when it begins: the kind of its first call, as a number, and the largest inputs of any rank.
+
+    The first `num_dims` of `shape` are those of the first input.
+    """
+
+    kind: int
+    shape: Shape
+    num_dims: int
+
+
+@dataclasses.dataclass
+class Profile:
+    """Passes of one kind with inputs of up to some shape: per call its kind, shape and options; what a pass needs; the plan."""
+
+    key: Key
+    kinds: list[object] = dataclasses.field(default_factory=list)
+    shapes: list[Shape] = dataclasses.field(default_factory=list)
+    options: list[dict[Level, Option]] = dataclasses.field(default_factory=list)
+    turn: int = 0
+    backward: dict[int, int] = dataclasses.field(default_factory=dict)  # in the order of backward
+    measured: frozenset[Level] = frozenset()
+    agreed: tuple[list[list[Option]], Step] | None = None
+    choice: list[int] | None = None
+    told: list[int] | None = None  # the last plan that was printed
+
+    def clear(self) -> None:
+        """Forget everything but the key."""
+        self.kinds, self.shapes, self.options, self.turn, self.backward = [], [], [], 0, {}
+        self.measured, self.agreed, self.choice = frozenset(), None, None
+
+    def append(self, kind: object, shape: Shape) -> None:
+        """The next call."""
+        self.kinds.append(kind)
+        self.shapes.append(padded(shape))
+        self.options.append({})
+
+    def covers(self, number: int, kind: object, shape: Shape) -> bool:
+        """Whether call `number` is as it was measured, and no larger."""
+        return number < len(self.kinds) and self.kinds[number] == kind and _is_within(padded(shape), self.shapes[number])
+
+    def figures(self, levels: Sequence[Level], unknown: Option) -> list[float]:
+        """Everything that was measured, one figure after the other."""
+        dims = [float(dim) for shape in self.shapes for dim in shape]
+        options = [calls.get(level, unknown) for calls in self.options for level in levels]
+        prices = [figure for option in options for figure in (float(option.kept), float(option.peak), option.seconds)]
+        return [*dims, *prices, float(self.turn), *map(float, self.backward.values())]
+
+
+class Profiles:
+    """A bounded number of profiles."""
+
+    def __init__(self) -> None:
+        self._profiles: list[Profile] = []
+        self._counts: dict[Key, int] = {}
+
+    def serving(self, key: Key) -> Profile:
+        """The one of the smallest inputs that are as large in every dim; a new one if there is none, or for what comes often."""
+        serving = [p for p in self._profiles if p.key.kind == key.kind and _is_within(key.shape, p.key.shape)]
+        if serving:
+            best = min(serving, key=lambda profile: math.prod(dim for dim in profile.key.shape if dim))
+            if best.key == key or len(self._profiles) == _MAX_PROFILES or not self._is_frequent(key):
+                return best
+        self._profiles = [*self._profiles, Profile(key)][-_MAX_PROFILES:]
+        return self._profiles[-1]
+
+    def remove(self, profile: Profile) -> None:
+        """It is wrong."""
+        self._profiles = [other for other in self._profiles if other is not profile]
+
+    def _is_frequent(self, key: Key) -> bool:
+        if len(self._counts) > 64 * _MAX_PROFILES:
+            self._counts.clear()
+        self._counts[key] = self._counts.get(key, 0) + 1
+        return self._counts[key] >= _OFTEN
+
+
+def padded(shape: Shape) -> Shape:
+    """The first NUM_DIMS dims, zeros for those that are not there."""
+    return (*shape, *[0] * NUM_DIMS)[:NUM_DIMS]
+
+
+def _is_within(small: Shape, large: Shape) -> bool:
+    return all(a <= b for a, b in zip(small, large, strict=True))

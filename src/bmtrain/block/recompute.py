@@ -1,0 +1,154 @@
+"""How much of a block's forward pass is computed again in backward: the levels, and the one between all and nothing."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from bmtrain.distributed import tensor_parallel  # noqa: F401 (it defines operators)
+from bmtrain.errors import ConfigurationError
+from bmtrain.shard.backward import in_backward
+
+AUTO = "auto"
+
+
+class Level(enum.Enum):
+    """What a block keeps from forward to backward. Later levels keep less and compute more."""
+
+    #: everything that backward reads
+    NOTHING = "nothing"
+    #: products of matrices, convolutions and attention; computing norms, activations, dropout and casts again is nearly free
+    CHEAP = "norms and activations"
+    #: the inputs of the block; costs one more forward pass
+    BLOCK = "everything"
+    #: nothing on the device: as BLOCK, with the inputs in pinned memory of the host in the meantime
+    OFFLOADED = "everything (inputs on the host)"
+
+    def is_whole(self) -> bool:
+        """Whether all of the block is computed again."""
+        return self in (Level.BLOCK, Level.OFFLOADED)
+
+
+def level_of(use_checkpoint: bool | str | Level) -> Level | None:
+    """What the argument of a block asks for; None for "auto", which leaves the choice to the planner.
+
+    Raises:
+        ConfigurationError: for anything but a bool, a Level and "auto".
+    """
+    if use_checkpoint == AUTO:
+        return None
+    if isinstance(use_checkpoint, Level):
+        return use_checkpoint
+    if isinstance(use_checkpoint, bool):
+        return Level.BLOCK if use_checkpoint else Level.NOTHING
+    raise ConfigurationError(
+        f'use_checkpoint is {use_checkpoint!r}: expected True (recompute the block), False (keep everything) or "auto" (recompute '
+        "what does not fit)."
+    )
+
+
+# What CHEAP keeps. Attention comes as one operator of one of several backends; its log-sum-exp is kept with its output.
+_KEPT_OF_TORCH = (
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward", "_efficient_attention_forward",
+)  # fmt: skip
+# The same of tensor-parallel layers, and what ranks have summed: computing it again would mean sending it again.
+_KEPT_OF_RANKS = ("tp_gather_linear", "tp_linear_scatter", "tp_linear_reduce", "tp_scatter_rows", "tp_all_reduce")
+_KEPT = frozenset(
+    getattr(namespace, name).default
+    for namespace, names in ((torch.ops.aten, _KEPT_OF_TORCH), (torch.ops.bmtrain, _KEPT_OF_RANKS))
+    for name in names
+)
+
+
+def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """CHEAP, in the words that the compiler understands."""
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective:
+    """One call at CHEAP: the first run keeps the results that are dear, a run in backward finds them instead of computing them.
+
+    What a module has changed in place since is computed again, and so is what draws random numbers: skipping that would give
+    different numbers to all that comes after.
+
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self._kept: dict[Any, deque[_Result]] = defaultdict(deque)
+
+    def __call__(self, *args: Any) -> Any:
+        with _Recalling(self._kept) if in_backward() else _Keeping(self._kept):
+            return self._call(*args)
+
+    def num_bytes(self) -> int:
+        """Bytes of all results that are kept now."""
+        return sum(result.num_bytes() for results in self._kept.values() for result in results)
+
+
+class _Result:
+    """What an operator returned, apart from the graph, and the versions that its tensors had."""
+
+    def __init__(self, value: Any) -> None:
+        # Detached tensors share their version counter only where that layer of torch is not skipped.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self.value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        self._tensors: Sequence[torch.Tensor] = [x for x in _flat(self.value) if isinstance(x, torch.Tensor)]
+        self._versions = [x._version for x in self._tensors]
+
+    def is_unchanged(self) -> bool:
+        return [x._version for x in self._tensors] == self._versions
+
+    def num_bytes(self) -> int:
+        return sum(x.untyped_storage().nbytes() for x in self._tensors)
+
+
+class _Keeping(TorchDispatchMode):
+    def __init__(self, kept: dict[Any, deque[_Result]]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            self._kept[func].append(_Result(out))
+        return out
+
+
+class _Recalling(TorchDispatchMode):
+    def __init__(self, kept: dict[Any, deque[_Result]]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._kept.get(func) and _is_kept(func, args, kwargs or {}):
+            result = self._kept[func].popleft()
+            if result.is_unchanged():
+                return result.value
+        return func(*args, **(kwargs or {}))
+
+
+def _is_kept(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return op in _KEPT and not (torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args, kwargs))
+
+
+def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an attention operator is asked for dropout."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("dropout_p"))
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)

@@ -1,0 +1,174 @@
+"""Kernels of cross entropy: a program works on a row of logits. Imported only where there is a GPU: see kernels/cross_entropy.py.
+
+Arithmetic has the dtype of the sums, fp32 or fp64. Places are counted in 64 bits.
+
+Whole vectors can be moved only from places that are a multiple of their length, and only if a mask takes or leaves them as a
+whole. A row of an odd vocabulary begins and ends anywhere. So places are counted from the last such multiple before it, the row
+being [first, last) of them; blocks are of whole vectors inside of it, and what is left at both ends, its edges, is one small
+block more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# No kernel is better for knowing these to be multiples of anything, and chunks of rows would each want their own.
+SIZES = ["stride", "count"]
+PER_ROW = ["highest", "sum_exp", "below", "mass", "smooth", "hit", "column"]
+
+ALIGNMENT = tl.constexpr(16)  # elements
+WIDTH = tl.constexpr(8)  # elements of a lane that lie side by side: 16 bytes of half precision
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)  # type: ignore[untyped-decorator]
+def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    logits: tl.tensor, stride: tl.tensor, count: tl.tensor,
+    highest: tl.tensor, sum_exp: tl.tensor, below: tl.tensor,
+    weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Maximum, sum of exponentials and weighted sum of each row."""
+    row = tl.program_id(0).to(tl.int64)
+    start, first = _begin(row * stride)
+    h, s, b = _sums(logits + start, first, first + count, highest.dtype.element_ty, weight, WEIGHTED, SMOOTHED, BLOCK)
+    tl.store(highest + row, h)
+    tl.store(sum_exp + row, s)
+    tl.store(below + row, b)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)  # type: ignore[untyped-decorator]
+def row_gradient_kernel(  # noqa: PLR0913 (as above)
+    logits: tl.tensor, stride: tl.tensor, count: tl.tensor,
+    grad: tl.tensor, highest: tl.tensor, sum_exp: tl.tensor, mass: tl.tensor, smooth: tl.tensor, hit: tl.tensor, column: tl.tensor,
+    weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The gradient of each row, from its sums; `grad` has the strides of the logits, and may be the logits."""
+    row = tl.program_id(0).to(tl.int64)
+    start, first = _begin(row * stride)
+    own_mass, own_smooth, own_hit = tl.load(mass + row), tl.load(smooth + row), tl.load(hit + row)
+    if (own_mass == 0) & (own_smooth == 0) & (own_hit == 0):
+        _clear(grad + start, first, first + count, BLOCK)
+    else:
+        _write_gradient(
+            grad + start, logits + start, first, first + count, tl.load(highest + row), own_mass / tl.load(sum_exp + row),
+            own_smooth, own_hit, tl.load(column + row), weight, WEIGHTED, SMOOTHED, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _begin(place: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The last multiple of the alignment up to `place`, and the distance from it."""
+    first = place % ALIGNMENT
+    return tl.multiple_of(place - first, ALIGNMENT), first.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _edges(first: tl.tensor, last: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Places of a row before its first whole vector and after its last, and which of them are in the row."""
+    i = tl.arange(0, 2 * ALIGNMENT)
+    head = tl.minimum(_body_first(first), last)
+    tail = tl.maximum(_body_last(last), head)
+    is_head = i < ALIGNMENT
+    places = tl.where(is_head, first + i, tail + i - ALIGNMENT)
+    return places, places < tl.where(is_head, head, last)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _body_first(first: tl.tensor) -> tl.tensor:
+    return (first + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _body_last(last: tl.tensor) -> tl.tensor:
+    return last // ALIGNMENT * ALIGNMENT
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weights(weight: tl.tensor, columns: tl.tensor, inside: tl.tensor, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr) -> tl.tensor:
+    """Class weights, 0 outside of the row."""
+    return tl.load(weight + columns, mask=inside, other=0.0) if WEIGHTED else tl.where(inside, 1.0, 0.0).to(DTYPE)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums(
+    row: tl.tensor, first: tl.tensor, last: tl.tensor, DTYPE: tl.constexpr, weight: tl.tensor,
+    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """One pass over a row: maximum, sum of exponentials, weighted sum.
+
+    Every lane sums up what it reads, a vector at a time, relative to its own maximum: no lane waits for another until the end.
+    The weighted sum is relative to the row's first logit until then.
+    """
+    lanes = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    highest = tl.full((BLOCK // WIDTH,), float("-inf"), DTYPE)
+    sum_exp = tl.zeros_like(highest)
+    below, seen = tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE), tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE)
+    # A base that moves with the maximum would need `seen` inside the loop, where Triton 3.6 takes a sum over lanes of what was
+    # loaded, added up from turn to turn, for its first value.
+    base = tl.load(row + first).to(DTYPE)
+    base = tl.where(tl.abs(base) < float("inf"), base, 0.0)
+    for start in range(0, last, BLOCK):
+        places = start + lanes
+        inside = (places >= _body_first(first)) & (places < _body_last(last))
+        x = tl.load(row + places, mask=inside, other=float("-inf")).to(DTYPE)
+        before, highest = highest, tl.maximum(highest, tl.max(x, 1))
+        shift = _finite(highest)
+        sum_exp = sum_exp * tl.exp(before - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
+        if SMOOTHED:
+            w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
+            below += w * tl.where(inside, x - base, 0.0)
+            seen += w
+    places, inside = _edges(first, last)
+    x = tl.load(row + places, mask=inside, other=float("-inf")).to(DTYPE)
+    top = tl.maximum(tl.max(highest, 0), tl.max(x, 0))
+    shift = _finite(top)
+    total = tl.sum(sum_exp * tl.exp(highest - shift), 0) + tl.sum(tl.exp(x - shift), 0)
+    total_below = tl.zeros_like(total)
+    if SMOOTHED:
+        w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
+        total_below += tl.sum(tl.sum(below + seen * (base - shift), 1), 0) + tl.sum(w * tl.where(inside, x - shift, 0.0), 0)
+    return top, total, total_below
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finite(highest: tl.tensor) -> tl.tensor:
+    """What to subtract: as long as all logits are -inf nothing, or they would be no numbers."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_gradient(  # noqa: PLR0913 (as above)
+    out: tl.tensor, row: tl.tensor, first: tl.tensor, last: tl.tensor, highest: tl.tensor, spread: tl.tensor, smooth: tl.tensor,
+    hit: tl.tensor, column: tl.tensor, weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """The gradient at all places of a row."""
+    for start in range(0, last, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        inside = (places >= _body_first(first)) & (places < _body_last(last))
+        _write_places(out, row, places, inside, first, highest, spread, smooth, hit, column, weight, WEIGHTED, SMOOTHED)
+    places, inside = _edges(first, last)
+    _write_places(out, row, places, inside, first, highest, spread, smooth, hit, column, weight, WEIGHTED, SMOOTHED)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _write_places(  # noqa: PLR0913 (as above)
+    out: tl.tensor, row: tl.tensor, places: tl.tensor, inside: tl.tensor, first: tl.tensor, highest: tl.tensor, spread: tl.tensor,
+    smooth: tl.tensor, hit: tl.tensor, column: tl.tensor, weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr,
+) -> None:  # fmt: skip
+    """`spread exp(x - highest) - smooth w - [c = column] hit`, rounded once."""
+    x = tl.load(row + places, mask=inside, other=float("-inf")).to(highest.dtype)
+    grad = spread * tl.exp(x - highest)
+    if SMOOTHED:
+        grad -= smooth * _weights(weight, places - first, inside, highest.dtype, WEIGHTED)
+    grad -= tl.where(places - first == column, hit, 0.0)
+    tl.store(out + places, grad.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _clear(out: tl.tensor, first: tl.tensor, last: tl.tensor, BLOCK: tl.constexpr) -> None:
+    zero = tl.zeros((), out.dtype.element_ty)
+    for start in range(0, last, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        tl.store(out + places, zero, mask=(places >= _body_first(first)) & (places < _body_last(last)))
+    places, inside = _edges(first, last)
+    tl.store(out + places, zero, mask=inside)

@@ -1,0 +1,294 @@
+"""Cross entropy of a linear map's output that never holds the logits of all rows.
+
+Rows go through the map in chunks, all in the same memory. For the sum of the losses the gradients are known as soon as a chunk's
+logits are: they are computed in the forward pass, in place of the logits, multiplied with the weight and the hidden states,
+and only multiplied by the incoming gradient in backward. For losses of single rows backward computes the logits again.
+Gradients are kept in fp32 until they are complete; the weight's is added up chunk after chunk, in a fixed order.
+
+Sources: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024); Wijmans et al., "Cut Your Losses in
+Large-Vocabulary Language Models" (2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.kernels.cross_entropy import RowSums, arithmetic, row_gradient_, score
+from bmtrain.kernels.products import add_product, multiply
+from bmtrain.kernels.scale_to import scale_to
+from bmtrain.loss.columns import columns_of
+from bmtrain.loss.module import DTYPES, ClassLoss, check_device, describe, names
+from bmtrain.loss.row_loss import RowLoss
+
+# Most rows of a chunk. For each chunk the weight's gradient is read and written once: beside this many rows that is little.
+CHUNK_ROWS = 4096
+# Products whose sizes are no multiple of VECTOR are several times slower: then classes are added up to a multiple of ALIGNMENT.
+VECTOR, ALIGNMENT = 8, 64
+
+# hidden (rows, dim), weight (classes, dim) and perhaps a bias (classes,); or one thing for each of them.
+Head = list[torch.Tensor]
+
+
+class Targets(NamedTuple):
+    """What is wanted of the rows, as plain values, which the compiler passes on.
+
+    target: classes (rows,) int64, in range also where they do not count.
+    valid: which rows count, (rows,) bool.
+    class_weight: (classes,) in the arithmetic dtype, None for 1 each.
+    label_smoothing: share of the target that is spread evenly.
+    """
+
+    target: torch.Tensor
+    valid: torch.Tensor
+    class_weight: torch.Tensor | None
+    label_smoothing: float
+
+
+class LinearCrossEntropySum(torch.autograd.Function):
+    """The sum of the losses of all rows, a scalar; the gradients are computed along with it."""
+
+    @staticmethod
+    def forward(ctx: Any, targets: Targets, *head: torch.Tensor) -> torch.Tensor:
+        """Of a linear map and its input, at least one of them with a gradient."""
+        ctx.wanted = [tensor.requires_grad for tensor in head]
+        ctx.dtype = head[0].dtype
+        losses, *grads = linear_cross_entropy_gradients(list(head), *targets, targets.valid.to(arithmetic(ctx.dtype)), ctx.wanted)
+        ctx.save_for_backward(*grads)
+        return losses.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_sum: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """A product each, rounded to the dtype of the tensors."""
+        grads = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        return None, *(scale_to(grad, grad_sum, ctx.dtype) if wanted else None for grad, wanted in grads)
+
+
+class LinearCrossEntropyRows(torch.autograd.Function):
+    """The loss of every row (rows,); backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, targets: Targets, *head: torch.Tensor) -> torch.Tensor:
+        """Of a linear map and its input."""
+        ctx.wanted = [tensor.requires_grad for tensor in head]
+        ctx.label_smoothing = targets.label_smoothing
+        ctx.save_for_backward(*targets[:3], *head)
+        return linear_cross_entropy(list(head), *targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """In chunks again."""
+        target, valid, class_weight, *head = ctx.saved_tensors
+        targets = Targets(target, valid, class_weight, ctx.label_smoothing)
+        _, *grads = linear_cross_entropy_gradients(head, *targets, torch.where(valid, grad_rows, 0.0), ctx.wanted)
+        dtype = head[0].dtype
+        return None, *(grad.to(dtype) if wanted else None for grad, wanted in zip(grads, ctx.wanted, strict=True))
+
+
+@torch.library.custom_op(
+    "bmtrain::linear_cross_entropy",
+    mutates_args=(),
+    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float label_smoothing) -> Tensor",
+)
+def linear_cross_entropy(
+    head: Head, target: torch.Tensor, valid: torch.Tensor, class_weight: torch.Tensor | None, label_smoothing: float
+) -> torch.Tensor:
+    """Losses (rows,) in the arithmetic dtype. One operation to the compiler: it would unroll the chunks."""
+    row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
+    for rows, padded in _logits(_padded(head)):
+        logits = padded[:, : head[1].shape[0]]
+        scores.append(score(logits, target[rows]))
+        parts.append(row_loss.sums(logits))
+    return _losses(row_loss, parts, scores, target, valid)
+
+
+@linear_cross_entropy.register_fake
+def _(head: Head, target: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype))
+
+
+@torch.library.custom_op(
+    "bmtrain::linear_cross_entropy_gradients",
+    mutates_args=(),
+    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float label_smoothing, Tensor grad_rows, "
+    "bool[] wanted) -> Tensor[]",
+)
+def linear_cross_entropy_gradients(
+    head: Head,
+    target: torch.Tensor,
+    valid: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    label_smoothing: float,
+    grad_rows: torch.Tensor,
+    wanted: Sequence[bool],
+) -> list[torch.Tensor]:
+    """The losses, and the gradients in the arithmetic dtype of what in `head` is wanted, else an empty tensor.
+
+    Args:
+        grad_rows: gradient of the losses (rows,) in the arithmetic dtype, 0 for rows that are not valid.
+    """
+    row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
+    factors = row_loss.factors(grad_rows, target, valid)
+    padded_head, num_classes = _padded(head), head[1].shape[0]
+    grads = _empty_gradients(padded_head, wanted)
+    for rows, padded in _logits(padded_head):
+        logits = padded[:, :num_classes]  # the others are 0, and so is their gradient
+        scores.append(score(logits, target[rows]))
+        parts.append(row_loss.sums(logits))
+        row_gradient_(logits, parts[-1], factors.of(rows), class_weight, smoothed=row_loss.smoothed)
+        _add_gradients(grads, wanted, rows, padded, padded_head)
+    losses = _losses(row_loss, parts, scores, target, valid)
+    return [losses, grads[0], *(grad[:num_classes] for grad in grads[1:])]
+
+
+@linear_cross_entropy_gradients.register_fake
+def _(head: Head, target: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    return [head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype)), *_empty_gradients(head, rest[-1])]
+
+
+class FusedLinearCrossEntropy(ClassLoss):
+    """As `FusedCrossEntropy` of `torch.nn.functional.linear(hidden, weight, bias)`, without ever holding all its output.
+
+    With reduction "mean" or "sum" the forward pass computes the gradients too. It needs memory for the logits of some thousand
+    rows, and for the gradients in fp32. Recomputing it, by a Block with `use_checkpoint` around it, would compute them twice.
+
+    Args:
+        weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a loss per row.
+        label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
+
+    Raises:
+        ConfigurationError: an argument that cannot be meant.
+    """
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Loss of the rows of `hidden` for class indices `target`.
+
+        Args:
+            hidden: (rows, dim) in fp32, fp16, bf16 or fp64; flatten leading dimensions.
+            weight: (V, dim) in the same dtype, as of torch.nn.Linear or an embedding. Under autocast dtypes may differ.
+            target: (rows,) of any integer dtype, in [0, V) or `ignore_index`. One out of range is an error that names it on a
+                CPU; on a GPU it stops the kernel that reads it, as with torch.
+            bias: (V,) in the same dtype, or None.
+
+        Returns:
+            A scalar, or (rows,) for reduction "none", in fp32 (fp64 for fp64).
+
+        Raises:
+            ConfigurationError: shapes, dtypes, devices or targets that do not fit.
+        """
+        head = _as_linear_casts([hidden, weight, *([] if bias is None else [bias])])
+        self._check(head, target)
+        target, valid = self.classes_of(target)
+        row_loss = self.row_loss(columns_of(weight.shape[0], parallel=False), head[0].dtype)
+        targets = Targets(target, valid, row_loss.weight, self.label_smoothing)
+        if self.reduction == "none":
+            return LinearCrossEntropyRows.apply(targets, *head)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in head):
+            loss_sum = LinearCrossEntropySum.apply(targets, *head)
+        else:
+            loss_sum = linear_cross_entropy(head, *targets).sum()
+        return loss_sum if self.reduction == "sum" else self.average(loss_sum, row_loss, target, valid)
+
+    def _check(self, head: Head, target: torch.Tensor) -> None:
+        hidden, weight = head[:2]
+        if hidden.dim() != 2 or hidden.dtype not in DTYPES:
+            raise ConfigurationError(
+                f"hidden: got {describe(hidden)}, expected (rows, dim) in {names(*DTYPES)}; "
+                "flatten leading dimensions: hidden.view(-1, hidden.shape[-1])."
+            )
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] == 0:
+            raise ConfigurationError(
+                f"weight of the linear map: got {describe(weight)}, expected (classes, {hidden.shape[1]}) for hidden states "
+                f"{tuple(hidden.shape)}; give it as torch.nn.functional.linear takes it."
+            )
+        if len(head) > 2 and head[2].shape != weight.shape[:1]:
+            raise ConfigurationError(f"bias: got {describe(head[2])}, expected ({weight.shape[0]},), one number for each class.")
+        for name, tensor in zip(("weight of the linear map", "bias"), head[1:], strict=False):
+            check_device(name, tensor, hidden)
+            if tensor.dtype != hidden.dtype:
+                raise ConfigurationError(
+                    f"{name}: got {names(tensor.dtype)}, expected {names(hidden.dtype)} like the hidden states; "
+                    "convert one of them, or use autocast."
+                )
+        self.check_target(target, hidden, weight.shape[0])
+
+
+def _as_linear_casts(head: Head) -> Head:
+    """In the dtype in which autocast would compute a linear map, which leaves fp64 alone; unchanged outside of autocast."""
+    kind = head[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return head
+    dtype = torch.get_autocast_dtype(kind)
+    return [tensor.to(dtype) if tensor.dtype in DTYPES and tensor.dtype != torch.float64 else tensor for tensor in head]
+
+
+def _row_loss(head: Head, class_weight: torch.Tensor | None, label_smoothing: float) -> RowLoss:
+    columns = columns_of(head[1].shape[0], parallel=False)
+    return RowLoss(weight=class_weight, label_smoothing=label_smoothing, columns=columns)
+
+
+def _losses(
+    row_loss: RowLoss, parts: list[RowSums], scores: list[torch.Tensor], target: torch.Tensor, valid: torch.Tensor
+) -> torch.Tensor:
+    sums = RowSums(*(torch.cat(chunks) for chunks in zip(*parts, strict=True)))
+    return row_loss.losses(sums, torch.cat(scores) - sums.highest, target, valid)
+
+
+def _padded(head: Head) -> Head:
+    """With classes added that have zeros for weight and bias, or as it is."""
+    missing = -head[1].shape[0] % (ALIGNMENT if head[1].shape[0] % VECTOR else 1)
+    if not missing:
+        return head
+    hidden, weight, *biases = head
+    return [hidden, F.pad(weight, (0, 0, 0, missing)), *(F.pad(bias, (0, missing)) for bias in biases)]
+
+
+def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Chunks of rows and their logits (rows of the chunk, classes), which the next chunk's overwrite."""
+    hidden, weight, *biases = head
+    chunks = list(_chunks(hidden.shape[0]))
+    memory = hidden.new_empty(chunks[0].stop, weight.shape[0])
+    for rows in chunks:
+        logits = memory[: rows.stop - rows.start]
+        if biases:
+            torch.addmm(biases[0], hidden[rows], weight.t(), out=logits)
+        else:
+            torch.mm(hidden[rows], weight.t(), out=logits)
+        yield rows, logits
+
+
+def _chunks(num_rows: int) -> Iterator[slice]:
+    """The rows in chunks of almost equal size, one of them if there is no row."""
+    count = max(1, -(-num_rows // CHUNK_ROWS))
+    step = max(1, -(-num_rows // count))
+    for start in range(0, max(1, num_rows), step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _empty_gradients(head: Head, wanted: Sequence[bool]) -> list[torch.Tensor]:
+    dtype = arithmetic(head[0].dtype)
+    return [tensor.new_empty(tensor.shape if want else 0, dtype=dtype) for tensor, want in zip(head, wanted, strict=True)]
+
+
+def _add_gradients(grads: Head, wanted: Sequence[bool], rows: slice, grad_logits: torch.Tensor, head: Head) -> None:
+    """Add what a chunk gives to the gradients. The first one finds nothing in them."""
+    hidden, weight = head[:2]
+    is_first = rows.start == 0
+    if wanted[0]:
+        multiply(grads[0][rows], grad_logits, weight)
+    if wanted[1]:
+        (multiply if is_first else add_product)(grads[1], grad_logits.t(), hidden[rows])
+    if len(head) > 2 and wanted[2]:
+        part = grad_logits.sum(0, dtype=grads[2].dtype)
+        grads[2].copy_(part if is_first else grads[2] + part)

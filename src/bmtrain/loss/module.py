@@ -1,0 +1,119 @@
+"""What the cross-entropy modules share: their arguments, what they refuse, and how losses of rows become one."""
+
+from __future__ import annotations
+
+import torch
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.kernels.cross_entropy import arithmetic
+from bmtrain.loss.columns import Columns
+from bmtrain.loss.row_loss import RowLoss
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class ClassLoss(torch.nn.Module):
+    """A loss of class indices.
+
+    Args:
+        weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
+        ignore_index: the target of rows that do not count.
+        reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a loss per row.
+        label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
+
+    Raises:
+        ConfigurationError: an argument that cannot be meant.
+    """
+
+    weight: torch.Tensor | None
+
+    def __init__(
+        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        if reduction not in REDUCTIONS:
+            raise ConfigurationError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them.")
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigurationError(f"label_smoothing: got {label_smoothing}, expected a share between 0 and 1; 0 means none.")
+        if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
+            raise ConfigurationError(
+                f"weight: got {describe(weight)}, expected a floating-point tensor of shape (classes,); give one weight per class."
+            )
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    def extra_repr(self) -> str:
+        """Arguments other than the weights, for printing."""
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+
+    def row_loss(self, columns: Columns, dtype: torch.dtype) -> RowLoss:
+        """The loss of a row of logits of `dtype`."""
+        weight = None if self.weight is None else self.weight.to(arithmetic(dtype))
+        return RowLoss(weight=weight, label_smoothing=self.label_smoothing, columns=columns)
+
+    def classes_of(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Classes (rows,) int64, 0 for rows that do not count, and which do: (rows,) bool."""
+        target = target.long()
+        valid = target != self.ignore_index
+        return torch.where(valid, target, 0), valid
+
+    def average(self, loss_sum: torch.Tensor, row_loss: RowLoss, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """The mean over the weights of the rows."""
+        total = row_loss.of_targets(target, valid).sum()
+        # Without a valid row the sum is 0: dividing it by 1 keeps it, and asks the GPU nothing.
+        return loss_sum / torch.where(total == 0, 1.0, total)
+
+    def check_target(self, target: torch.Tensor, rows: torch.Tensor, num_classes: int) -> None:
+        """ConfigurationError unless `target` and the class weights fit `rows` (rows, ...), the logits or hidden states."""
+        if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+            raise ConfigurationError(
+                f"target: got {describe(target)}, expected class indices of an integer dtype; "
+                "for class probabilities use torch.nn.functional.cross_entropy."
+            )
+        if target.shape != rows.shape[:1]:
+            raise ConfigurationError(
+                f"target: got {describe(target)}, expected ({rows.shape[0]},), one class for each of the rows "
+                f"{tuple(rows.shape)}; flatten both alike: target.view(-1)."
+            )
+        for name, other in (("target", target), ("weight", self.weight)):
+            if other is not None:
+                check_device(name, other, rows)
+        if self.weight is not None and self.weight.shape[0] != num_classes:
+            raise ConfigurationError(
+                f"weight: got {self.weight.shape[0]} weights, expected {num_classes}; give one weight per class."
+            )
+        # Reading values stops a GPU, and a compiler's trace; there the gather itself refuses.
+        if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check_range(target, num_classes)
+
+    def _check_range(self, target: torch.Tensor, num_classes: int) -> None:
+        bad = ((target < 0) | (target >= num_classes)) & (target != self.ignore_index)
+        if bad.any():
+            row = int(bad.nonzero()[0, 0])
+            raise ConfigurationError(
+                f"target of row {row}: got {int(target[row])}, expected 0 to {num_classes - 1} or "
+                f"ignore_index={self.ignore_index} ({int(bad.sum())} of {bad.numel()} rows are out of range); "
+                "check that the vocabulary of the data is that of the model."
+            )
+
+
+def check_device(name: str, tensor: torch.Tensor, rows: torch.Tensor) -> None:
+    """ConfigurationError unless `tensor` is where the rows are."""
+    if tensor.device != rows.device:
+        raise ConfigurationError(
+            f"{name}: got a tensor on {tensor.device}, expected it on {rows.device} like the rows; "
+            f"move it there: .to({str(rows.device)!r})."
+        )
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Shape and dtype in words."""
+    return f"shape {tuple(tensor.shape)} of {names(tensor.dtype)}"
+
+
+def names(*dtypes: torch.dtype) -> str:
+    """Without the prefix."""
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,66 @@
+"""Steps of learning-rate schedules that can be taken back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Restorable(Protocol):
+    """A schedule that can return to an earlier state."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state_dict: Any) -> object: ...
+
+
+def step_schedules(schedules: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
+    """Step all schedules. Returns what takes the steps back; numbers that the program has written since then stay.
+
+    Args:
+        schedules: Restorable, each with a `step()`.
+        optimizers: whose hyperparameters the schedules write.
+    """
+    if not schedules:
+        return lambda: None
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    states, before = [copy.deepcopy(schedule.state_dict()) for schedule in schedules], _numbers(groups)
+    for schedule in schedules:
+        schedule.step()
+    written = _numbers(groups)
+
+    def take_back() -> None:
+        now = _numbers(groups)
+        for schedule, state in zip(schedules, states, strict=True):
+            schedule.load_state_dict(state)
+        for group, old, ours, present in zip(groups, before, written, now, strict=True):
+            for name, value in present.items():
+                _put(group, name, old[name] if name in old and _equal(value, ours.get(name)) else value)
+
+    return take_back
+
+
+def _numbers(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The hyperparameters of groups, apart from what will be written there."""
+    return [
+        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items() if name != "params"}
+        for group in groups
+    ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    """Numbers that live in a tensor stay in it: others may read that tensor."""
+    if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
+        group[name].copy_(value)
+    else:
+        group[name] = value

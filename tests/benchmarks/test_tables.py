@@ -1,0 +1,117 @@
+"""Markdown and plots from records, old and new."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def record(backend: str, rate: float, **others: Any) -> dict[str, Any]:
+    """As throughput.py writes it."""
+    common = {
+        "backend": backend, "shape": "2.7b", "gpus": 2, "seq": 1024, "batch": 8, "compile": True, "recompute": "none",
+        "offload": False, "tp": 1, "zero_level": 3, "transport": "auto", "fp8": False, "cuda_graph": False, "fused_head": False,
+        "mfu": 0.5, "reserved_gib": 60.0, "device_gib": 64.0, "tokens_per_second_per_gpu": rate,
+        "fastest": 1.0, "loss": 9.876,
+    }  # fmt: skip
+    return common | others
+
+
+def report(*records: dict[str, Any]) -> dict[str, Any]:
+    machine = {"num_gpus": 2, "gpu": "NVIDIA H200", "torch": "2.11", "cuda": "13.0", "nccl": "2.28", "deepspeed": "0.19"}
+    return {"machine": machine, "date": "2026-11-21", "commit": "0123456789abcdef", "command": "x", "records": list(records)}
+
+
+def failed(backend: str, why: str) -> dict[str, Any]:
+    kept = ("backend", "shape", "gpus", "seq", "batch", "compile", "recompute", "offload")
+    whole = record(backend, 0)
+    return {name: whole[name] for name in kept} | {"failure": why}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "bmtrain + compile"),
+        ({"compile": False, "recompute": "all", "offload": True}, "bmtrain + eager + recompute + offload"),
+        ({"recompute": "auto", "fp8": True, "cuda_graph": True}, "bmtrain + compile + recompute as needed + fp8 + cuda graph"),
+        ({"transport": "nccl", "tp": 2, "zero_level": 2}, "bmtrain + compile + zero_level 2 + tp 2 + nccl"),
+        ({"recompute": True}, "bmtrain + compile + recompute"),
+        ({"recompute": False}, "bmtrain + compile"),
+    ],
+)
+def test_modes(bench: Any, changes: dict[str, Any], expected: str) -> None:
+    assert bench.tables.mode_of(record("bmtrain", 1, **changes)) == expected
+
+
+def test_rows(bench: Any) -> None:
+    """Medians of repeats, compared with our fastest in the same precision; what failed has its reason in place of numbers."""
+    records = [
+        *(record("bmtrain", rate) for rate in (1000, 1200, 1100)),
+        record("bmtrain", 900, transport="nccl"),
+        record("bmtrain", 3000, fp8=True),
+        record(
+            "fsdp2", 550, profile={"hidden": 0.625, "kinds": {}, "span": 1.0, "idle": 0.0, "communication": 0.5, "exposed": 0.2}
+        ),
+        failed("plain", "out of memory"),
+        failed("deepspeed", "it said a | b"),
+    ]
+    lines = bench.tables.throughput_table(records).splitlines()
+    assert lines[0] == (
+        "| backend | model | GPUs | batch a GPU | tokens/s a GPU | MFU | GiB reserved | GiB on the GPU | loss "
+        "| communication hidden | against ours |"
+    )
+    assert lines[2:] == [
+        "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1100 | 50.0% | 60.0 | 64.0 | 9.88 |  |  |",
+        "| bmtrain + compile + nccl | 2.7b, 1024 tokens | 2 | 8 | 900 | 50.0% | 60.0 | 64.0 | 9.88 |  |  |",
+        "| bmtrain + compile + fp8 | 2.7b, 1024 tokens | 2 | 8 | 3000 | 50.0% | 60.0 | 64.0 | 9.88 |  |  |",
+        "| fsdp2 + compile | 2.7b, 1024 tokens | 2 | 8 | 550 | 50.0% | 60.0 | 64.0 | 9.88 | 62% | ours is 2.00 x |",
+        "| plain + compile | 2.7b, 1024 tokens | 2 | 8 | out of memory |  |  |  |  |  |  |",
+        "| deepspeed + compile | 2.7b, 1024 tokens | 2 | 8 | it said a / b |  |  |  |  |  |  |",
+    ]
+
+
+def test_weak_scaling(bench: Any) -> None:
+    """Each row against the same backend on the fewest GPUs."""
+    records = [
+        record(backend, rate / gpus**0.5, gpus=gpus) for gpus in (1, 4) for backend, rate in (("bmtrain", 100), ("fsdp2", 80))
+    ]
+    first, _, _, _, ours, theirs = bench.tables.throughput_table(records).splitlines()
+    assert "| efficiency |" in first
+    assert "50.0% |" in ours.split("9.88", 1)[1]
+    assert theirs.endswith("| 50.0% | ours is 1.25 x |")
+
+
+def test_kernel_times(bench: Any) -> None:
+    profile = {
+        "span": 10.04,
+        "kinds": {"matmul": 8.0, "communication": 3.0},
+        "communication": 3.0,
+        "exposed": 1.5,
+        "hidden": 0.5,
+        "idle": 0.5,
+    }
+    text = bench.tables.tables_of(report(record("bmtrain", 100, profile=profile), record("fsdp2", 50)))
+    assert "| backend | model | whole step | matmul | communication | communication exposed | nothing |" in text
+    assert "| bmtrain + compile | 2.7b, 2 x 8 | 10.0 | 8.0 | 3.0 | 1.5 | 0.5 |" in text
+    assert "<details>" not in bench.tables.tables_of(report(record("fsdp2", 50)))
+
+
+def test_origin(bench: Any) -> None:
+    expected = "2 x NVIDIA H200, torch 2.11, CUDA 13.0, NCCL 2.28, deepspeed 0.19, 2026-11-21, commit 0123456789ab"
+    assert bench.tables.origin_of(report()) == expected
+
+
+def test_plots(bench: Any, tmp_path: Path) -> None:
+    """Bars, or lines where the number of GPUs varies; the same file from the same numbers; nothing measured is no error."""
+    pytest.importorskip("matplotlib")
+    bars = report(record("bmtrain", 1100), record("fsdp2", 550), failed("plain", "out of memory"))
+    first, second = (bench.plot.draw(bars, tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
+    assert first == second
+    for word in ("2.7b, batch 8: bmtrain + compile", "1,100", "NVIDIA H200", "commit 0123456789ab"):
+        assert word in first
+    assert "plain" not in first
+    lines = report(*(record("bmtrain", 1100, gpus=gpus) for gpus in (1, 2, 4)))
+    assert ">GPUs<" in bench.plot.draw(lines, tmp_path / "c.svg").read_text()
+    assert "<svg" in bench.plot.draw(report(failed("plain", "x")), tmp_path / "d.svg").read_text()

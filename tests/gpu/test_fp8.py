@@ -1,0 +1,109 @@
+"""Linear maps in eight bits on the GPU's own products: the kernel beside its twin, blocks beside plain ones, compiled and not."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+
+import bmtrain as bmt
+from bmtrain.block.recompute import Level
+from bmtrain.kernels import fp8
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda:0"
+
+
+def skip_without_eight_bits() -> None:
+    if not fp8.is_supported(torch.device(DEVICE)):
+        pytest.skip("this GPU has no eight-bit products")
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (53, 80), (1000, 336), (4096, 1024)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_is_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    skip_without_eight_bits()
+    x = torch.randn(*shape, device=DEVICE, dtype=dtype, generator=torch.Generator(DEVICE).manual_seed(1))
+    codes, unit = fp8.quantise(x, fp8.E4M3)
+    assert torch.equal(bits(fp8.transposed(x, unit)), bits(fp8.transposed_reference(x, unit)))
+    for kind in (fp8.E4M3, fp8.E5M2):
+        codes, _ = fp8.quantise(x, kind)
+        assert torch.equal(bits(fp8.transposed(codes)), bits(fp8.transposed_reference(codes)))
+
+
+def test_an_overflow_stays_visible() -> None:
+    skip_without_eight_bits()
+    for bad in (float("inf"), float("nan")):
+        x = torch.ones(32, 32, device=DEVICE)
+        x[1, 2] = bad
+        _, unit = fp8.quantise(x, fp8.E4M3)
+        assert fp8.transposed(x, unit)[2, 1].isnan()
+        one = torch.ones((), device=DEVICE)
+        codes = fp8.transposed(x, unit)
+        assert not fp8.product(codes, unit, codes, unit, None, torch.float32, fast=False).isfinite().all()
+        assert fp8.transposed(x, one)[2, 1].isnan() == fp8.transposed_reference(x, one)[2, 1].isnan()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_products_are_those_of_fp32(fast: bool) -> None:
+    skip_without_eight_bits()
+    x, w, b = (torch.randn(*shape, device=DEVICE) for shape in ((200, 512), (96, 512), (96,)))
+    (x8, xu), (w8, wu) = fp8.quantise(x, fp8.E4M3), fp8.quantise(w, fp8.E4M3)
+    want = fp8.product_reference(x8, xu, w8, wu, b, torch.float32)
+    # The tensor cores themselves keep some 14 bits of a sum; what is not fast adds those up in fp32 every few numbers.
+    for dtype, tolerance in ((torch.float32, 2e-3 if fast else 5e-4), (torch.bfloat16, 8e-3)):
+        models.assert_same(fp8.product(x8, xu, w8, wu, b.to(dtype), dtype, fast).float(), want, f"{dtype}, fast={fast}", tolerance)
+
+
+class Layer(torch.nn.Module):
+    """A feed-forward block: (rows, dim) to the same."""
+
+    def __init__(self, dim: int = 256) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(dim)
+        self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def found(layer: Any, scale: int) -> list[torch.Tensor]:
+    x = torch.linspace(-1, 1, 77 * 256, device=bmt.device()).view(77, 256).requires_grad_()
+    layer.zero_grad()
+    out = layer(x)
+    (out.sin().sum() / scale).backward()
+    return [out.detach(), x.grad * scale]
+
+
+def near(mine: torch.Tensor, plain: torch.Tensor, what: str) -> None:
+    error = ((mine.cpu() - plain.cpu()).norm() / plain.cpu().norm()).item()
+    assert error < 0.1, f"{what}: off by {error:.3f}"
+
+
+def blocks() -> None:
+    torch.manual_seed(1)
+    plain = Layer().to(bmt.device())
+    want = found(plain, 1)
+    gradients = models.plain_gradients(plain)
+    for zero, level, compiles in itertools.product((2, 3), (Level.NOTHING, Level.CHEAP, Level.BLOCK), (False, True)):
+        what = f"ZeRO-{zero}, {level}, compiled={compiles}"
+        block = bmt.Block(copy.deepcopy(plain), use_checkpoint=level, zero_level=zero, compile=compiles, fp8=True)
+        for mine, theirs in zip(found(block, bmt.world_size()), want, strict=True):
+            near(mine, theirs, what)
+        for name, grad in models.full_gradients(block).items():
+            near(grad, gradients[name], f"{what}: {name}")  # type: ignore[arg-type]
+
+
+def test_blocks_are_near_plain_ones() -> None:
+    skip_without_eight_bits()
+    run_ranks(blocks, torch.cuda.device_count(), device=None, timeout=300)

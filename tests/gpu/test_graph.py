@@ -1,0 +1,217 @@
+"""bmtrain.cuda_graph on a GPU: training with and without it gives the same bits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.ranks import graph_programs
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+
+pytestmark = pytest.mark.gpu
+
+
+def on_a_gpu(fn: Any, *args: Any) -> None:
+    """Run on one rank: several capture nothing."""
+    run_ranks(fn, 1, *args, device=None, timeout=100)
+
+
+def warned(do: Callable[[], object]) -> list[str]:
+    """What `do` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        do()
+    return [str(warning.message) for warning in caught]
+
+
+def compare_programs() -> None:
+    for program in graph_programs.PROGRAMS:
+        graph_programs.compare(program)
+
+
+def compare_options(level: int, recompute: bool, compiled: bool) -> None:
+    warnings.filterwarnings("ignore", module=r"torch\.")  # Inductor warns of deprecated parts of torch itself
+    graph_programs.compare(graph_programs.plainly, level, recompute, compiled)
+    graph_programs.compare(graph_programs.accumulating, level, recompute, compiled)
+
+
+def compare_scaled() -> None:
+    run = graph_programs.compare(graph_programs.plainly, loss_scale=4.0, loss_scale_steps=2)
+    assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
+
+
+def test_every_way_of_training() -> None:
+    """All programs of the CPU tests."""
+    on_a_gpu(compare_programs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("level", [2, 3])
+def test_every_kind_of_block(level: int, recompute: bool, compiled: bool) -> None:
+    """ZeRO-2 and ZeRO-3, recomputed or not, compiled or not."""
+    on_a_gpu(compare_options, level, recompute, compiled)
+
+
+def test_a_loss_scale_that_changes() -> None:
+    """The scale is read before each replay."""
+    on_a_gpu(compare_scaled)
+
+
+class Dropped(nn.Module):
+    """Dropout in front of a weight: its gradient tells the mask that backward has used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((512,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.dropout(x, 0.5, self.training) * self.weight) * 1.0
+
+
+def draw(recompute: bool, compiled: bool) -> None:
+    warnings.filterwarnings("ignore", module=r"torch\.")
+    blocks = [bmt.Block(Dropped(), use_checkpoint=recompute, compile=compiled) for _ in range(3)]
+    manager = bmt.optim.OptimManager(grad_scale=1.0)
+    manager.add_optimizer(torch.optim.SGD([param for block in blocks for param in block.parameters()], lr=0.0))
+
+    @bmt.cuda_graph
+    def step(x: torch.Tensor) -> torch.Tensor:
+        outs = [block(x) for block in blocks]
+        manager.backward(sum(out.sum() for out in outs))
+        return torch.stack(outs)
+
+    def masks(x: torch.Tensor) -> torch.Tensor:
+        manager.zero_grad()
+        outs = step(x)
+        for block, out in zip(blocks, outs, strict=True):
+            slope = 2.0 * (1 - math.tanh(4.0) ** 2) * bmt.world_size()  # all ranks draw the same
+            want = (out[0] != 0) * slope
+            param = next(block.parameters())
+            piece = param.storage_of.piece(0)
+            assert torch.allclose(param.grad, want[piece.start : piece.stop], rtol=1e-2), "backward used another mask"
+        return outs[:, 0] != 0
+
+    x = torch.ones(1, 512, device=bmt.device())
+    seen = [masks(x) for _ in range(7)]
+    every = [mask for found in seen for mask in found]
+    for number, mask in enumerate(every):
+        assert 0.35 < mask.float().mean() < 0.65
+        assert not any(torch.equal(mask, other) for other in every[:number]), f"mask {number} was drawn before"
+    torch.manual_seed(5)
+    first = [masks(x) for _ in range(2)]
+    torch.manual_seed(5)
+    for mine, again in zip(first, [masks(x) for _ in range(2)], strict=True):
+        assert torch.equal(mine, again), "the seed decides"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout(recompute: bool, compiled: bool) -> None:
+    """Every replay draws anew, backward sees what forward drew, recomputed too, and a seed repeats it all."""
+    on_a_gpu(draw, recompute, compiled)
+
+
+class Failing:
+    """A block in training; `inside` runs in the function that is captured."""
+
+    def __init__(self, inside: Callable[[torch.Tensor], object]) -> None:
+        torch.manual_seed(3)
+        self.block = bmt.Block(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), use_checkpoint=False, compile=False)
+        self.manager = bmt.optim.OptimManager()
+        self.manager.add_optimizer(torch.optim.SGD(self.block.parameters(), lr=0.1))
+        self.inside = inside
+        self.step = bmt.cuda_graph(self.run)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.block(x)
+        self.inside(out)
+        loss = out.square().mean()
+        self.manager.backward(loss)
+        self.inside(loss)
+        return loss
+
+    def losses(self, count: int) -> list[float]:
+        out = []
+        for number in range(count):
+            torch.manual_seed(number)
+            out.append(self.step(torch.ones(4, 64, device=bmt.device())).item())
+            self.manager.step()
+            self.manager.zero_grad()
+        return out
+
+
+def to_the_host(x: torch.Tensor) -> object:
+    return x.sum().item()
+
+
+def while_capturing(x: torch.Tensor) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise KeyError("not now")
+
+
+def synchronising(x: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+
+
+def fail() -> None:
+    want = Failing(lambda x: None)  # never captured
+    want.step = want.run
+    expected = want.losses(6)
+    for inside in (to_the_host, while_capturing, synchronising):
+        failing = Failing(inside)
+        got: list[float] = []
+        messages = warned(lambda: got.extend(failing.losses(6)))  # noqa: B023
+        assert len(messages) == 1, (inside.__name__, messages)
+        assert "without a CUDA graph" in messages[0], messages
+        assert got == expected, (inside.__name__, got, expected)
+        again = Failing(lambda x: None)
+        assert not warned(lambda: got.extend(again.losses(6)))  # noqa: B023
+        assert got[6:] == expected, (inside.__name__, "a graph made afterwards")
+
+
+def test_errors_inside_a_capture_leave_everything_usable() -> None:
+    """A value read by the host, an exception, a synchronisation: one warning, the same losses, and graphs afterwards."""
+    on_a_gpu(fail)
+
+
+def count_memory() -> None:
+    run = graph_programs.Run(True)
+    used = []
+    for number in range(12):
+        run.step(run.rows(number, 4 + number % 3))
+        run.update()
+        run.manager.zero_grad()
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated())
+    assert used[-1] == used[-4], used
+
+
+def test_replays_take_no_memory() -> None:
+    """What is allocated stays as it is from replay to replay."""
+    on_a_gpu(count_memory)
+
+
+def never_wait() -> None:
+    warnings.filterwarnings("ignore", message=".*ynchronization debug mode.*")
+    run = graph_programs.Run(True)
+    x = run.rows(0)
+    for number in range(8):
+        if number == 5:
+            torch.cuda.set_sync_debug_mode("error")
+        run.step(x)
+        run.manager.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def test_replays_never_make_the_host_wait() -> None:
+    """Nothing between two replays looks at the device."""
+    on_a_gpu(never_wait)

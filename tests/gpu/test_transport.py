@@ -1,0 +1,170 @@
+"""Copies between GPUs by their copy engines: bit-equal gathers, the same sums from run to run, training as over NCCL."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import pathlib
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+from tests.gpu.test_engine import STEPS, train_odd
+from tests.ranks import models
+from tests.ranks.runner import RankFailure, run_ranks
+
+import bmtrain as bmt
+from bmtrain.kernels.sum_parts import sum_parts, sum_parts_reference
+from bmtrain.runtime import world
+from bmtrain.shard import transport
+from bmtrain.shard.engine import Engine
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu]
+DIM = 512
+
+
+def on_gpus(fn: Any, *args: Any, wanted: str = "copy_engine") -> list[Any]:
+    """Run on one rank per GPU."""
+    return run_ranks(fn, NUM_GPUS, *args, device=None, timeout=300, init={"transport": wanted, "compile": False})
+
+
+def make(level: int = 3, num: int = 4, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    layers = [
+        torch.nn.Sequential(torch.nn.Linear(DIM, 4 * DIM), torch.nn.GELU(), torch.nn.Linear(4 * DIM, DIM)) for _ in range(num)
+    ]
+    blocks = (bmt.Block(layer.to(dtype), use_checkpoint=False, zero_level=level) for layer in layers)
+    return torch.nn.Sequential(*blocks)
+
+
+def test_sums_round_once() -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, wire, accumulate in itertools.product(dtypes, dtypes, (False, True)):
+        parts = torch.randn(4, 100_001, device="cuda").to(wire)
+        old = torch.randn(100_001, device="cuda").to(dtype)
+        want, got = old.clone(), old.clone()
+        sum_parts_reference(want, parts, accumulate=accumulate)
+        sum_parts(got, parts, accumulate=accumulate)
+        assert torch.equal(got, want), (dtype, wire, accumulate)
+
+
+def compare_odd() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    transport.SMALLEST_SHARED_BYTES = 0
+    want = train_odd(False, 3, False, "torch")
+    for level, recompute in itertools.product((2, 3), (False, True)):
+        got = train_odd(True, level, recompute, "adam")
+        models.assert_same_dicts(got, want, f"ZeRO-{level}, recompute {recompute}, {STEPS} steps")
+
+
+def test_every_oddity_trains_as_plain_pytorch() -> None:
+    on_gpus(compare_odd)
+
+
+def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], bool]:
+    """Gathered values of every block, gradients of two equal passes with another in between, and who carried them."""
+    model = make(level)
+    engine = world.current().service(Engine)
+    full = []
+    for block in model:
+        (storage,) = block.storages
+        with torch.no_grad():
+            storage.shard.add_(0.001 * bmt.rank())
+        engine.transport.fence()
+        buffer = torch.empty(storage.layout.numel, dtype=storage.dtype, device=bmt.device())
+        engine.transport.streams.compute_waits(engine.transport.gather(buffer, storage.residence._source, storage.axis, None))
+        full.append(buffer.cpu())
+    gradients = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(10 * seed + bmt.rank())
+        model.zero_grad()
+        for _ in range(2):  # accumulated
+            model(torch.randn(256, DIM, device=bmt.device()).bfloat16()).float().square().mean().backward()
+        gradients.append([block.storages[0].gradient.flat.cpu() for block in model])
+    return full, gradients, bool(engine.transport._exchanges)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU copies nothing")
+@pytest.mark.parametrize("level", [2, 3])
+def test_gathers_are_bit_equal_and_sums_repeatable(level: int) -> None:
+    copies, collectives = (on_gpus(gathers_and_gradients, level, wanted=wanted) for wanted in ("auto", "collective"))
+    for rank in range(NUM_GPUS):
+        assert copies[rank][2]
+        assert not collectives[rank][2]
+        assert all(torch.equal(a, b) for a, b in zip(copies[rank][0], collectives[rank][0], strict=True))
+        first, other, again = copies[rank][1]
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not torch.equal(first[0], other[0])
+        for a, b in zip(first, collectives[rank][1][0], strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-5)
+
+
+def die(folder: str) -> None:
+    model = make()
+    for step in range(200):
+        if step == 20:
+            pathlib.Path(folder, str(bmt.rank())).write_text(str(time.time()))
+            if bmt.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        model(torch.randn(64, DIM, device=bmt.device()).bfloat16()).float().sum().backward()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU waits for nobody")
+def test_a_killed_rank_ends_the_run(tmp_path: pathlib.Path) -> None:
+    """The others spin in a barrier on the device: ending their processes ends that."""
+    began = time.time()
+    with pytest.raises(RankFailure, match="rank 1"):
+        on_gpus(die, str(tmp_path))
+    assert time.time() - began < 60
+
+
+def evaluate_and_overwrite() -> list[float]:
+    model, found = make(), []
+    for number in range(30):
+        with torch.no_grad():
+            if bmt.rank() == number % bmt.world_size():
+                torch.cuda._sleep(20_000_000)  # a slow reader
+            found.append(model(torch.ones(2, DIM, device=bmt.device()).bfloat16()).float().sum())
+            for param in model.parameters():
+                param.fill_(0.001 * number)
+    return [float(value) for value in found]
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU copies nothing")
+def test_shards_are_overwritten_after_all_have_read_them() -> None:
+    copies, collectives = (on_gpus(evaluate_and_overwrite, wanted=wanted) for wanted in ("copy_engine", "collective"))
+    assert copies[0] == copies[-1] == collectives[0]
+
+
+def come_and_go(num: int) -> None:
+    for number in range(num):
+        model = make(num=3, level=2 + number % 2)
+        for _ in range(2):
+            model(torch.ones(2, DIM, device=bmt.device()).bfloat16()).float().sum().backward()
+
+
+def memory_in_use() -> int:
+    """Bytes of the device that are taken, by whomever."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def models_leave(num: int) -> int:
+    come_and_go(2)  # what is made once: workspaces of libraries, memory in which gradients of this size travel
+    before = memory_in_use()
+    come_and_go(num)
+    return memory_in_use() - before
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
+def test_memory_comes_back_when_models_go() -> None:
+    for left in on_gpus(models_leave, 8):
+        assert left < 3 * 8 * DIM * DIM * 2, left  # less than the full parameters of one of them

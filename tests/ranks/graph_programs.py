@@ -1,0 +1,188 @@
+"""Training programs that must not notice whether `bmtrain.cuda_graph` captures their forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import bmtrain as bmt
+
+STEPS = 11
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward part, (rows, 5, dim) to the same, of operations that give the same bits every time."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.query, self.value = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 11), nn.Linear(11, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        weights = (self.query(h) @ h.transpose(1, 2)).softmax(-1)
+        x = x + weights @ self.value(h)
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks, a sharded layer outside of them, and an ordinary parameter."""
+
+    def __init__(self, level: int, recompute: bool, compiled: bool, dim: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        blocks = [bmt.Block(Layer(dim), use_checkpoint=recompute, zero_level=level, compile=compiled) for _ in range(3)]
+        self.blocks = bmt.TransformerBlockList(blocks)
+        self.head = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(dim, 5)))
+        self.scale = nn.Parameter(torch.ones(5, device=bmt.device()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x)) * self.scale
+
+
+class Run:
+    """A model in training, whose forward and backward pass may be captured."""
+
+    def __init__(
+        self, capture: bool, level: int = 3, recompute: bool = False, compiled: bool = False, dim: int = 8, **options: Any
+    ) -> None:
+        self.net, self.dim = Net(level, recompute, compiled, dim), dim
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
+        self.scheduler = bmt.lr_scheduler.Linear(self.optimizer, 1e-2, 2, 20)
+        self.manager = bmt.optim.OptimManager(**options)
+        self.manager.add_optimizer(self.optimizer, self.scheduler)
+        self.num_calls = 0
+        self.step = bmt.cuda_graph(self.forward_and_backward) if capture else self.forward_and_backward
+        self.look = bmt.cuda_graph(self.forward) if capture else self.forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return self.net(x).sum()
+
+    def forward_and_backward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        loss = self.net(x).square().mean()
+        self.manager.backward(loss)
+        return loss
+
+    def rows(self, step: int, count: int = 4) -> torch.Tensor:
+        """Inputs of this rank, other ones for each step: (count, 5, dim)."""
+        generator = torch.Generator().manual_seed(100 * step + bmt.rank())
+        return torch.randn(count, 5, self.dim, generator=generator).to(bmt.device())
+
+    def update(self) -> None:
+        self.manager.clip_grad_norm(self.optimizer.param_groups, 0.5)
+        self.manager.step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: value.clone() for name, value in self.net.state_dict().items()}
+
+
+Program = Callable[[Run, int], torch.Tensor]
+
+
+def plainly(run: Run, step: int) -> torch.Tensor:
+    loss = run.step(run.rows(step))
+    run.update()
+    run.manager.zero_grad()
+    return loss
+
+
+def keeping_zeros(run: Run, step: int) -> torch.Tensor:
+    loss = run.step(run.rows(step))
+    run.update()
+    run.manager.zero_grad(set_to_none=False)
+    return loss
+
+
+def accumulating(run: Run, step: int) -> torch.Tensor:
+    run.manager.zero_grad()
+    losses = [run.step(run.rows(10 * step + part)) for part in range(3)]
+    run.update()
+    return torch.stack(losses)
+
+
+def alternating(run: Run, step: int) -> torch.Tensor:
+    loss = run.step(run.rows(step, 4 + step % 2))
+    run.update()
+    run.manager.zero_grad()
+    return loss
+
+
+def evaluating(run: Run, step: int) -> torch.Tensor:
+    run.net.eval()
+    with torch.no_grad():
+        before = run.net(run.rows(step)).sum()
+    run.net.train()
+    return before + plainly(run, step)
+
+
+def changing_gradients(run: Run, step: int) -> torch.Tensor:
+    loss = run.step(run.rows(step))
+    for param in run.net.parameters():
+        if param.grad is not None and step % 3 == 1:
+            param.grad = param.grad * 0.5
+    run.update()
+    if step % 2:
+        run.manager.zero_grad()
+    return loss
+
+
+def loading(run: Run, step: int) -> torch.Tensor:
+    loss = plainly(run, step)
+    if step == 5:
+        run.net.load_state_dict({name: value * 0.9 for name, value in run.state().items()})
+    return loss
+
+
+def partly_cleared(run: Run, step: int) -> torch.Tensor:
+    loss = run.step(run.rows(step))
+    run.update()
+    for number, param in enumerate(run.net.parameters()):
+        param.grad = None if number % 2 else param.grad
+    return loss
+
+
+def freezing(run: Run, step: int) -> torch.Tensor:
+    if step in (4, 8):
+        for param in [run.net.scale, *run.net.blocks[1].parameters()]:
+            param.requires_grad_(step == 8)
+    return plainly(run, step)
+
+
+def evaluating_captured(run: Run, step: int) -> torch.Tensor:
+    with torch.no_grad():
+        before = run.look(run.rows(step))
+    loss = run.forward_and_backward(run.rows(step))
+    run.update()
+    run.manager.zero_grad()
+    return before + loss.detach()
+
+
+PROGRAMS = (
+    plainly, keeping_zeros, accumulating, alternating, evaluating, changing_gradients, loading, partly_cleared, freezing,
+    evaluating_captured,
+)  # fmt: skip
+
+
+def train(capture: bool, program: Program, *args: Any, **options: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Run]:
+    """Losses, weights afterwards, and the run."""
+    run = Run(capture, *args, **options)
+    losses = [program(run, step) for step in range(STEPS)]
+    return losses, run.state(), run
+
+
+def compare(program: Program, *args: Any, **options: Any) -> Run:
+    """Train with and without capture: the same bits."""
+    what = f"{program.__name__} {args} {options}, {bmt.world_size()} ranks"
+    want_losses, want, eager = train(False, program, *args, **options)
+    got_losses, got, run = train(True, program, *args, **options)
+    assert run.num_calls < eager.num_calls, f"{what}: the function ran in every step"
+    for step, (mine, theirs) in enumerate(zip(got_losses, want_losses, strict=True)):
+        assert torch.equal(mine, theirs), f"{what}: loss of step {step}: {mine} instead of {theirs}"
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{what}: {name}"
+    return run

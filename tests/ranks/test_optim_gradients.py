@@ -1,0 +1,156 @@
+"""Finding gradients step after step: few tensors, the same as long as they stay, nothing kept alive that is the program's."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from tests.ranks import models
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.kernels.chunks import Batch
+from bmtrain.optim import AdamOptimizer, OptimManager
+from bmtrain.optim.gradients import Gradients
+from bmtrain.optim.runs import contiguous_runs
+
+
+def make() -> tuple[nn.Module, nn.Linear]:
+    torch.manual_seed(0)
+    block = bmt.Block(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    return block, nn.Linear(3, 2)
+
+
+def backward(manager: OptimManager, block: nn.Module, plain: nn.Module, step: int = 0) -> None:
+    manager.zero_grad()
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).chunk(bmt.world_size())[bmt.rank()]
+    manager.backward(plain(block(x)).square().mean())
+
+
+def lasting() -> None:
+    block, plain = make()
+    manager = OptimManager()
+    params = [*block.parameters(), *plain.parameters()]
+    manager.add_optimizer(AdamOptimizer(params))
+    gradients = Gradients(contiguous_runs(params))
+    assert [len(found.parts) for found in gradients.look()] == [0, 0]
+    backward(manager, block, plain)
+    sharded, ordinary = gradients.look()
+    assert len(sharded.parts) == 1 and len(ordinary.parts) == 2
+    for step in range(3):
+        backward(manager, block, plain, step)
+        assert gradients.look()[0] is sharded, "the same storage, found anew"
+    own = params[1].grad.clone()  # type: ignore[union-attr]
+    params[1].grad = own
+    replaced, _ = gradients.look()
+    assert gradients.lasting is None
+    assert any(part.grad.data_ptr() == own.data_ptr() for part in replaced.parts) or not own.numel()
+    params[1].grad = None
+    assert sum(len(part.piece.params) for part in gradients.look()[0].parts) == 3
+    backward(manager, block, plain)
+    assert sum(len(part.piece.params) for part in gradients.look()[0].parts) == 4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_found_once_as_long_as_they_stay(world_size: int) -> None:
+    """A whole storage is one tensor; what the program replaces or clears is seen at once."""
+    run_ranks(lasting, world_size)
+
+
+def freed() -> None:
+    block, plain = make()
+    sharded, manager = list(block.parameters()), OptimManager(loss_scale=8.0)
+    optimizer = AdamOptimizer([*sharded, *plain.parameters()])
+    manager.add_optimizer(optimizer)
+    for step in range(3):
+        backward(manager, block, plain, step)
+        sharded[0].grad = sharded[0].grad.clone()  # type: ignore[union-attr]
+        grads = [weakref.ref(param.grad) for param in (sharded[0], *plain.parameters())]
+        memory = [weakref.ref(param.grad.untyped_storage()) for param in plain.parameters()]  # type: ignore[union-attr]
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
+        manager.zero_grad()
+        assert not any(reference() is not None for reference in (*grads, *memory)), "somebody keeps gradients of the program"
+    model = weakref.ref(block)
+    params = [weakref.ref(param) for param in (*sharded, *plain.parameters())]
+    del block, plain, sharded, manager, optimizer
+    gc.collect()
+    assert model() is None and not any(reference() is not None for reference in params)
+
+
+def test_nothing_is_kept_alive() -> None:
+    """Neither gradients beyond `zero_grad`, nor the model beyond its optimizers."""
+    run_ranks(freed, 1)
+
+
+def partial() -> None:
+    """Parameters get their gradients at different steps, in two groups; against torch."""
+    block, plain = make()
+    twin_block, twin_plain = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)), nn.Linear(3, 2)
+    torch.manual_seed(0)
+    for module in (twin_block[0], twin_block[2], twin_plain):
+        module.reset_parameters()  # type: ignore[operator]
+    sides = []
+    for params in ([*block.parameters(), *plain.parameters()], [*twin_block.parameters(), *twin_plain.parameters()]):
+        sides.append([{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.02}])
+    ours, torchs = AdamOptimizer(sides[0], lr=0.01), torch.optim.AdamW(sides[1], lr=0.01, weight_decay=0.0)
+    manager = OptimManager()
+    manager.add_optimizer(ours)
+    for step in range(8):
+        backward(manager, block, plain, step)
+        torchs.zero_grad()
+        x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
+        twin_plain(twin_block(x)).square().mean().backward()
+        for one, other in zip(sides[0], sides[1], strict=True):
+            for place, (param, twin) in enumerate(zip(one["params"], other["params"], strict=True)):
+                if (place + step) % 3 == 0 and step != 3:
+                    param.grad = twin.grad = None
+        got = manager.clip_grad_norm(ours.param_groups, 0.1)
+        want = nn.utils.clip_grad_norm_([*twin_block.parameters(), *twin_plain.parameters()], 0.1)
+        models.assert_same(got, want, f"norm at step {step}")
+        manager.step()
+        torchs.step()
+        for (name, twin), param in zip(
+            (*twin_block.named_parameters(), *twin_plain.named_parameters()),
+            (*block.parameters(), *plain.parameters()),
+            strict=True,
+        ):
+            mine = param.gather().detach() if isinstance(param, bmt.DistributedParameter) else param.detach()
+            models.assert_same(mine, twin.detach(), f"{name} after step {step}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_changing_gradients_and_counts(world_size: int) -> None:
+    """Which parameters step together is planned once and again when it changes: bias corrections are right all the way."""
+    run_ranks(partial, world_size)
+
+
+def combined() -> None:
+    """One norm over sharded, tensor-free and ordinary gradients of several dtypes, with what is not finite on one rank only."""
+    sharded = [bmt.DistributedParameter(torch.ones(9, dtype=dtype)) for dtype in (torch.float32, torch.float16, torch.float64)]
+    plain = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    manager = OptimManager()
+    for bad in (None, math.inf, math.nan):
+        for param in (*sharded, plain):
+            param.grad = torch.full_like(param, 2.0)
+        if bad is not None and bmt.rank() == bmt.world_size() - 1:
+            plain.grad[0] = bad
+        norm = float(manager.clip_grad_norm([*sharded, plain], 1e9))
+        if bad is None:
+            assert norm == pytest.approx(2 * math.sqrt(3 * 9 + 2))
+        else:
+            assert not math.isfinite(norm)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_dtypes_and_kinds_together(world_size: int) -> None:
+    run_ranks(combined, world_size)
+
+
+def test_an_empty_batch_has_no_tables() -> None:
+    """Of ranks that own nothing."""
+    assert Batch([(torch.empty(0), torch.empty(0))]).tables(16) == []

@@ -1,0 +1,50 @@
+"""What is said to be missing for torch.compile on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from bmtrain.runtime import toolchain, world
+
+
+def test_nothing_is_missing_where_all_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert toolchain.missing_for_gpu((sys.executable,)) is None
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert toolchain.missing_for_gpu() == "the package triton"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    missing = toolchain.missing_for_gpu(("/nowhere/cc",))
+    assert missing is not None and "C compiler (/nowhere/cc)" in missing
+
+
+@pytest.mark.parametrize(("wanted", "kind", "found", "answer"), [
+    (None, "cpu", True, False), (True, "cpu", False, True), (None, "cuda", True, True), (None, "cuda", False, False),
+    (False, "cuda", True, False), (True, "cuda", False, True),
+])  # fmt: skip
+def test_blocks_compile_where_they_can(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool | None, kind: str, found: bool, answer: bool
+) -> None:
+    """Only what nobody has decided depends on the tools, and is told of them."""
+    monkeypatch.setattr(toolchain, "missing_for_gpu", lambda compilers: None if found else "a C compiler (cc)")
+    if wanted is None and kind == "cuda" and not found:
+        with pytest.warns(UserWarning, match=r"uncompiled: torch.compile needs a C compiler \(cc\)"):
+            assert world._compiles(wanted, torch.device(kind)) is answer
+    else:
+        assert world._compiles(wanted, torch.device(kind)) is answer
+
+
+def test_the_environment_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(toolchain, "missing_for_gpu", asked.append)
+    monkeypatch.setenv("CC", "my-cc")
+    world._compiles(None, torch.device("cuda"))
+    monkeypatch.delenv("CC")
+    world._compiles(None, torch.device("cuda"))
+    assert asked == [("my-cc",), toolchain.C_COMPILERS]
