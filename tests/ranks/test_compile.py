@@ -198,6 +198,59 @@ def test_what_is_no_graph_runs_uncompiled(world_size: int, kind: type[Layer], re
     run_ranks(not_one_graph, world_size, kind, recompute, init=BY_DEFAULT)
 
 
+class Counts(Layer):
+    """Reads a buffer, then changes it: what was read must be what backward sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.count * 1.0
+        y = torch.sin(super().forward(x) * factor)
+        with torch.no_grad():
+            self.count.add_(1)
+        return y
+
+
+@torch.library.custom_op("others::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """As an operator of another library that draws random numbers and does not say so."""
+    return (torch.rand_like(x) > 0.5).to(x.dtype)
+
+
+@noise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Noisy(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * noise(x.detach())
+
+
+def unsafe(kind: type[Layer], recompute: bool) -> None:
+    own = lowering(traces=True)
+    torch.manual_seed(3)
+    plain, blocks = pairs([kind()], use_checkpoint=recompute)
+    grads = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for net in (plain[0], blocks[0]):
+            torch.manual_seed(5)
+            leaf = torch.linspace(-1, 1, 18).view(3, 6).requires_grad_()
+            net(leaf).square().sum().backward()
+            grads.append(leaf.grad)
+    models.assert_same(grads[1], grads[0], f"{kind.__name__}, recompute={recompute}")
+    assert own.num_graphs == 0, "compiled"
+    assert [str(each.message) for each in said if "UnsafeError" in str(each.message)]
+
+
+@pytest.mark.parametrize(("kind", "recompute"), [(Counts, False), (Counts, True), (Noisy, True)])
+def test_what_the_compiler_would_get_wrong_runs_uncompiled(kind: type[Layer], recompute: bool) -> None:
+    run_ranks(unsafe, 1, kind, recompute, init=BY_DEFAULT)
+
+
 def failing(only_rank: int | None) -> None:
     own = lowering(fails=only_rank in (None, bmt.rank()))
     for recompute, level in ((False, 3), (True, 3), (True, 2)):

@@ -91,6 +91,36 @@ def test_every_level_is_exact(world_size: int) -> None:
     run_ranks(every_level, world_size)
 
 
+class Thrice(nn.Module):
+    """Products of one shape, the last of which no recomputation comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b, c = self.maps
+        y: torch.Tensor = c(torch.tanh(b(torch.tanh(a(x)))))
+        return y
+
+
+def backward_twice() -> None:
+    for level in Level:
+        torch.manual_seed(3)
+        plain = Thrice()
+        block = bmt.Block(copy.deepcopy(plain), use_checkpoint=level)
+        for net in (plain, block):
+            y = net(inputs(2) * 1.5)
+            y.square().sum().backward(retain_graph=True)
+            y.sin().sum().backward()
+        models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), str(level))
+
+
+def test_backward_twice_through_one_graph() -> None:
+    """What one recomputation has left over is not found by the next."""
+    run_ranks(backward_twice, 1)
+
+
 def own_levels() -> None:
     for level, zero_level in itertools.product(Level, (2, 3)):
         plain = make_layers()
@@ -147,7 +177,7 @@ def test_every_level_keeps_what_it_says() -> None:
 
 
 def refused() -> None:
-    for wrong in ("full", 1, None, "AUTO"):
+    for wrong in ("full", 2, None, "AUTO"):
         with pytest.raises(ConfigurationError, match="use_checkpoint"):
             bmt.Block(nn.Linear(2, 2), use_checkpoint=wrong)  # type: ignore[arg-type]
 

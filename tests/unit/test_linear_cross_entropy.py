@@ -336,3 +336,18 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"weight: got 24 weights, expected 23"):
         called(FusedLinearCrossEntropy(torch.ones(24)), head, target)
     assert "reduction='mean'" in repr(FusedLinearCrossEntropy())
+
+
+def test_small_probabilities_survive_fp16() -> None:
+    """Gradients are made before the loss scale is known; classes that are never a target must be pushed down all the same."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(64, 32, generator=generator), 1.5 * torch.randn(4000, 32, generator=generator)
+    target = torch.randint(0, 1000, (64,), generator=generator)
+    found = []
+    for dtype, scale in ((torch.float64, 1.0), (torch.float16, 65536.0)):
+        leaf = weight.half().to(dtype).requires_grad_()
+        (FusedLinearCrossEntropy()(hidden.half().to(dtype), leaf, target) * scale).backward()
+        found.append(leaf.grad.double() / scale)
+    want, got = (grad[1000:] for grad in found)
+    assert bool((got.abs().sum(1) > 0).all())
+    assert float(((got - want).norm(dim=1) / want.norm(dim=1)).max()) < 0.05

@@ -244,9 +244,14 @@ class Block(DistributedModule):
             options=functools.partial(self._measure, given),
         )
         first_node = torch._C._autograd._get_sequence_nr()
-        with given.use.running():  # one gather for measuring and running
-            turn = current.service(Planners).of(axis).next(subject)
-            out = self._run_at(turn.level, given)
+        planner = current.service(Planners).of(axis)
+        try:
+            with given.use.running():  # one gather for measuring and running
+                turn = planner.next(subject)
+                out = self._run_at(turn.level, given)
+        except Exception:
+            planner.abort()
+            raise
         before_backward_of(out, first_node, turn.backward_begins)
         return out
 

@@ -51,10 +51,10 @@ class Host:
 
     def seconds(self, x: torch.Tensor) -> float:
         """How long `x` takes one way, with nothing else to do."""
-        buffer = self._take(x.numel() * x.element_size())
+        buffer = self._take(_num_bytes(x))
         for _ in range(2):  # the first touches the memory
             start = time.perf_counter()
-            buffer.view(x.dtype).copy_(x.detach().view(-1))
+            buffer[: _num_bytes(x)].view(x.dtype).copy_(x.detach().view(-1))
             taken = time.perf_counter() - start
         self.give_back(buffer)
         return taken
@@ -63,11 +63,12 @@ class Host:
         """Start the way of `x`, which is there after the event."""
         self.settle()
         x = x.detach()
-        buffer = self._take(x.numel() * x.element_size())
+        num_bytes = _num_bytes(x)
+        buffer = self._take(num_bytes)
         with self._streams.gathering(ready), torch.no_grad():
-            buffer.view(x.dtype).copy_(x.view(-1), non_blocking=True)
+            buffer[:num_bytes].view(x.dtype).copy_(x.view(-1), non_blocking=True)
             self._leaving.append((x, self._streams.mark_current()))
-        away = Away(self, buffer, x.dtype, self._previous())
+        away = Away(self, buffer, num_bytes, x.dtype, self._previous())
         self._away.append(weakref.ref(away))
         return away
 
@@ -76,9 +77,9 @@ class Host:
         self.settle()
         with torch.inference_mode(False):
             # Made on the compute stream: what it used the memory for before comes first.
-            x = torch.empty(away.buffer.numel(), dtype=torch.uint8, device=self.device).view(away.dtype)
+            x = torch.empty(away.num_bytes, dtype=torch.uint8, device=self.device).view(away.dtype)
         with self._streams.gathering(self._streams.mark_compute()), torch.no_grad():
-            x.copy_(away.buffer.view(away.dtype), non_blocking=True)
+            x.copy_(away.buffer[: away.num_bytes].view(away.dtype), non_blocking=True)
             return x, self._streams.mark_current()
 
     def receive(self, event: torch.Event | None) -> None:
@@ -94,6 +95,9 @@ class Host:
         return None
 
     def _take(self, num_bytes: int) -> torch.Tensor:
+        """A buffer of at least so many bytes. There are few sizes: inputs of ever other lengths use the same buffers again."""
+        step = 2 ** max(num_bytes.bit_length() - 4, 0)
+        num_bytes = -(-num_bytes // step) * step
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         self.num_bytes += num_bytes
@@ -104,11 +108,15 @@ class Host:
         self._free[buffer.numel()].append(buffer)
 
 
+def _num_bytes(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
 class Away:
     """One tensor on the host. Goes with the graph that saved it."""
 
-    def __init__(self, host: Host, buffer: torch.Tensor, dtype: torch.dtype, previous: Away | None) -> None:
-        self._host, self.buffer, self.dtype = host, buffer, dtype
+    def __init__(self, host: Host, buffer: torch.Tensor, num_bytes: int, dtype: torch.dtype, previous: Away | None) -> None:
+        self._host, self.buffer, self.num_bytes, self.dtype = host, buffer, num_bytes, dtype
         self._previous = None if previous is None else weakref.ref(previous)
         self._coming: tuple[torch.Tensor, torch.Event | None] | None = None
         self._here: weakref.ref[torch.Tensor] | None = None

@@ -118,7 +118,7 @@ class Planner:
         self._watch: _Watch | None = None
         self._num_retries = self._memory.num_retries()
         self._num_failures = 0
-        self._limit = self._memory.limit()
+        self._limit = self._smallest_limit = self._memory.limit()  # of this rank; of all ranks, as of the last agreement
         self._base = 0  # bytes at the beginning of the last pass whose peaks were measured
         self._margin = 0.0
 
@@ -138,6 +138,10 @@ class Planner:
             self._begin(subject)
         number, self._next = self._next, self._next + 1
         return Turn(self, self._num_passes, number, self._level(number, subject))
+
+    def abort(self) -> None:
+        """A call of this pass has failed: if the program goes on, then with another. What this one has measured is not used."""
+        self._is_turned, self._is_stale = True, bool(self._wanted)
 
     def turn_back(self, turn: Turn) -> None:
         """Backward has come to a call."""
@@ -214,11 +218,12 @@ class Planner:
         complaints = int(self._is_stale), int(retries > self._num_retries and self._num_passes > 3 and not self._wanted)
         self._num_retries = retries
         kind = zlib.crc32(repr(first.kind).encode())  # the same on all ranks, as `hash` is not
-        wire = [kind, *padded(first.shape), used - self._limit, *complaints]
-        kind, *dims, lacking, is_stale, has_retried = map(int, _largest(wire, self._axis))
+        wire = [kind, *padded(first.shape), used - self._limit, -self._limit, *complaints]
+        kind, *dims, lacking, negative_limit, is_stale, has_retried = map(int, _largest(wire, self._axis))
+        self._smallest_limit = -negative_limit
         if has_retried:
             self._margin = min(self._margin + _MORE_MARGIN, _MOST_MARGIN)
-        return Key(kind, tuple(dims), first.num_dims), int(-lacking - self._margin * self._limit), bool(is_stale)
+        return Key(kind, tuple(dims), first.num_dims), int(-lacking - self._margin * self._smallest_limit), bool(is_stale)
 
     def _prepare(self, profile: Profile, room: int) -> None:
         """Decide what this pass measures, and make the plan fit what memory there is."""
@@ -236,7 +241,7 @@ class Planner:
         """Whether the plan still does; a little more may have been allocated when a pass begins than when it was made."""
         if profile.agreed is None or profile.choice is None:
             return False
-        return plan.need(*profile.agreed, profile.choice) <= room - _in_pieces(*profile.agreed) + _SLACK * self._limit
+        return plan.need(*profile.agreed, profile.choice) <= room - _in_pieces(*profile.agreed) + _SLACK * self._smallest_limit
 
     def _conclude(self, profile: Profile, measured: frozenset[Level], watch: _Watch | None, room: int) -> None:
         """All ranks have measured: plan with the largest of what they found."""

@@ -40,13 +40,13 @@ def level_of(use_checkpoint: bool | str | Level) -> Level | None:
     """What the argument of a block asks for; None for "auto", which leaves the choice to the planner.
 
     Raises:
-        ConfigurationError: for anything but a bool, a Level and "auto".
+        ConfigurationError: for anything but a bool (or 1 and 0), a Level and "auto".
     """
     if use_checkpoint == AUTO:
         return None
     if isinstance(use_checkpoint, Level):
         return use_checkpoint
-    if isinstance(use_checkpoint, bool):
+    if use_checkpoint in (True, False):  # and 1 and 0, which programs write
         return Level.BLOCK if use_checkpoint else Level.NOTHING
     raise ConfigurationError(
         f'use_checkpoint is {use_checkpoint!r}: expected True (recompute the block), False (keep everything) or "auto" (recompute '
@@ -89,7 +89,13 @@ class Selective:
         self._kept: dict[Any, deque[_Result]] = defaultdict(deque)
 
     def __call__(self, *args: Any) -> Any:
-        with _Recalling(self._kept) if in_backward() else _Keeping(self._kept):
+        if not in_backward():
+            with _Keeping(self._kept):
+                return self._call(*args)
+        # A run in backward may end before its last results are asked for, and another may follow (`retain_graph=True`), which
+        # must not find those in the place of its own.
+        kept, self._kept = self._kept, defaultdict(deque)
+        with _Recalling(kept):
             return self._call(*args)
 
     def num_bytes(self) -> int:

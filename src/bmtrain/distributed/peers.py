@@ -11,6 +11,7 @@ import os
 import pathlib
 import platform
 import shutil
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -112,7 +113,9 @@ class FilePeers(Peers):
         path = folder / "memory"
         try:
             with open(path, "wb") as file:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
+                if sys.platform == "linux":
+                    os.posix_fallocate(file.fileno(), 0, num_bytes)
+                file.truncate(num_bytes)
         except OSError as error:
             shutil.rmtree(folder)
             return error

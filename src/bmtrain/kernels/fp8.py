@@ -49,6 +49,7 @@ def product(
     """
     if a.device.type == "cpu":
         return product_reference(a, a_unit, b, b_unit, bias, dtype)
+    a, b = a.contiguous(), b.contiguous()  # the only layouts that the products take
     inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
     out = torch._scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast)
     return out if bias is None or inside is not None else out + bias

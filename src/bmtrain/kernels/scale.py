@@ -22,7 +22,8 @@ def scale_(tensors: Batch, factor: torch.Tensor) -> None:
     """
     fast, slow = tensors.by_path
     scale_reference_(slow, factor)
-    scale_triton_(fast, factor)
+    if fast.rows:
+        scale_triton_(fast, factor)
 
 
 def scale_reference_(tensors: Batch, factor: torch.Tensor) -> None:

@@ -50,6 +50,13 @@ class Targets(NamedTuple):
     label_smoothing: float
 
 
+def _boost(dtype: torch.dtype, class_weight: torch.Tensor | None) -> float | torch.Tensor:
+    """What gradients of fp16 logits are multiplied by: small ones would else round to zero, as no loss scale is known yet."""
+    if dtype != torch.float16:
+        return 1.0
+    return 2.0**12 if class_weight is None else 2.0**12 / class_weight.amax().clamp(min=1.0)
+
+
 class LinearCrossEntropySum(torch.autograd.Function):
     """The sum of the losses of all rows, a scalar; the gradients are computed along with it."""
 
@@ -58,7 +65,9 @@ class LinearCrossEntropySum(torch.autograd.Function):
         """Of a linear map and its input, at least one of them with a gradient."""
         ctx.wanted = [tensor.requires_grad for tensor in head]
         ctx.dtype = head[0].dtype
-        losses, *grads = linear_cross_entropy_gradients(list(head), *targets, targets.valid.to(arithmetic(ctx.dtype)), ctx.wanted)
+        ctx.boost = _boost(ctx.dtype, targets.class_weight)
+        grad_rows = targets.valid.to(arithmetic(ctx.dtype)) * ctx.boost
+        losses, *grads = linear_cross_entropy_gradients(list(head), *targets, grad_rows, ctx.wanted)
         ctx.save_for_backward(*grads)
         return losses.sum()
 
@@ -67,7 +76,8 @@ class LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, grad_sum: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """A product each, rounded to the dtype of the tensors."""
         grads = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-        return None, *(scale_to(grad, grad_sum, ctx.dtype) if wanted else None for grad, wanted in grads)
+        factor = grad_sum / ctx.boost
+        return None, *(scale_to(grad, factor, ctx.dtype) if wanted else None for grad, wanted in grads)
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):

@@ -80,6 +80,7 @@ class OptimManager:
             param for param in parameters_of(optimizer.param_groups) if not isinstance(param, DistributedParameter)
         )
         if isinstance(optimizer, AdamBase):
+            optimizer.dynamic_scale.settle()
             optimizer.dynamic_scale = self._scale or LossScale(1.0, maximum=1.0)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)

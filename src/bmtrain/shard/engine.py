@@ -38,6 +38,7 @@ class Engine:
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
+        self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
         """The ring of all ZeRO-3 storages whose full buffer has this size."""
@@ -56,11 +57,20 @@ class Engine:
         """Storages that are in use."""
         return len(self._gradients)
 
-    def acquire(self, residence: Residence, phase: Phase) -> torch.Tensor:
-        """The full buffer of `residence`, with the gather of its expected successor started behind it."""
+    def acquire(self, residence: Residence, phase: Phase, *, with_grad: bool) -> torch.Tensor:
+        """The full buffer of `residence`, with the gather of its expected successor started behind it.
+
+        Between forward passes with and without gradient parameters may change, as those of a teacher that follows its student do:
+        they are passes of their own (`with_grad`).
+        """
         self.backward.abandon_if_dead()
-        if phase is Phase.FORWARD and self.schedule.begins_pass(residence, phase):
-            self._begin_forward()
+        if phase is Phase.FORWARD:
+            if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
+                self.schedule.restart()
+                self._begin_forward()
+            elif not residence.is_coming():
+                self.transport.fence()  # nobody expected it: the program may just have written it
+            self._with_grad = with_grad
         following = self.schedule.observe(residence, phase)
         full = residence.acquire(phase)
         # Backward seldom gathers inside a pipeline (a graph that was retained). What follows may be outside, where the ranks of

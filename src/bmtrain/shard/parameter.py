@@ -149,6 +149,7 @@ class DistributedParameter(torch.nn.Parameter):
         """Take the values of this rank's slice, (numel of the slice,)."""
         with torch.no_grad():
             self.copy_(values)
+        self._storage.residence.forget()  # what has been gathered early is old now
         self.mark_set()
 
     def mark_unset(self) -> None:

@@ -25,6 +25,10 @@ class Residence(ABC):
     def prefetch(self, phase: Phase) -> None:
         """Start the gather, if the values are not here."""
 
+    def is_coming(self) -> bool:
+        """Whether the values are here, or on their way."""
+        return True
+
     @abstractmethod
     def acquire(self, phase: Phase) -> torch.Tensor:
         """The full buffer (layout.numel,), readable on the compute stream."""
@@ -89,6 +93,9 @@ class Kept(Residence):
         self._ready: torch.Event | None = None
         self._num_holders = 0
 
+    def is_coming(self) -> bool:
+        return self._full is not None
+
     def prefetch(self, phase: Phase) -> None:
         self._load()
 
@@ -130,6 +137,10 @@ class Ringed(Residence):
         ring.join()
         source.when_gone(ring.leave)
 
+    def is_coming(self) -> bool:
+        buffer = self._own_buffer()
+        return self._num_holders > 0 or (buffer is not None and buffer.held)
+
     def prefetch(self, phase: Phase) -> None:
         if self._num_holders:
             return
@@ -156,6 +167,7 @@ class Ringed(Residence):
 
     def forget(self) -> None:
         if self._num_holders == 0:
+            self._transport.streams.compute_waits(self._ready)  # nobody else may have, and the memory may go
             self._give_back()
             self._buffer = None
 

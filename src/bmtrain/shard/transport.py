@@ -90,17 +90,12 @@ class Transport:
         self._reductions: collections.deque[Pending] = collections.deque()
         self._filling: Pending | None = None
         self._fence = True
-        self._opened: set[tuple[int, ...]] = set()
         self._num_joined: collections.Counter[tuple[tuple[int, ...], int]] = collections.Counter()  # by axis and full size
         self._exchanges: dict[tuple[tuple[int, ...], int, torch.dtype], Exchange] = {}
 
     def fence(self) -> None:
-        """Shards may have been written on the compute stream: the next gather, and so all after it, waits for those writes.
-
-        Called at the same places of the program on all ranks: copies out of the others' shards begin with a barrier after it.
-        """
+        """Shards may have been written on the compute stream: the next gather, and so all after it, waits for those writes."""
         self._fence = True
-        self._opened.clear()
 
     def new_shard(self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool) -> tuple[torch.Tensor, Source]:
         """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read if `shared`. Collective."""
@@ -131,9 +126,7 @@ class Transport:
 
     def _copy_shards(self, full: torch.Tensor, parts: Sequence[torch.Tensor], peers: Peers) -> None:
         axis = peers.axis
-        if axis.ranks not in self._opened:
-            self._opened.add(axis.ranks)
-            peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
+        peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
         pieces = full.chunk(axis.size)
         self.streams.side_by_side([functools.partial(pieces[rank].copy_, parts[rank]) for rank in _rotated(axis) if parts])
         peers.barrier(GATHERS)  # as after a collective, nobody reads this rank's shard any more

@@ -95,6 +95,7 @@ class Use:
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
         self._running = 0
+        self._with_grad = torch.is_grad_enabled()
         self.order = next(_ORDER)
         self._loan: weakref.ref[Loan] | None = None
         self._has_end = True
@@ -162,7 +163,9 @@ class Use:
             if backward:
                 self._check_versions()
                 storage.engine.backward.begin_use(self)
-            full = storage.engine.acquire(storage.residence, Phase.BACKWARD if backward else Phase.FORWARD)
+            full = storage.engine.acquire(
+                storage.residence, Phase.BACKWARD if backward else Phase.FORWARD, with_grad=self._with_grad
+            )
             self._full[storage] = full
             self._written[storage] = _version(full)
         return full
