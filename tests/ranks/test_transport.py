@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import pathlib
 import tempfile
@@ -12,6 +11,7 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.ranks.test_numerics import answer, train
 
 import bmtrain as bmt
 from bmtrain.distributed import collectives, peers
@@ -22,34 +22,12 @@ from bmtrain.shard import transport
 from bmtrain.shard.engine import Engine
 
 COPIES, COLLECTIVES = {"transport": "copy_engine"}, {"transport": "collective"}
-STEPS = 6
-
-
-@functools.cache
-def answer() -> dict[str, torch.Tensor]:
-    return models.cloned_state(models.train_plain(STEPS, lambda params: torch.optim.AdamW(params, lr=1e-2)))
-
-
-def train(level: int, recompute: bool, micros: int, deferred: bool) -> dict[str, torch.Tensor]:
-    model = models.shard_whole(level, recompute)
-    optimizer = bmt.optim.AdamOptimizer(models.groups_of(model), lr=1e-2, weight_decay=0.01)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
-    for step in range(STEPS):
-        models.switch_frozen(model, step)
-        manager.zero_grad()
-        tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()].chunk(micros) for part in models.batch(step))
-        for number, pair in enumerate(zip(tokens, targets, strict=True)):
-            loss = models.loss_of(model, *pair, step) / micros
-            manager.backward(loss, reduce_gradients=not deferred or number == micros - 1)
-        manager.step()
-    return models.cloned_state(model)
 
 
 def train_everything() -> dict[Any, dict[str, torch.Tensor]]:
     transport.SMALLEST_SHARED_BYTES = 0
     modes = [(*mode, *micro) for mode in itertools.product((2, 3), (False, True)) for micro in ((1, False), (3, True), (3, False))]
-    return {mode: train(*mode) for mode in modes}
+    return {mode: train(("adam", *mode)) for mode in modes}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
