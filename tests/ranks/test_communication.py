@@ -15,7 +15,7 @@ from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain import benchmark, distributed
-from bmtrain.distributed import nccl, results
+from bmtrain.distributed import collectives, nccl, results
 from bmtrain.errors import ConfigurationError, NotInitializedError
 from bmtrain.runtime import world
 from bmtrain.runtime.config import config
@@ -550,3 +550,26 @@ def run_meeting(folder: str) -> list[str]:
 
 def test_synchronize_waits_for_the_last(tmp_path: pathlib.Path) -> None:
     assert run_ranks(run_meeting, 3, str(tmp_path)) == [["arrived"]] * 3
+
+
+def run_to_the_end() -> tuple[bool, bool, bool]:
+    """Whether gloo's threads are there while the run lasts, are gone after it though a model keeps the axes, and what is said."""
+    block = bmt.Block(torch.nn.Linear(3, 3))
+    block(torch.ones(2, 3, requires_grad=True)).sum().backward()
+    axis = world.current().mesh.world
+    during = _num_gloo_threads()
+    world.shutdown()
+    with pytest.raises(RuntimeError, match="the run has ended"):
+        collectives.all_gather(torch.ones(2), axis)
+    return during > 0, _num_gloo_threads() == 0, isinstance(block, bmt.Block)
+
+
+def _num_gloo_threads() -> int:
+    names = [task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    return sum(name.startswith("pt_gloo_runloop") for name in names)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="reads the names of threads from Linux's /proc")
+def test_no_thread_of_gloo_outlives_the_run() -> None:
+    """One that gives back a tensor when the interpreter ends would abort the process."""
+    assert run_ranks(run_to_the_end, 2) == [(True, True, True)] * 2

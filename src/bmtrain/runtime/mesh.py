@@ -10,24 +10,54 @@ import torch.distributed as dist
 from bmtrain.runtime.topology import Topology
 
 
+class Communicators:
+    """The process groups of an axis, until `close`.
+
+    Whoever talks over an axis keeps the axis, often to the last moment of the interpreter. Gloo's threads live as long as a
+    group does, and one that gives back a tensor while the interpreter ends is killed by it, and the process with it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
+        self._groups: tuple[dist.ProcessGroup, ...] = (group, gather, reduce)
+
+    def __getitem__(self, number: int) -> dist.ProcessGroup:
+        if not self._groups:
+            raise RuntimeError("the run has ended: its ranks can no longer talk to each other.")
+        return self._groups[number]
+
+    def close(self) -> None:
+        """Let the groups go. Safe to call twice."""
+        self._groups = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """One line of the mesh through this rank: `size` ranks, of which this one is number `index`.
 
     `group` carries ordinary collectives; `gather_group` and `reduce_group` are the same ranks with communicators of their
-    own, so that a gather and a reduction can be in flight at the same time.
+    own, so that a gather and a reduction can be in flight at the same time. Each raises RuntimeError after the run.
     """
 
     name: str
     ranks: tuple[int, ...]
     index: int
-    group: dist.ProcessGroup
-    gather_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup
+    communicators: Communicators
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.communicators[0]
+
+    @property
+    def gather_group(self) -> dist.ProcessGroup:
+        return self.communicators[1]
+
+    @property
+    def reduce_group(self) -> dist.ProcessGroup:
+        return self.communicators[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +73,13 @@ class Mesh:
     pp_tp_zero: Axis
     upstream: Axis | None  # the stage before and this one; None on the first stage
     downstream: Axis | None  # this stage and the next; None on the last
+
+    def close(self) -> None:
+        """Let all process groups go."""
+        axes = (self.world, self.pipe, self.tp, self.tp_zero, self.pp_zero, self.pp_tp_zero, self.upstream, self.downstream)
+        for axis in axes:
+            if axis is not None:
+                axis.communicators.close()
 
     def shard_axis(self, *, tensor_parallel: bool, pipelined: bool) -> Axis:
         """The ranks over which a parameter is sharded: those that compute with the same values of it.
@@ -75,7 +112,7 @@ def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) ->
     for ranks in partition:
         groups = [dist.new_group(list(ranks)) for _ in range(3)]
         if rank in ranks:
-            own = Axis(name, ranks, ranks.index(rank), *groups)
+            own = Axis(name, ranks, ranks.index(rank), Communicators(*groups))
     if own is None:
         raise RuntimeError(f"rank {rank} is in no {name} group of {partition}")
     return own
@@ -87,8 +124,9 @@ def _build_links(topology: Topology) -> tuple[Axis | None, Axis | None]:
     for line in topology.partition("pipe"):
         for ranks in itertools.pairwise(line):
             group = dist.new_group(list(ranks))
+            communicators = Communicators(group, group, group)
             if topology.rank == ranks[0]:
-                downstream = Axis("link", ranks, 0, group, group, group)
+                downstream = Axis("link", ranks, 0, communicators)
             elif topology.rank == ranks[1]:
-                upstream = Axis("link", ranks, 1, group, group, group)
+                upstream = Axis("link", ranks, 1, communicators)
     return upstream, downstream

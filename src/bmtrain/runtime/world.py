@@ -201,6 +201,7 @@ def shutdown() -> None:
     if world is None:
         return
     world.services.clear()
+    world.mesh.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
