@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from typing import Any
@@ -11,13 +12,23 @@ import torch.distributed as dist
 from parallel_models import ParallelGPT
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import bmtrain as bmt
 from models import HeadLoss, Shape, initialise, initialise_own, projected_cross_entropy
 from options import Options
 
 LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.01, 1.0
+COMPILES_DEEPSPEED = "2.13"  # the loss is right there (DeepSpeed 0.19.8), and wrong in 2.11
+# What others keep where they recompute selectively: outputs of products and of attention.
+KEPT = (
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default, torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+)  # fmt: skip
 
 
 class Backend(ABC):
@@ -81,21 +92,27 @@ def _fused_loss() -> HeadLoss:
 
 
 class FSDP2(Backend):
-    """torch's fully_shard with mixed precision: fp32 shards, bf16 compute and reduction, fused AdamW."""
+    """torch's fully_shard: fp32 shards, bf16 compute and reduction, fused AdamW; each block and the head a unit and a graph.
+
+    The head stays gathered until its backward pass, which comes next, and so does the root, which is left with the embeddings:
+    torch's default. Prefetching is torch's default too.
+    """
 
     def __init__(self, options: Options) -> None:
         # Inputs of blocks stay as they are: the hidden states are bf16 anyway, rotary angles are meant to be fp32.
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
         offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
+        shard = functools.partial(fully_shard, mp_policy=precision, offload_policy=offload)
         with torch.device("meta"):
             model: Any = options.geometry.model()
-        if options.recompute == "all":
-            _recompute(model)
-        for block in model.blocks:
+        _recompute(model, options.recompute)
+        for unit in (*model.blocks, model.head):
             if options.compile:
-                block.compile(dynamic=False)
-            fully_shard(block, mp_policy=precision, offload_policy=offload)
-        fully_shard(model, mp_policy=precision, offload_policy=offload)
+                unit.compile(dynamic=False, fullgraph=True)
+        for block in model.blocks:
+            shard(block)
+        shard(model.head, reshard_after_forward=False)
+        shard(model)
         model.to_empty(device="cpu" if options.offload else options.device)
         initialise(model)
         self.model = model
@@ -110,43 +127,62 @@ class FSDP2(Backend):
         return loss.detach()
 
 
-def _recompute(model: Any) -> None:
-    """Blocks keep their inputs only, and compute the rest again in backward."""
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block)
+def _recompute(model: Any, what: str) -> None:
+    """Blocks keep their inputs only ("all"), or what KEPT names too ("selective"), and compute the rest again in backward."""
+    if what == "none":
+        return
+    keep: dict[str, Any] = {}
+    if what == "selective":
+        keep["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(KEPT))
+    for index, block in enumerate(model.blocks):  # there is nothing random in them
+        model.blocks[index] = checkpoint_wrapper(block, preserve_rng_state=False, **keep)
 
 
 class Plain(Backend):
-    """A good single-file trainer: fp32 weights, bf16 autocast, whole-model compile, fused AdamW; DDP on several GPUs."""
+    """A good single-file trainer: fp32 weights, bf16 autocast, whole-model compile, fused AdamW; DDP on several GPUs.
+
+    Gradients travel between GPUs in bf16. CUDA graphs are those of torch.compile, mode "reduce-overhead".
+    """
 
     def __init__(self, options: Options) -> None:
         torch.set_float32_matmul_precision("high")
         self.device = options.device
         with torch.device(options.device):
             model: Any = options.geometry.model()
-        if options.recompute == "all":
-            _recompute(model)
+        _recompute(model, options.recompute)
         initialise(model)
         self.params = list(model.parameters())
         if dist.get_world_size() > 1:
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        self.model = torch.compile(model) if options.compile else model
+            if options.device != "cpu":  # torch has it for NCCL only
+                model.register_comm_hook(None, bf16_compress_hook)
+        mode = "reduce-overhead" if options.cuda_graph else None
+        self.model = torch.compile(model, mode=mode) if options.compile else model
         self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # what graphs have left behind in the last step may go
         with torch.autocast(self.device, dtype=torch.bfloat16):
             loss: torch.Tensor = self.model(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.params, MAX_NORM)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach().clone()  # else the next replay writes to it
 
 
 class DeepSpeed(Backend):
-    """DeepSpeed's ZeRO-3 in bf16 with its fused Adam, or its CPU Adam: `pip install deepspeed`."""
+    """DeepSpeed's ZeRO-3 in bf16 with torch's fused AdamW, or its own CPU Adam: `pip install deepspeed`.
+
+    Compiled, blocks and the head are its "leaf modules", gathered as a whole: else its hooks, which run on every layer, cut the
+    graphs to pieces. With torch 2.11 the loss then falls too slowly, with its own `engine.compile()` too: it is refused there.
+    """
 
     def __init__(self, options: Options) -> None:
+        if options.compile and TorchVersion(torch.__version__) < COMPILES_DEEPSPEED:
+            raise RuntimeError(
+                f"DeepSpeed compiles from torch {COMPILES_DEEPSPEED} on, this is {torch.__version__}: use --no-compile."
+            )
         deepspeed = importlib.import_module("deepspeed")  # no dependency of this project
         deepspeed.init_distributed()  # on the process group that there is
         config = deepspeed_config(options)
@@ -157,11 +193,13 @@ class DeepSpeed(Backend):
             if own:
                 with deepspeed.zero.GatheredParameters(own, modifier_rank=0):
                     initialise_own(module)  # what rank 0 writes counts
-        if options.recompute == "all":
-            _recompute(model)
-        self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
         if options.compile:
-            self.engine.compile()
+            units = [*model.blocks, model.head]
+            deepspeed.utils.set_z3_leaf_modules(model, list({type(unit) for unit in units}))
+            for unit in units:  # `forward` alone: its hooks stay outside
+                unit.forward = torch.compile(unit.forward, dynamic=False, fullgraph=True)
+        _recompute(model, options.recompute)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.engine(ids, targets)
@@ -184,13 +222,15 @@ def deepspeed_config(options: Options) -> dict[str, Any]:
     }
     if options.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    # torch's fused AdamW on its flat shards: its own fused Adam does the same and has to be compiled first, as its CPU Adam has.
+    kernel = {} if options.offload else {"torch_adam": True, "fused": True}
     return {
         "train_micro_batch_size_per_gpu": options.batch[0],  # of its own statistics only
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
         "gradient_clipping": MAX_NORM,
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, **kernel}},
     }
 
 
@@ -202,4 +242,5 @@ def init_arguments(options: Options) -> dict[str, Any]:
     if options.backend != "bmtrain":
         return {}
     transport = "collective" if options.transport == "nccl" else options.transport
-    return {"tp_size": options.tp, "transport": transport, "compile": options.compile}
+    limit = None if options.memory_limit is None else round(options.memory_limit * 2**30)
+    return {"tp_size": options.tp, "transport": transport, "compile": options.compile, "memory_limit": limit}

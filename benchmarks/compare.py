@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -29,31 +30,39 @@ from typing import Any
 import torch
 from machine import machine, machine_from_outside
 from plot import draw
-from runs import run
+from runs import left_out, run
 from suites import SUITES, Suite, chosen
 from tables import failure_of, mode_of, tables_of
 
 from options import from_words
 
 HERE = pathlib.Path(__file__).parent
+SHORTEST = 40.0  # seconds: little is measured in less
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What makes one file of results: runs, each on every one of these numbers of GPUs; `command` makes it again."""
+    """What makes one file of results: runs, each on every one of these numbers of GPUs; `command` makes it again.
+
+    repeat: how often, the whole list again for each, so that a drift of the machine shows.
+    """
 
     name: str
     counts: Sequence[int]
     runs: Sequence[str]
+    repeat: int
     command: str
 
 
-def job_of(suite: Suite, available: int) -> Job:
-    """A suite on this machine."""
+def job_of(suite: Suite, available: int, repeat: int | None) -> Job:
+    """A suite on this machine; `repeat` in place of its own number."""
     counts = suite.counts(available)
-    command = f"benchmarks/compare.py --suite {suite.name} --gpus {counts[-1]}"
+    command = f"make bench ARGS='--suite {suite.name} --gpus {counts[-1]}{'' if repeat is None else f' --repeat {repeat}'}'"
     runs = [words for words, options in zip(suite.runs, suite.options(), strict=True) if is_installed(options.backend)]
-    return Job(name=f"{suite.name}-{counts[-1]}gpu", counts=counts, runs=runs, command=command)
+    return Job(
+        name=f"{suite.name}-{counts[-1]}gpu", counts=counts, runs=runs, repeat=suite.repeat if repeat is None else repeat,
+        command=command,
+    )  # fmt: skip
 
 
 def is_installed(backend: str) -> bool:
@@ -62,18 +71,19 @@ def is_installed(backend: str) -> bool:
 
 
 def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    """All runs of a job, said and written as they come; the list again for each repeat, so that a drift of the machine shows."""
+    """All runs of a job, said and written as they come; what would begin after --within is left out, and said to be."""
     facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
     records: list[dict[str, Any]] = []
     report = {
         "date": datetime.date.today().isoformat(), "commit": args.commit, "command": job.command, "machine": facts,
         "records": records,
     }  # fmt: skip
-    todo = [(count, words) for _ in range(args.repeat) for count in job.counts for words in job.runs]
+    todo = [(count, words) for _ in range(job.repeat) for count in job.counts for words in job.runs]
     began = time.monotonic()
     for number, (count, words) in enumerate(todo, 1):
         print(f"[{job.name} {number}/{len(todo)}, {time.monotonic() - began:.0f} s] {count} x {words}", flush=True)
-        for record in run(words, count, args.timeout):
+        left = args.within - (time.monotonic() - began)
+        for record in run(words, count, min(args.timeout, left)) if left > SHORTEST else left_out(words, count, args.within):
             print("    " + in_a_line(record), flush=True)
             records.append(record)
         print("".join(f"    note: {note}\n" for note in records[-1].get("notes", [])), end="", flush=True)
@@ -112,7 +122,7 @@ def say_what_there_is(available: int) -> None:
     for suite in SUITES:
         counts = suite.counts(available)
         here = f"about {suite.minutes(available):.0f} min with {counts} GPUs" if counts else f"needs {suite.least} GPUs"
-        print(f"{suite.name:13} {suite.about}; {len(suite.runs)} runs, {here}")
+        print(f"{suite.name:19} {suite.about}; {len(suite.runs)} runs, {here}")
 
 
 def parse() -> argparse.Namespace:
@@ -123,8 +133,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, help="use the first of them only")
     parser.add_argument("--run", action="append", help="arguments of throughput.py, in place of a suite; with --name")
     parser.add_argument("--name", help="of the files of --run")
-    parser.add_argument("--repeat", type=int, default=1, help="measure everything so often; tables show medians")
+    parser.add_argument("--repeat", type=int, help="measure everything so often, in turn; tables show medians and extremes")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one run may take")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds that one suite may take: the rest is left out")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--folder", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try --run without a GPU")
@@ -142,13 +153,14 @@ def jobs_of(args: argparse.Namespace, available: int) -> list[Job]:
         for words in args.run:
             from_words(words)  # better now than after an hour
         said = [f"benchmarks/compare.py --gpus {available} --name {args.name}", *(f"--run {shlex.quote(run)}" for run in args.run)]
-        return [Job(name=args.name, counts=[available], runs=args.run, command=" ".join(said))]
+        said += [] if args.repeat is None else [f"--repeat {args.repeat}"]
+        return [Job(name=args.name, counts=[available], runs=args.run, repeat=args.repeat or 1, command=" ".join(said))]
     suites = chosen(args.suite, available)
     if not all(is_installed(options.backend) for suite in suites for options in suite.options()):
         print("DeepSpeed is not installed: left out")
-    minutes = sum(suite.minutes(available) for suite in suites) * args.repeat
+    minutes = sum(suite.minutes(available) / suite.repeat * (args.repeat or suite.repeat) for suite in suites)
     print(f"{', '.join(suite.name for suite in suites)}: about {minutes:.0f} minutes", flush=True)
-    return [job_of(suite, available) for suite in suites]
+    return [job_of(suite, available, args.repeat) for suite in suites]
 
 
 def main() -> None:

@@ -102,8 +102,10 @@ SHAPES: dict[str, Geometry] = {
     "gpt2": Shape(12, 768, 12, 1024),
     "2.7b": Shape(32, 2560, 32, 1024),
     "13b": Shape(40, 5120, 128, 512),
+    "13b-16-layers": Shape(16, 5120, 128, 512),  # for two GPUs
     "llama-tiny": LlamaShape(2, 128, 4, 2, 384, vocab=512, seq=64),
     "llama-8b": LlamaShape(),
+    "llama-8b-16-layers": LlamaShape(16),
 }
 
 

@@ -10,13 +10,19 @@ from collections.abc import Sequence
 from models import SHAPES, Geometry
 
 BACKENDS = ("bmtrain", "fsdp2", "plain", "deepspeed")
-CHOICES = ("recompute", "offload", "zero_level", "tp", "transport", "fp8", "cuda_graph", "fused_head")
+CHOICES = ("recompute", "offload", "zero_level", "tp", "transport", "fp8", "cuda_graph", "fused_head", "memory_limit")
 # Which of them a backend has; others are refused before anything is built.
 SUPPORTED = {
     "bmtrain": set(CHOICES),
     "fsdp2": {"recompute", "offload"},
-    "plain": {"recompute"},
+    "plain": {"recompute", "cuda_graph"},
     "deepspeed": {"recompute", "offload"},
+}
+RECOMPUTE = {
+    "bmtrain": ("none", "all", "auto"),
+    "fsdp2": ("none", "all", "selective"),
+    "plain": ("none", "all", "selective"),
+    "deepspeed": ("none", "all"),
 }
 
 
@@ -36,6 +42,7 @@ class Options:
     fp8: bool = False
     cuda_graph: bool = False
     fused_head: bool = False
+    memory_limit: float | None = None
     warmup: int = 3
     steps: int = 5
     profile: str | None = None
@@ -64,8 +71,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per GPU; each is a record")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--recompute", nargs="?", choices=("none", "all", "auto"), const="all", default="none", help="activations; auto: as needed"
-    )
+        "--recompute", nargs="?", choices=("none", "all", "auto", "selective"), const="all", default="none",
+        help="activations; auto: as needed; selective: all but products and attention",
+    )  # fmt: skip
     parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
     parser.add_argument("--zero-level", type=int, default=3, help="2 or 3")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
@@ -73,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--fp8", action="store_true", help="linear layers of blocks in FP8")
     parser.add_argument("--cuda-graph", action="store_true", help="replay forward and backward")
     parser.add_argument("--fused-head", action="store_true", help="the loss without the logits of all rows")
+    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="what --recompute auto may fill, by default the GPU")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
@@ -94,8 +103,11 @@ def checked(arguments: argparse.Namespace) -> Options:
         chosen = getattr(options, field.name)
         if field.name in CHOICES and field.name not in SUPPORTED[options.backend] and chosen != field.default:
             raise SystemExit(f"--{field.name.replace('_', '-')} {chosen}: {options.backend} does not have it; leave it out.")
-    if options.backend != "bmtrain" and options.recompute == "auto":
-        raise SystemExit(f"--recompute auto: {options.backend} does not have it; expected none or all.")
+    if options.recompute not in RECOMPUTE[options.backend]:
+        expected = ", ".join(RECOMPUTE[options.backend])
+        raise SystemExit(f"--recompute {options.recompute}: {options.backend} does not have it; expected one of {expected}.")
+    if options.backend == "plain" and options.cuda_graph and not options.compile:
+        raise SystemExit("--cuda-graph --no-compile: plain has the graphs of torch.compile; leave out one of both.")
     return options
 
 

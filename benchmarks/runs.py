@@ -43,6 +43,11 @@ def run(words: str, gpus: int, timeout: float) -> list[dict[str, Any]]:
     return [{**record, "notes": notes} if notes else record for record in records]
 
 
+def left_out(words: str, gpus: int, within: float) -> list[dict[str, Any]]:
+    """The record of a run that was not begun."""
+    return [failure(from_words(words), gpus, 0, f"not tried: the {within:.0f} s of --within were over")]
+
+
 def launched(words: str, gpus: int, timeout: float) -> tuple[list[dict[str, Any]], str, bool]:
     """The records that throughput.py has left, what it and its ranks printed, and whether it ended in time."""
     with tempfile.TemporaryDirectory() as folder:
@@ -57,11 +62,13 @@ def launched(words: str, gpus: int, timeout: float) -> tuple[list[dict[str, Any]
 
 
 def obstacle_to(options: Options, gpus: int) -> str:
-    """Why a run need not be tried; empty if it may work."""
+    """Why a run is not tried; empty if it may work. An estimate, of what is there before any activation."""
     if options.device == "cpu":
         return ""
     needed, total = options.state_bytes(gpus) / 2**30, float(str(machine_from_outside()["gpu_gib"]))
-    return f"out of memory: weights, gradients and optimizer take {needed:.0f} GiB a GPU" if needed > USABLE * total else ""
+    if needed <= USABLE * total:
+        return ""
+    return f"not tried: weights, gradients and optimizer states alone are {needed:.0f} GiB a GPU by estimate, of {total:.0f}"
 
 
 def finishes(command: Sequence[str], log: pathlib.Path, timeout: float) -> bool:

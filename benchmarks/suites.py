@@ -16,6 +16,7 @@ class Suite:
         all of them that it has.
     runs: arguments of throughput.py.
     seconds: about how long one run takes, start and compilation included.
+    repeat: how often all of it is measured, in turn.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Suite:
     gpus: Sequence[int]
     runs: Sequence[str]
     seconds: int
+    repeat: int = 1
     scaling: bool = False
     in_default: bool = True
 
@@ -38,7 +40,7 @@ class Suite:
 
     def minutes(self, available: int) -> float:
         """About how long it takes there."""
-        return len(self.counts(available)) * len(self.runs) * self.seconds / 60
+        return len(self.counts(available)) * len(self.runs) * self.repeat * self.seconds / 60
 
     def options(self) -> list[Options]:
         """The runs, their words read; fails for words that throughput.py does not know."""
@@ -49,16 +51,17 @@ def _runs(common: str, *modes: str) -> tuple[str, ...]:
     return tuple(f"--backend {mode} {common} --profile" for mode in modes)
 
 
+# Smaller batches come first: what does not fit ends its run. With "auto" the first steps measure and plan, so they are more.
 SUITES = (
     Suite(
         name="quick", about="a first look: GPT-2 124M, few steps", gpus=(1, 2, 4, 8), seconds=40, in_default=False,
         runs=_runs("--shape gpt2 --batch 8", "bmtrain", "bmtrain --cuda-graph", "plain", "fsdp2"),
     ),
     Suite(
-        name="gpt2", about="GPT-2 124M on one GPU: does a small model pay for the engine?", gpus=(1,), seconds=55,
+        name="gpt2", about="GPT-2 124M on one GPU: does a small model pay for the engine?", gpus=(1,), seconds=30, repeat=3,
         runs=_runs(
-            "--shape gpt2 --batch 8 32 --steps 20", "bmtrain", "bmtrain --cuda-graph", "bmtrain --cuda-graph --fused-head", "plain",
-            "fsdp2", "fsdp2 --no-compile", "deepspeed --no-compile",
+            "--shape gpt2 --batch 8 32 --steps 20", "bmtrain", "plain", "bmtrain --cuda-graph", "plain --cuda-graph",
+            "bmtrain --cuda-graph --fused-head",
         ),
     ),
     Suite(
@@ -66,33 +69,51 @@ SUITES = (
         runs=_runs("--shape 2.7b --batch 8 32 --offload --recompute", "bmtrain", "fsdp2", "deepspeed --no-compile"),
     ),
     Suite(
-        name="2.7b", about="GPT 2.7B", gpus=(2, 4, 8), seconds=70,
+        name="2.7b", about="GPT 2.7B", gpus=(2, 4, 8), seconds=45,
         runs=_runs(
-            "--shape 2.7b --batch 8 16", "bmtrain", "bmtrain --transport nccl", "bmtrain --recompute", "fsdp2", "fsdp2 --recompute",
-            "fsdp2 --no-compile", "fsdp2 --no-compile --recompute", "plain",
-            "deepspeed --no-compile", "deepspeed --no-compile --recompute",
+            "--shape 2.7b --batch 8", "bmtrain", "fsdp2", "fsdp2 --recompute", "deepspeed --no-compile", "bmtrain --transport nccl",
+            "bmtrain --recompute", "fsdp2 --recompute selective", "fsdp2 --no-compile", "plain",
         ),
     ),
     Suite(
-        name="llama-8b", about="Llama-3-8B, 8192 tokens", gpus=(2, 4, 8), seconds=90,
+        name="13b-16-layers", about="16 of the 40 layers of GPT 13B, 512 tokens, on two GPUs", gpus=(2,), seconds=65,
+        in_default=False,
+        runs=_runs("--shape 13b-16-layers --batch 8 24", "bmtrain", "fsdp2", "fsdp2 --recompute"),
+    ),
+    Suite(
+        name="llama-8b-16-layers", about="16 of the 32 layers of Llama-3-8B, 8192 tokens, on two GPUs", gpus=(2,), seconds=65,
+        in_default=False,
+        runs=_runs("--shape llama-8b-16-layers --batch 2", "bmtrain", "bmtrain --fp8", "fsdp2"),
+    ),
+    Suite(
+        name="llama-8b", about="Llama-3-8B, 8192 tokens, bf16 and FP8", gpus=(4, 8), seconds=85,
         runs=_runs(
-            "--shape llama-8b --batch 1 2", "bmtrain", "bmtrain --fused-head", "bmtrain --fused-head --recompute auto",
-            "bmtrain --fused-head --fp8", "fsdp2", "fsdp2 --recompute", "fsdp2 --no-compile --recompute",
-            "deepspeed --no-compile --recompute",
+            "--shape llama-8b --batch 2", "bmtrain", "fsdp2", "bmtrain --fp8", "fsdp2 --recompute selective",
+            "bmtrain --fused-head",
         ),
     ),
     Suite(
-        name="13b", about="GPT 13B of the BMTrain README, 512 tokens", gpus=(4, 8), seconds=120,
+        name="13b", about="GPT 13B of the BMTrain README, 512 tokens", gpus=(4, 8), seconds=80,
         runs=(
-            *_runs("--shape 13b --batch 8 24", "bmtrain", "bmtrain --transport nccl", "bmtrain --fp8"),
-            *_runs("--shape 13b --batch 24 32 64", "bmtrain --recompute auto"),
-            *_runs("--shape 13b --batch 8 12", "fsdp2", "fsdp2 --no-compile"),
-            *_runs("--shape 13b --batch 8 24 32", "fsdp2 --recompute", "fsdp2 --no-compile --recompute"),
-            *_runs("--shape 13b --batch 8 24 32", "deepspeed --no-compile --recompute"),
+            *_runs("--shape 13b --batch 8 24", "bmtrain", "fsdp2 --recompute"),
+            *_runs("--shape 13b --batch 8", "fsdp2", "bmtrain --recompute auto --memory-limit 68 --warmup 6"),
+            *_runs("--shape 13b --batch 24", "deepspeed --no-compile --recompute"),
+            *_runs("--shape 13b --batch 8 24", "fsdp2 --recompute selective"),
         ),
     ),
     Suite(
-        name="scaling", about="weak scaling of GPT 2.7B: the same batch on each GPU", gpus=(1, 2, 4, 8), seconds=45, scaling=True,
+        name="13b-large", about="GPT 13B with batches that need recomputation", gpus=(4, 8), seconds=140,
+        runs=(
+            *_runs("--shape 13b --batch 32 64", "bmtrain --recompute auto --warmup 6", "fsdp2 --recompute"),
+            *_runs("--shape 13b --batch 32", "deepspeed --no-compile --recompute"),
+        ),
+    ),
+    Suite(
+        name="13b-fp8", about="GPT 13B in FP8", gpus=(4, 8), seconds=95,
+        runs=_runs("--shape 13b --batch 8 24", "bmtrain --fp8", "bmtrain", "fsdp2 --recompute"),
+    ),
+    Suite(
+        name="scaling", about="weak scaling of GPT 2.7B: the same batch on each GPU", gpus=(1, 2, 4, 8), seconds=40, scaling=True,
         runs=_runs("--shape 2.7b --batch 8", "bmtrain", "fsdp2"),
     ),
 )  # fmt: skip

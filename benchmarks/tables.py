@@ -11,6 +11,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
+OURS = "bmtrain + "
 LOAD_COLUMNS = ("checkpoint", "GB/s plain reading, cold / warm", "loading, cold / warm", "of reading, cold", "`load_file` and copy")
 
 Record = dict[str, Any]
@@ -19,12 +20,16 @@ Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
 
 def mode_of(record: Record) -> str:
     """The backend with what was turned on; what older records lack was off."""
-    recompute = {"all": ["recompute"], True: ["recompute"], "auto": ["recompute as needed"]}
+    recompute = {
+        "all": ["recompute"], True: ["recompute"], "auto": ["recompute as needed"], "selective": ["recompute selectively"],
+    }  # fmt: skip
     words = [record["backend"], "compile" if record["compile"] else "eager", *recompute.get(record["recompute"], [])]
     words += [name.replace("_", " ") for name in ("offload", "fp8", "cuda_graph", "fused_head") if record.get(name)]
     words += [f"{name} {record[name]}" for name, usual in (("zero_level", 3), ("tp", 1)) if record.get(name, usual) != usual]
     if record.get("transport", "auto") != "auto":
         words.append(record["transport"].replace("_", " "))
+    if record.get("memory_limit") is not None:
+        words.append(f"at most {record['memory_limit']:g} GiB")
     return " + ".join(words)
 
 
@@ -68,7 +73,9 @@ def throughput_table(records: Sequence[Record]) -> str:
 
 def measured_cells(repeats: Sequence[Record], rate: float) -> dict[str, object]:
     """What one row says of itself."""
-    cells: dict[str, object] = {"tokens/s a GPU": f"{rate:.0f}"}
+    found = sorted(r["tokens_per_second_per_gpu"] for r in repeats)
+    spread = f" ({found[0]:.0f} to {found[-1]:.0f})" if len(found) > 1 else ""
+    cells: dict[str, object] = {"tokens/s a GPU": f"{rate:.0f}{spread}"}
     if all(r.get("mfu") is not None for r in repeats):
         cells["MFU"] = f"{statistics.median(r['mfu'] for r in repeats):.1%}"
     for name, column in (("reserved_gib", "GiB reserved"), ("device_gib", "GiB on the GPU")):
@@ -83,16 +90,25 @@ def measured_cells(repeats: Sequence[Record], rate: float) -> dict[str, object]:
 
 
 def compared_cells(key: tuple[Any, ...], rates: dict[tuple[Any, ...], float]) -> dict[str, object]:
-    """How a row compares: with fewer GPUs, and with our fastest on the same model, GPUs and batch."""
+    """How a row compares: with fewer GPUs, and how many times as fast ours is on the same model, GPUs and batch.
+
+    Twice, for a row of another backend: ours with the same words in its mode, and our fastest, named, of those that compute in the
+    same precision.
+    """
     shape, gpus, *rest = key
     cells: dict[str, object] = {}
     fewer = [(other[1], rate) for other, rate in rates.items() if (other[0], *other[2:]) == (shape, *rest)]
     if min(fewer)[0] < gpus:
         cells["efficiency"] = f"{rates[key] / min(fewer)[1]:.1%}"
-    same = [(other[4], rate) for other, rate in rates.items() if other[:4] == key[:4]]
-    ours = [rate for mode, rate in same if mode.startswith("bmtrain") and "fp8" not in mode]  # others have no FP8 here
-    if ours and not key[4].startswith("bmtrain"):
-        cells["against ours"] = f"ours is {max(ours) / rates[key]:.2f} x"
+    backend, _, how = key[4].partition(" + ")
+    ours = {other[4]: rate for other, rate in rates.items() if other[:4] == key[:4] and other[4].startswith(OURS)}
+    ours = {mode.removeprefix(OURS): rate for mode, rate in ours.items() if "fp8" not in mode}  # others have no FP8 here
+    if backend == "bmtrain" or not ours:
+        return cells
+    if how in ours:
+        cells["ours, same options"] = f"{ours[how] / rates[key]:.2f} x"
+    best = max(ours, key=lambda mode: ours[mode])
+    cells["ours, fastest"] = f"{ours[best] / rates[key]:.2f} x ({best})"
     return cells
 
 

@@ -65,7 +65,8 @@ class Options(Preset):
     pp: int
     micro_batches: int
     offload: bool
-    compile: bool
+    compile: bool | None
+    fp8: bool
     deterministic: bool
     data: Path | None
     text_field: str
@@ -158,7 +159,10 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--no-checkpoint", dest="recompute", action="store_false", help="another name for --no-recompute")
     group.add_argument("--offload", action="store_true", help="keep the optimizer's states in host memory and update there")
-    group.add_argument("--compile", action="store_true", help="torch.compile the blocks")
+    group.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the blocks (default: on GPUs)"
+    )
+    group.add_argument("--fp8", action="store_true", help="compute the linear maps of blocks in eight bits, on GPUs that can")
     group.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,

@@ -133,9 +133,6 @@ def build_model(options: Options, checkpoint: Path | None) -> GPT:
         bmt.load(model, str(checkpoint / "model.pt"))
     else:
         bmt.init_parameters(model)
-    if options.compile:
-        for block in model.layers:
-            block.compile()
     return model
 
 
@@ -189,6 +186,8 @@ def start(options: Options) -> None:
         tp_size=options.tp,
         pipe_size=options.pp if options.pp > 1 else -1,
         num_micro_batches=options.micro_batches,
+        compile=options.compile,
+        fp8=options.fp8,
     )
 
 

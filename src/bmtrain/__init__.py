@@ -15,11 +15,11 @@ from bmtrain.distributed import nccl
 from bmtrain.distributed.results import gather_result, sum_loss, synchronize
 from bmtrain.optim import optim_step
 from bmtrain.runtime.config import config
-from bmtrain.runtime.log import print_rank, see_memory
+from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.world import device, init_distributed, is_initialized, rank, world_size
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
-from bmtrain.utils import print_block, print_dict
+from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.version import __version__
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""Small helpers of training scripts: a moving average, and titled print-outs on rank 0."""
+"""Small helpers of training scripts: a moving average, and print-outs on rank 0."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, TextIO
 
@@ -10,9 +11,12 @@ import rich.console
 import rich.panel
 import rich.table
 import rich.text
+import torch
 
+from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.runtime.log import print_rank
 
 
 class AverageRecorder:
@@ -65,6 +69,23 @@ def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = Non
     for key, value in content.items():
         table.add_row(rich.text.Text(str(key)), rich.text.Text(str(value)))
     _print(rich.panel.Panel(table, box=rich.box.HORIZONTALS, title=rich.text.Text(title)), file)
+
+
+def see_memory(message: str, detail: bool = False) -> None:
+    """Print on rank 0 the device memory that tensors hold and the most they have held since the last call (GiB).
+
+    Shards count, also those that other ranks map, of which torch's own statistics do not know. `detail` adds torch's full table.
+    Torch's peak statistics start anew. On a CPU the resident set of the process is shown.
+    """
+    current = world.current("see_memory")
+    if current.device.type == "cpu":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print_rank(f"{message}: peak resident memory {peak:.2f} GiB")
+        return
+    memory = current.service(DeviceMemory)
+    print_rank(f"{message}: allocated {memory.held() / 2**30:.2f} GiB, peak {memory.shown.take() / 2**30:.2f} GiB")
+    if detail:
+        print_rank(torch.cuda.memory_summary(current.device))
 
 
 def _print(what: rich.console.RenderableType, file: TextIO | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 import warnings
@@ -19,6 +20,7 @@ import bmtrain as bmt
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 8
+RUNS = (("bmtrain", "none"), ("bmtrain", "all"), ("fsdp2", "none"), ("fsdp2", "all"), ("fsdp2", "selective"), ("plain", "none"))
 
 
 def load(model: nn.Module, file: str) -> None:
@@ -42,7 +44,7 @@ def losses_of(shape: str, folder: str) -> dict[str, list[float]]:
 
     warnings.simplefilter("ignore")  # torch's about fully_shard on the CPU
     found = {}
-    for name, recompute in (("bmtrain", "none"), ("bmtrain", "all"), ("fsdp2", "none"), ("fsdp2", "all"), ("plain", "none")):
+    for name, recompute in RUNS:
         options = Options(backend=name, shape=shape, recompute=recompute, compile=False, device="cpu")
         backend: Any = backends.BACKENDS[name](options)
         torch.manual_seed(0)
@@ -65,6 +67,42 @@ def test_losses(shape: str, tmp_path: Path) -> None:
         assert reference[-1] < reference[0] - 0.25
         for name, losses in found.items():
             assert losses == pytest.approx(reference, abs=0.004), name
+
+
+def graphs_of_fsdp2() -> dict[str, tuple[int, list[float]]]:
+    """How many graphs there are to compile in three steps, and the losses, for every way to recompute."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import backends
+
+    from options import from_words
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    warnings.simplefilter("ignore")  # torch's about fully_shard on the CPU
+    as_it_is = nn.Module.compile
+    nn.Module.compile = functools.partialmethod(as_it_is, backend=keep)  # type: ignore[assignment]
+    found = {}
+    ids = torch.randint(0, 512, (2, 64))
+    for recompute in ("none", "all", "selective"):
+        torch._dynamo.reset()
+        graphs.clear()
+        options = from_words(f"--backend fsdp2 --shape llama-tiny --device cpu --recompute {recompute}")
+        backend = backends.BACKENDS["fsdp2"](options)
+        losses = [backend.step(ids, ids).item() for _ in range(3)]
+        found[recompute] = len(graphs), losses
+    return found
+
+
+def test_fsdp2_compiles_blocks_and_head_as_one_graph_each() -> None:
+    """One for all blocks and one for the head; hooks and recomputation cut nothing off."""
+    for found in run_ranks(graphs_of_fsdp2, 2):
+        for recompute, (graphs, losses) in found.items():
+            assert graphs == 2, recompute
+            assert losses[-1] < losses[0], recompute
 
 
 class Engine:
@@ -98,6 +136,7 @@ def test_the_calls_of_deepspeed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def initialize(model: nn.Module, config: dict[str, Any], model_parameters: Any) -> tuple[Any, ...]:
         assert config["zero_optimization"]["stage"] == 3
         assert config["bf16"] == {"enabled": True}
+        assert config["optimizer"]["params"]["torch_adam"]
         return Engine(model, config), None, None, None
 
     stand_in = types.SimpleNamespace(zero=zero, initialize=initialize, init_distributed=lambda: calls.append("joined"))
@@ -110,3 +149,10 @@ def test_the_calls_of_deepspeed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert calls[0] == "joined"
     assert calls[1:3] == ["1 of 0", "1 of 0"]  # token and position embeddings; then the layers'
     assert len(calls) == 1 + 2 + 4 * 8 + 2
+
+
+def test_deepspeed_is_not_compiled_where_its_loss_is_wrong(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    options = bench.options.from_words("--backend deepspeed --shape tiny --device cpu")
+    with pytest.raises(RuntimeError, match=r"from torch 2\.13 on, this is 2\.11\.0\+cu130: use --no-compile"):
+        bench.backends.BACKENDS["deepspeed"](options)

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt2", "2.7b", "13b", "llama-tiny", "llama-8b"])
+@pytest.mark.parametrize("name", ["tiny", "gpt2", "2.7b", "13b", "13b-16-layers", "llama-tiny", "llama-8b", "llama-8b-16-layers"])
 def test_sizes_are_those_of_the_model(bench: Any, name: str) -> None:
     """6 FLOP per element of every matrix and token, and half of the attention square in forward and backward."""
     shape = bench.models.SHAPES[name]

@@ -85,6 +85,18 @@ def test_comparing_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert "bmtrain + eager, tiny, batch 4: " in done.stdout
 
 
+def test_what_does_not_fit_in_time_is_left_out(tmp_path: Path) -> None:
+    """It is in the records and the table, with the reason; nothing is started for it."""
+    command = [sys.executable, "benchmarks/compare.py", *f"--device cpu --gpus 1 --name try --folder {tmp_path} --within 7".split()]
+    command += ["--run", "--backend bmtrain --device cpu --shape tiny --batch 2 4", "--repeat", "2"]
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "try.json").read_text())
+    assert [record["failure"] for record in report["records"]] == 2 * ["not tried: the 7 s of --within were over"]
+    assert report["command"].endswith("--repeat 2")
+
+
 def test_a_machine_without_gpus_is_told(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "benchmarks/compare.py", "--folder", str(tmp_path)]

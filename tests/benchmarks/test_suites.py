@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from typing import Any
 
 import pytest
+
+ONE = {"gpt2": [1], "2.7b-offload": [1]}
+FOUR = {**ONE, "2.7b": [4], "llama-8b": [4], "13b": [4], "13b-large": [4], "13b-fp8": [4], "scaling": [1, 2, 4]}
 
 
 def test_words_of_all_suites_are_understood(bench: Any) -> None:
@@ -16,17 +21,18 @@ def test_words_of_all_suites_are_understood(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("available", "expected"),
-    [
-        (0, {}),
-        (1, {"gpt2": [1], "2.7b-offload": [1]}),
-        (2, {"gpt2": [1], "2.7b-offload": [1], "2.7b": [2], "llama-8b": [2], "scaling": [1, 2]}),
-        (4, {"gpt2": [1], "2.7b-offload": [1], "2.7b": [4], "llama-8b": [4], "13b": [4], "scaling": [1, 2, 4]}),
-        (7, {"gpt2": [1], "2.7b-offload": [1], "2.7b": [4], "llama-8b": [4], "13b": [4], "scaling": [1, 2, 4]}),
-    ],
+    ("available", "expected"), [(0, {}), (1, ONE), (2, ONE | {"2.7b": [2], "scaling": [1, 2]}), (4, FOUR), (7, FOUR)]
 )
 def test_the_default_depends_on_the_machine(bench: Any, available: int, expected: dict[str, list[int]]) -> None:
     assert {suite.name: suite.counts(available) for suite in bench.suites.chosen(None, available)} == expected
+
+
+def test_smaller_batches_come_first(bench: Any) -> None:
+    """A batch that does not fit ends its run; and a large one must not find memory cut up for its first tries."""
+    for suite in bench.suites.SUITES:
+        for options in suite.options():
+            assert list(options.batch) == sorted(options.batch)
+            assert options.recompute != "auto" or options.warmup >= 5  # two to measure, one to plan, and the plan's own
 
 
 def test_a_suite_that_needs_more_gpus(bench: Any) -> None:
@@ -37,10 +43,11 @@ def test_a_suite_that_needs_more_gpus(bench: Any) -> None:
         bench.suites.chosen(["scaling"], 1)
 
 
-def test_minutes_count_runs_and_numbers_of_gpus(bench: Any) -> None:
+def test_minutes_count_runs_numbers_of_gpus_and_repeats(bench: Any) -> None:
     suite = bench.suites.Suite(name="x", about="", gpus=(1, 2, 4), runs=("a", "b", "c"), seconds=40, scaling=True)
     assert suite.minutes(4) == 6.0
     assert suite.minutes(2) == 4.0
+    assert dataclasses.replace(suite, repeat=3).minutes(2) == 12.0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,10 @@ def test_options(bench: Any, words: str, recompute: str, compiles: bool) -> None
         ("--backend fsdp2 --fp8", "--fp8 True: fsdp2 does not have it"),
         ("--backend plain --offload", "--offload True: plain does not have it"),
         ("--backend deepspeed --transport nccl", "--transport nccl: deepspeed does not have it"),
-        ("--backend fsdp2 --recompute auto", "--recompute auto: fsdp2 does not have it"),
+        ("--backend fsdp2 --recompute auto", "--recompute auto: fsdp2 does not have it; expected one of none, all, selective"),
+        ("--backend bmtrain --recompute selective", "--recompute selective: bmtrain does not have it"),
+        ("--backend plain --cuda-graph --no-compile", "--cuda-graph --no-compile: plain has the graphs of torch.compile"),
+        ("--backend fsdp2 --memory-limit 68", "--memory-limit 68.0: fsdp2 does not have it"),
     ],
 )
 def test_what_a_backend_does_not_have_is_refused(bench: Any, words: str, complaint: str) -> None:
@@ -82,6 +92,7 @@ def test_what_cannot_fit_is_not_tried(bench: Any, monkeypatch: pytest.MonkeyPatc
     if not fits:
         (record,) = bench.runs.run(f"--backend {words} --batch 8 24", 2, 1.0)
         assert record["failure"] == obstacle
+        assert re.fullmatch(r"not tried: weights, .* alone are \d+ GiB a GPU by estimate, of 80", obstacle)
         assert record["batch"] == 8
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.gpu.test_programs import run_on_gpus
+from tests.gpu.test_programs import run_compiled_on_gpus, run_on_gpus
 from tests.models import parity
 from tests.ranks import test_generation, test_model_center
 
@@ -80,8 +80,8 @@ def test_no_mask_is_made_where_causality_says_it_all() -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", test_model_center.CLASSES)
 def test_training(name: str, size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharded over GPUs, in every mode, as one process on the CPU: scores, gradients, parameters after some steps."""
-    monkeypatch.setattr(test_model_center, "run_ranks", run_on_gpus)
+    """Sharded over GPUs, compiled, in every mode, as one process on the CPU: scores, gradients, parameters after some steps."""
+    monkeypatch.setattr(test_model_center, "run_ranks", run_compiled_on_gpus)
     test_model_center.test_training(name, size, tmp_path)
 
 

@@ -32,7 +32,7 @@ SIZES = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
 
 
 class DrawnOnTheCpu(TorchFunctionMode):
-    """Random tensors of a generator of the CPU, which programs seed, move to the GPU."""
+    """Random tensors of a generator of the CPU, which programs seed, move to the GPU. Blocks run uncompiled under a mode."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,12 +43,22 @@ class DrawnOnTheCpu(TorchFunctionMode):
 
 
 def on_its_gpu(program: Callable[..., Any], *args: Any) -> Any:
+    """The program with the GPU as the default device."""
     torch.set_default_device(bmt.device())
+    return tree_map_only(torch.Tensor, lambda x: x.cpu(), program(*args))
+
+
+def drawn_on_the_cpu(program: Callable[..., Any], *args: Any) -> Any:
     with DrawnOnTheCpu():
-        return tree_map_only(torch.Tensor, lambda x: x.cpu(), program(*args))
+        return program(*args)
 
 
 def run_on_gpus(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    return run_compiled_on_gpus(functools.partial(drawn_on_the_cpu, program), world_size, *args, **options)
+
+
+def run_compiled_on_gpus(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+    """For programs that draw alike on all devices."""
     options = {**options, "device": None, "timeout": 300}
     return runner.run_ranks(functools.partial(on_its_gpu, program), world_size, *args, **options)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
 import pathlib
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from tests.ranks import models
 from tests.ranks.runner import RankFailure, run_ranks
 
 import bmtrain as bmt
+from bmtrain.distributed import collectives
+from bmtrain.distributed.peers import PeerGroups
+from bmtrain.distributed.streams import make_streams
 from bmtrain.kernels.sum_parts import sum_parts, sum_parts_reference
 from bmtrain.runtime import world
 from bmtrain.shard import transport
@@ -103,6 +108,22 @@ def test_gathers_are_bit_equal_and_sums_repeatable(level: int) -> None:
             torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-5)
 
 
+def test_a_reduction_does_not_queue_behind_a_gather() -> None:
+    """The copies of the two go on side streams of their own."""
+    streams = make_streams(torch.device("cuda", 0))
+    with streams.gathering(None):
+        streams.side_by_side([lambda: None, lambda: torch.cuda._sleep(2_000_000_000)])  # about a second
+        gathered = streams.mark_current()
+    with streams.reducing():
+        streams.side_by_side([lambda: None, lambda: None])
+        reduced = streams.mark_current()
+    assert gathered is not None
+    assert reduced is not None
+    reduced.synchronize()
+    assert not gathered.query()
+    gathered.synchronize()
+
+
 def die(folder: str) -> None:
     model = make()
     for step in range(200):
@@ -168,3 +189,68 @@ def models_leave(num: int) -> int:
 def test_memory_comes_back_when_models_go() -> None:
     for left in on_gpus(models_leave, 8):
         assert left < 3 * 8 * DIM * DIM * 2, left  # less than the full parameters of one of them
+
+
+def taken_and_counted() -> list[tuple[int, int]]:
+    """Bytes that the driver and the account say are taken more: with memory of several sizes, and without it."""
+    current = world.current()
+    groups = current.service(PeerGroups)
+    peers = groups.of(current.mesh.world)
+    assert peers is not None
+    counted, taken, found = groups.num_bytes, memory_in_use(), []
+    kept: list[Any] = [peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)]
+    found.append((memory_in_use() - taken, groups.num_bytes - counted))
+    kept.clear()
+    collectives.barrier(current.mesh.world)
+    found.append((memory_in_use() - taken, groups.num_bytes - counted))
+    return found
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
+def test_the_account_of_shared_memory_is_the_drivers() -> None:
+    for taken, counted in itertools.chain.from_iterable(on_gpus(taken_and_counted)):
+        assert abs(taken - counted) <= 2 * 2**21, (taken, counted)
+
+
+def fill(make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """All that `make` can get of this rank's GPU, down to pieces of 2 MiB."""
+    taken = []
+    for num_bytes in (2**30, 2**25, 2**21):
+        with contextlib.suppress(RuntimeError):
+            while True:
+                taken.append(make(num_bytes))
+    return taken
+
+
+def fill_one_gpu() -> tuple[bool, float]:
+    """The last rank's driver has no memory left for gradients: first because tensors have it, then because torch's cache does."""
+    model, device, is_last = make(num=3), torch.device("cuda", bmt.rank()), bmt.rank() == bmt.world_size() - 1
+    x = torch.ones(2, DIM, device=device).bfloat16()
+
+    def from_driver(num_bytes: int) -> torch.Tensor:
+        made: torch.Tensor = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        return made
+
+    def from_torch(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    taken = fill(from_driver) if is_last else []
+    is_told = False
+    try:
+        model(x)
+    except torch.OutOfMemoryError:
+        is_told = True
+    taken.clear()
+    cached = fill(from_torch) if is_last else []
+    taken = fill(from_driver) if is_last else []
+    cached.clear()
+    loss = model(x).float().sum()
+    loss.backward()
+    return is_told, float(loss)
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
+def test_a_full_gpu_is_an_error_on_all_ranks_and_a_full_cache_is_none() -> None:
+    found = on_gpus(fill_one_gpu)
+    assert all(is_told for is_told, _ in found)
+    assert len({loss for _, loss in found}) == 1

@@ -43,8 +43,9 @@ def loaded(model_class: type[Ours], model: Any, folder: pathlib.Path, **override
 
 
 def token_ids(*shape: int, high: int = 60, low: int = 3, seed: int = 1) -> torch.Tensor:
-    """Random token ids from `low` to `high` - 1: special ids are the lowest."""
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+    """Random token ids from `low` to `high` - 1: special ids are the lowest. The same on every device, on the default one."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def padding_mask(batch: int, length: int, side: str, num_padding: int = 4) -> torch.Tensor | None:

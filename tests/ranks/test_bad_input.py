@@ -57,11 +57,14 @@ def second_init() -> None:
     bmt.synchronize()
 
 
+OTHERS = ({"num_buffers": 2.5}, {"compile": "yes"}, {"fp8": 1}, {"fp8": None}, {"timeout": -1}, {"timeout": 0})
+
+
 def wrong_sizes() -> None:
     for arguments in ({"tp_size": 2}, {"pipe_size": 2}, {"pipe_size": 3, "tp_size": 2}):
         with pytest.raises(ConfigurationError, match=r"3 ranks.*(tp_size|pipe_size).*divisible by"):
             bmt.init_distributed(device="cpu", **arguments)  # type: ignore[arg-type]
-    for arguments in ({"zero_level": 1}, {"num_buffers": 1}, {"num_micro_batches": 0}, {"reduce_dtype": torch.int32}):
+    for arguments in ({"zero_level": 1}, {"num_buffers": 1}, {"num_micro_batches": 0}, {"reduce_dtype": torch.int32}, *OTHERS):
         with pytest.raises(ConfigurationError, match=f"{next(iter(arguments))}.*expected"):
             bmt.init_distributed(device="cpu", **arguments)  # type: ignore[arg-type]
     os.environ["RANK"] = "two"
@@ -75,6 +78,8 @@ def test_a_world_that_cannot_be_divided() -> None:
 
 
 def bad_modules() -> None:
+    with pytest.raises(ConfigurationError, match="compile is 'yes': expected True, False, or None"):
+        bmt.Block(nn.Linear(2, 2), compile="yes")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"Block got int: expected a torch\.nn\.Module"):
         bmt.Block(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"zero_level is 1.*expected 2"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -169,6 +170,23 @@ def lengths() -> None:
 
 def test_lengths_become_variables() -> None:
     run_ranks(lengths, 1, init=BY_DEFAULT)
+
+
+def break_on_one_rank() -> None:
+    layers = [Layer() for _ in range(2)]
+    blocks = [bmt.Block(copy.deepcopy(layer), use_checkpoint=True) for layer in layers]
+    if bmt.rank() == 0:
+        blocks[0].up.register_forward_hook(lambda module, args, out: print(out.norm().item(), file=io.StringIO()))
+    for block in blocks:
+        block.compile(backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said on that rank
+        compare(nn.ModuleList(layers), nn.ModuleList(blocks), "break")
+
+
+def test_a_graph_that_breaks_on_one_rank() -> None:
+    """Its call begins anew there, and gathers no more often than on the others."""
+    run_ranks(break_on_one_rank, 2)
 
 
 class WithItem(Layer):
@@ -348,6 +366,8 @@ class Moving(nn.Module):
 
 def special(recompute: bool) -> None:
     own = lowering(traces=True)
+    if recompute and torch.__version__ < "2.11":
+        warnings.filterwarnings("ignore", message="Moving runs uncompiled")
     plain, blocks = pairs([Moving(), Moving()], use_checkpoint=recompute)
     compare(plain, blocks, "running statistics", torch.randn(5, 6))
 

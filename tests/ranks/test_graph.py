@@ -171,6 +171,9 @@ def kinds() -> None:
     assert any("more than 4" in text for count in range(3, 7) for text in warned(lambda: small.step(x(count))))  # noqa: B023
     with pytest.raises(ValueError, match="max_graphs"):
         bmt.cuda_graph(small.run, max_graphs=0)
+    with pytest.raises(ValueError, match="max_graphs"):
+        bmt.cuda_graph(max_graphs="2")  # type: ignore[call-overload]
+    assert bmt.cuda_graph(max_graphs=2)(len)("abc") == 3
     with pytest.raises(ValueError, match="expected a function"):
         bmt.cuda_graph(3)  # type: ignore[type-var]
 

@@ -70,7 +70,8 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     """Ids, padding at the end of some rows, and for encoder-decoders two sequences."""
     ids = parity.token_ids(ROWS, LENGTH, high=VOCAB - 2 * (name == "glm"), low=0, seed=step)
     if name == "vit":
-        return {"input_seq": torch.randn(ROWS, 3, 6, 6, generator=torch.Generator().manual_seed(step))}
+        pixels = torch.randn(ROWS, 3, 6, 6, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+        return {"input_seq": pixels.to(torch.get_default_device())}
     if name == "glm":
         ids[:, 1], ids[:, 4] = VOCAB - 2, VOCAB - 1
     if name == "cpm3":

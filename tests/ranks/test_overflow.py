@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +95,7 @@ ASK: dict[str, Callable[[Training], object]] = {
 
 def skipped() -> None:
     as_on_a_gpu()
+    warnings.filterwarnings("ignore", message="The epoch parameter")  # a sequence of schedules of torch 2.8 uses it itself
     for number, (name, schedule) in enumerate(SCHEDULES.items()):
         training = Training(schedule, 1024.0)
         for step in range(3):

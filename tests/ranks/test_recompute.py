@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -18,8 +19,10 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import bmtrain as bmt
+from bmtrain.block.offload import Host
 from bmtrain.block.recompute import Level
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
 
 DIM, LENGTH, NUM_LAYERS = 16, 6, 4
@@ -104,6 +107,23 @@ class Thrice(nn.Module):
         return y
 
 
+def input_overwritten() -> None:
+    for level, num_blocks in itertools.product(Level, (1, 2)):
+        blocks = [bmt.Block(m, use_checkpoint=level) for m in make_layers()[:num_blocks]]
+        x = inputs(2) * 1.5
+        y = blocks[0](x)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match=r"in ?place"):
+            for block in blocks[1:]:
+                y = block(y)
+            y.sum().backward()
+
+
+def test_an_input_that_is_overwritten_is_told() -> None:
+    """Wherever it is kept, and whether the next to ask for it is a forward or a backward pass."""
+    run_ranks(input_overwritten, 1)
+
+
 def backward_twice() -> None:
     for level in Level:
         torch.manual_seed(3)
@@ -154,7 +174,7 @@ def test_levels_in_compiled_code_are_exact() -> None:
 def kept_bytes(blocks: nn.ModuleList, rows: int) -> int:
     """What a forward pass of the blocks leaves in memory besides its input: allocations less deallocations."""
     y = inputs(rows) * 1.5
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for block in blocks:
             y = block(y)
     y.sum().backward()
@@ -184,6 +204,23 @@ def refused() -> None:
 
 def test_other_arguments_are_refused() -> None:
     run_ranks(refused, 1)
+
+
+def lengths_that_vary() -> None:
+    plain = make_layers(dropout=0.0)
+    blocks = nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=Level.OFFLOADED) for m in plain])
+    host = world.current().service(Host)
+    sizes = []
+    for rows in (33, 64, 34, 33, 64, 34):  # 33 and 34 rows have buffers of one size
+        assert_like_plain(plain, blocks, rows, f"{rows} rows")
+        sizes.append(host.num_bytes)
+    assert sizes[0] == NUM_LAYERS * math.ceil(33 * ROW / 1024) * 1024
+    assert sizes[0] < sizes[1] == sizes[2] == sizes[3] == sizes[4] == sizes[5]
+
+
+def test_memory_of_the_host_is_used_again() -> None:
+    """Also by inputs that are a little longer, and with nothing left in it from those before."""
+    run_ranks(lengths_that_vary, 1)
 
 
 class Watching(Layer):

@@ -274,6 +274,22 @@ def test_blocks_in_blocks() -> None:
     run_ranks(nested, 2, init={"memory_limit": 150 * ROW})
 
 
+def watched_by_one() -> tuple[Level, ...]:
+    plain, blocks = make_planned()
+    for step in range(8):
+        looks = bmt.rank() == 0 and step in (0, 1, 3, 6)
+        with bmt.inspect.inspect_tensor() if looks else contextlib.nullcontext():
+            assert_like_plain(plain, blocks, 8, f"step {step}")
+    return planner().levels
+
+
+def test_one_rank_may_look_at_tensors() -> None:
+    """It measures nothing meanwhile, and takes its part in what all ranks agree on; the plan comes a little later."""
+    plans = run_ranks(watched_by_one, 2, init={"memory_limit": 10000 * ROW})
+    assert plans[0] == plans[1]
+    assert any(not level.is_whole() for level in plans[0])
+
+
 def reported() -> str:
     _, blocks = make_planned()
     text = io.StringIO()

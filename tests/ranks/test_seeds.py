@@ -194,15 +194,16 @@ class Loader:
 def plain_quick_start(before: State, dtype: torch.dtype, world_size: int) -> tuple[Log, Plain, list[int]]:
     model = stand_ins.Classifier(dtype, stand_ins.PLAIN)
     model.load_state_dict(before)
-    plain, log = Plain(model, 65536.0 if dtype == HALF else 1.0), []
+    plain, log, num_steps = Plain(model, 65536.0 if dtype == HALF else 1.0), [], 0
     for _ in range(5):
         for number in range(3):
             losses = []
             for rank in range(world_size):
                 (data,) = stand_ins.labelled((number,), rank, world_size)
                 losses.append(nn.functional.cross_entropy(model(data["input_ids"], data["attention_mask"]).float(), data["labels"]))
-            norm = plain.step(losses, 1e-5 * len(log) / 100**1.5, max_norm=10.0)
-            log.append((torch.stack(losses).mean().item(), 1e-5 * (len(log) + 1) / 100**1.5, plain.scale, norm))
+            norm = plain.step(losses, 1e-5 * num_steps / 100**1.5, max_norm=10.0)
+            num_steps += math.isfinite(norm)
+            log.append((torch.stack(losses).mean().item(), 1e-5 * num_steps / 100**1.5, plain.scale, norm))
     truth = [
         label
         for rank in range(world_size)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import itertools
 import pathlib
 import tempfile
+import warnings
 from typing import Any
 
 import pytest
@@ -195,7 +198,7 @@ def on_two_hosts() -> None:
 
 
 def test_ranks_on_several_hosts_say_so() -> None:
-    with pytest.raises(ConfigurationError, match=r"transport=.copy_engine. cannot be had: the ranks .0, 1. are on 2 hosts"):
+    with pytest.raises(ConfigurationError, match=r"transport=.copy_engine. cannot be had: 2 ranks are on 2 hosts; use 'auto'"):
         run_ranks(on_two_hosts, 2, init=COPIES)
 
 
@@ -219,23 +222,225 @@ def test_a_refusal_on_one_rank_is_one_on_all() -> None:
         run_ranks(be_refused, 2, init=COPIES)
 
 
+def fill_one_disk() -> None:
+    """From here on rank 1 has no room for memory that ranks share."""
+    make = peers._make_file
+
+    def full(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
+        if bmt.rank() == 1:
+            raise OSError(28, "No space left on device")
+        return make(path, num_bytes)
+
+    peers._make_file = full
+
+
 def fail_to_allocate() -> str:
     axis = world.current().mesh.world
-    group = world.current().service(PeerGroups).of(axis)
+    groups = world.current().service(PeerGroups)
+    group = groups.of(axis)
     assert isinstance(group, FilePeers)
     before = set(pathlib.Path(tempfile.gettempdir()).glob("bmtrain-*"))
     collectives.barrier(axis)
-    if bmt.rank() == 1:
-        group._make_file = lambda num_bytes: OSError(28, "No space left on device")  # type: ignore[method-assign]
+    fill_one_disk()
     try:
         group.allocate(10, torch.float32)
     except OSError as error:
         collectives.barrier(axis)
         assert set(pathlib.Path(tempfile.gettempdir()).glob("bmtrain-*")) <= before
+        assert groups.num_bytes == 0
         return str(error)
     return ""
 
 
 def test_a_full_disk_on_one_rank_is_an_error_on_all() -> None:
-    for told in run_ranks(fail_to_allocate, 2, init=COPIES):
-        assert "No space left on device" in told
+    first, second = run_ranks(fail_to_allocate, 2, init=COPIES)
+    assert first == "[Errno 28] No space left on device (on rank 1)"
+    assert second == "[Errno 28] No space left on device"
+
+
+def run_out_of_memory_and_go_on() -> list[Any]:
+    """There is room for the shards, but for no gradients: the first forward pass says so, and the program does without it."""
+    make = peers._make_file
+    model, engine = layers(), world.current().service(Engine)
+    fill_one_disk()
+    told = []
+    for _ in range(2):
+        try:
+            model(torch.ones(2, 400))
+        except OSError as error:
+            told.append("No space left" in str(error))
+    peers._make_file = make
+    loss = model(torch.ones(2, 400)).sum()
+    told.append(len(engine.transport._exchanges))
+    loss.backward()
+    return [*told, model[0].storages[0].gradient.flat is not None]
+
+
+def test_memory_for_gradients_is_found_in_the_first_forward_pass() -> None:
+    """Or is missing on all ranks, of which none waits for the others in backward."""
+    assert run_ranks(run_out_of_memory_and_go_on, 2, init=COPIES, timeout=40) == [[True, True, 1, True]] * 2
+
+
+def num_exchanges_without_gradients() -> int:
+    frozen, used = layers(), layers()
+    for param in frozen.parameters():
+        param.requires_grad_(False)
+    frozen(torch.ones(2, 400))
+    with torch.no_grad():
+        used(torch.ones(2, 400))
+    return len(world.current().service(Engine).transport._exchanges)
+
+
+def test_what_has_no_gradients_needs_no_memory_for_them() -> None:
+    assert run_ranks(num_exchanges_without_gradients, 2, init=COPIES) == [0, 0]
+
+
+def bytes_of_shared_memory() -> list[int]:
+    """What the account says: nothing, with a model, with its gradients, without the model."""
+    groups = world.current().service(PeerGroups)
+    found = [groups.num_bytes]
+    model = layers()
+    found.append(groups.num_bytes)
+    shard = model[0].storages[0].shard.nbytes
+    for _ in range(2):
+        model(torch.ones(2, 400)).sum().backward()
+    found.append(groups.num_bytes)
+    world.current().service(Engine).rest()
+    del model
+    gc.collect()
+    found.append(groups.num_bytes)
+    return [num_bytes // shard for num_bytes in found]
+
+
+def test_shared_memory_is_counted_while_it_is_alive() -> None:
+    """In shards: three of a model, and one full gradient for all blocks, which stays."""
+    assert run_ranks(bytes_of_shared_memory, 2, init=COPIES) == [[0, 3, 5, 2]] * 2
+
+
+class Driver:
+    """Torch's symmetric memory on a GPU that is full after some pieces."""
+
+    def __init__(self, room: list[bool]) -> None:
+        self._room = room  # for each attempt
+        self.group: tuple[str, int, int, torch.distributed.Store] | None = None
+
+    def empty_strided_p2p(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not self._room.pop(0):
+            raise RuntimeError("CUDA driver error: out of memory")
+        return torch.ones(size, dtype=dtype)
+
+    def set_group_info(self, group_name: str, rank: int, world_size: int, store: torch.distributed.Store) -> None:
+        self.group = group_name, rank, world_size, store
+
+    def rendezvous(self, own: torch.Tensor, group_name: str) -> Driver:
+        collectives.barrier(world.current().mesh.world)  # like that of torch, it waits for all
+        self.own = own
+        return self
+
+    def get_buffer(self, rank: int, size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self.own if rank == bmt.rank() else torch.zeros(size, dtype=dtype)
+
+
+def fill_a_gpu() -> list[Any]:
+    tries: list[torch.device] = []
+    torch.cuda.empty_cache = lambda: tries.append(bmt.device())
+    torch.__version__ = "2.11.0+fake"
+    room = [True, False, True, True, False, False, True] if bmt.rank() == 1 else [True] * 5
+    driver = Driver(room)
+    peers._symmetric = lambda: driver
+    group = peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)
+    kept = [group.allocate(numel, torch.bfloat16) for numel in (3, 2**20)]
+    assert all(torch.equal(own, torch.zeros_like(own)) for own, _ in kept)
+    found: list[Any] = [group.num_bytes / 2**21, len(tries)]
+    try:
+        group.allocate(3, torch.bfloat16)
+    except torch.OutOfMemoryError as error:
+        found.append(str(error))
+    kept.pop()
+    group.allocate(5, torch.bfloat16)  # and let it go
+    return [*found, group.num_bytes / 2**21, len(tries), len(room)]
+
+
+def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks() -> None:
+    first, second = run_ranks(fill_a_gpu, 2, timeout=40)
+    told = "RuntimeError: CUDA driver error: out of memory"
+    assert first == [3.0, 0, f"{told} (on rank 1)", 1.0, 0, 0]
+    assert second == [3.0, 1, told, 1.0, 2, 0]
+
+
+def introduce(version: str) -> list[str] | None:
+    """What the ranks tell each other through the store of the group that torch's symmetric memory is told of."""
+    torch.__version__ = version
+    driver, axis = Driver([True]), world.current().mesh.world
+    peers._symmetric = lambda: driver
+    peers.DevicePeers(axis, bmt.device(), 1.0)
+    if driver.group is None:
+        return None
+    name, rank, size, store = driver.group
+    store.set(str(rank), f"{name == axis.group.group_name} from {rank} of {size}")
+    return [store.get(str(other)).decode() for other in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("version", "is_told"), [("2.8.0", True), ("2.10.1+cu128", True), ("2.11.0", False), ("2.13.0+cpu", False)]
+)
+def test_older_versions_of_torch_are_told_of_the_group(version: str, is_told: bool) -> None:
+    told = ["True from 0 of 2", "True from 1 of 2"] if is_told else None
+    assert run_ranks(introduce, 2, version) == [told] * 2
+
+
+def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
+    """Ask for the peers of an axis as on GPUs, once with each of the obstacles: what rank 0 is told."""
+    current = dataclasses.replace(world.current(), device=torch.device("cuda", bmt.rank()))
+    groups, said = PeerGroups(current), []
+    for number, obstacle in enumerate(obstacles):
+        peers._obstacle = lambda axis, device, found=obstacle: found
+        axis = dataclasses.replace(current.mesh.world, ranks=(*range(bmt.world_size()), *[0] * number))  # another one
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert groups.of(axis) is None
+        said += [str(warning.message) for warning in caught]
+    return said
+
+
+@pytest.mark.parametrize("wanted", ["auto", "collective"])
+def test_who_could_do_something_about_slow_transport_is_warned_once(wanted: str) -> None:
+    told, others = run_ranks(look_for_peers, 2, [peers.Obstacle("no way", "build one")] * 3, init={"transport": wanted})
+    assert others == []
+    text = "NCCL carries shards and gradients where copies between GPUs cannot: no way; build one, or set transport='collective'"
+    assert [text in warning for warning in told] == ([True] if wanted == "auto" else [])
+
+
+def test_several_hosts_are_a_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(look_for_peers, 2, [peers.Obstacle("16 ranks are on 2 hosts")] * 2, init={"transport": "auto"}) == [[], []]
+    zero, _, one = capsys.readouterr().out.partition("-- rank 1 printed:")
+    assert zero.count("NCCL carries shards and gradients where copies between GPUs cannot: 16 ranks are on 2 hosts.") == 1
+    assert "hosts" not in one
+
+
+def obstacle(hosts: list[tuple[str, str]], places: list[int], is_open: bool) -> peers.Obstacle | None:
+    """What is found on ranks of these hosts with these GPUs, that reach each other or do not."""
+    peers._host = lambda: hosts[bmt.rank()]
+    torch.cuda.can_device_access_peer = lambda own, other: is_open or own.index != 1
+    return peers._obstacle(world.current().mesh.world, torch.device("cuda", places[bmt.rank()]))
+
+
+@pytest.mark.parametrize(
+    ("found", "what", "is_curable"),
+    [
+        (([("a", "x")] * 2, [0, 1], True), None, False),
+        (([("a", "x"), ("b", "y")], [0, 0], True), "2 ranks are on 2 hosts", False),
+        (([("a", ""), ("b", "")], [0, 0], True), "2 ranks are on 2 hosts", False),
+        (([("a", "x"), ("b", "x")], [0, 1], True), "2 ranks are in 2 containers of one host", True),
+        (([("a", "x")] * 2, [0, 0], True), "do not see each other's GPUs", True),
+        (([("a", "x")] * 2, [0, 1], False), "GPU 1 has no access to GPU 0", False),
+    ],
+)
+def test_obstacles(found: tuple[Any, ...], what: str | None, is_curable: bool) -> None:
+    first, second = run_ranks(obstacle, 2, *found)
+    assert first == second
+    if what is None:
+        assert first is None
+    else:
+        assert what in first.what
+        assert bool(first.remedy) is is_curable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
+from bmtrain.errors import ParameterError, StaleParameterError
 
 DIM = 256
 TRANSPORTS = [{"transport": "collective"}, {"transport": "copy_engine"}]
@@ -87,6 +89,64 @@ def follow_the_student(level: int) -> list[float]:
 @pytest.mark.parametrize("init", TRANSPORTS)
 def test_a_teacher_that_follows_its_student(init: dict[str, Any], level: int) -> None:
     assert run_ranks(follow_the_student, 2, level, init=init) == [[DIM + 1.0] * 9] * 2
+
+
+def write_between(how: str, folder: pathlib.Path, level: int) -> list[float]:
+    """One model runs, another gets values, and that runs: from the second turn on the first gather of the second is begun early."""
+    first, second = make(2, level), torch.nn.ModuleList(make(2, level))
+    x, found = torch.ones(2, DIM), []
+    for turn in range(1, 4):
+        values = {name: torch.full(shape, float(turn)) for name, shape in SHAPES.items()}
+        if bmt.rank() == 0:
+            torch.save(values, folder / f"{turn}.pt")
+        bmt.synchronize()
+        with torch.no_grad():
+            for block in first:
+                block(x)
+            come_late()
+            if how == "load":
+                bmt.load(second, folder / f"{turn}.pt")
+            elif how == "load_state_dict":
+                second.load_state_dict(values)
+            else:
+                for param in second.parameters():
+                    param.fill_(turn)
+            found += [float(block(x).mean()) / turn for block in second]
+    return found
+
+
+SHAPES = {f"{block}.{name}": shape for block in (0, 1) for name, shape in (("weight", (DIM, DIM)), ("bias", (DIM,)))}
+
+
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize("how", ["load", "load_state_dict"])
+def test_values_loaded_between_two_models(how: str, level: int, tmp_path: pathlib.Path) -> None:
+    for init in TRANSPORTS:
+        assert run_ranks(write_between, 2, how, tmp_path, level, init=init) == [[DIM + 1.0] * 6] * 2
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_values_written_behind_a_gather_that_has_begun(level: int, tmp_path: pathlib.Path) -> None:
+    """They would be old ones. No rank may begin a gather that others do not, so the program is told."""
+    with pytest.raises(StaleParameterError, match="after their gather had begun"):
+        run_ranks(write_between, 2, "fill_", tmp_path, level)
+
+
+def replace_data() -> None:
+    block = make(1)[0]
+    wrapped = bmt.BMTrainModelWrapper(torch.nn.Sequential(torch.nn.Linear(DIM, DIM)))
+    for model in (block, wrapped):
+        for param in model.parameters():
+            before = param.data.clone()
+            with pytest.raises(ParameterError, match="cannot be replaced"):
+                param.data = torch.ones_like(param)
+            assert torch.equal(param.data, before)
+            param.data.fill_(3.0)
+            assert bool((param == 3.0).all())
+
+
+def test_replacing_the_data_of_a_parameter_is_refused() -> None:
+    run_ranks(replace_data, 2)
 
 
 def look_into_a_stage() -> float:

@@ -107,7 +107,8 @@ def test_frozen_parts_get_no_gradient(reduction: str, wanted: tuple[bool, bool, 
 def profiled() -> Iterator[list[Any]]:
     """Every operator that ran inside, those within opaque operations too; filled in at the end."""
     events: list[Any] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    only_cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=only_cpu, profile_memory=True, acc_events=True) as profile:
         yield events
     events.extend(profile.events())
 
@@ -317,6 +318,8 @@ def bad_inputs() -> Iterator[Any]:
     yield pytest.param(hidden, weight, target, torch.zeros(5).half(), ["bias", "float16", "float32"])
     yield pytest.param(hidden, weight, target.float(), None, ["target", "float32", "integer", "probabilities"])
     yield pytest.param(hidden, weight, target[:3], None, ["target", "(3,)", "(4,)"])
+    yield pytest.param(hidden, torch.nn.Linear(3, 5), target, None, ["weight of the linear map", "Linear", "`.weight`"])
+    yield pytest.param(hidden, weight, None, None, ["target", "NoneType", "tensor"])
     yield pytest.param(hidden, weight, target + 5, None, ["row 0", "got 5", "0 to 4", "4 of 4", "vocabulary"])
 
 
@@ -332,6 +335,10 @@ def test_bad_inputs_are_named(
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"reduction: got 'avg', expected one of .*mean"):
         FusedLinearCrossEntropy(reduction="avg")
+    with pytest.raises(ConfigurationError, match="label_smoothing: got 'a'"):
+        FusedLinearCrossEntropy(label_smoothing="a")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="weight: got list, expected a tensor"):
+        FusedLinearCrossEntropy(weight=[1.0, 2.0])  # type: ignore[arg-type]
     head, target = inputs(torch.float32)
     with pytest.raises(ConfigurationError, match=r"weight: got 24 weights, expected 23"):
         called(FusedLinearCrossEntropy(torch.ones(24)), head, target)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +20,8 @@ Lower = Callable[..., Lowered]
 _OWN = frozenset(
     {"aten", "prims", "prim", "inductor", "inductor_prims", "higher_order", "quantized", "mkldnn", "bmtrain", "rngprims"}
 )
+# Whether torch changes in backward a second time what is changed in place and recomputed, running statistics for example.
+_CHANGES_TWICE = torch.__version__ < "2.11"
 # Operators by which ranks talk to one another, by the beginning of their names.
 _TALKING = ("_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.", "bmtrain.tp_")
 
@@ -39,10 +43,30 @@ class UnsafeError(RuntimeError):
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
     """torch's own backend. Takes `mode` and `options` as torch.compile does."""
-    mode = options.get("mode")
-    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options.get("options") or {})}
     lower: Lower = torch._dynamo.lookup_backend("inductor")
+    mode, named = options.get("mode"), options.get("options") or {}
+    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **{k.replace("-", "_"): v for k, v in named.items()}}
+    if torch._inductor.config.joint_custom_post_pass is None:  # else it is the program's
+        patches.setdefault("joint_custom_post_pass", _keeping_inputs())
     return lower(graph, inputs, config_patches=patches)
+
+
+@functools.cache
+def _keeping_inputs() -> Any:
+    """A pass over forward and backward: inputs are there in backward, and nothing tries to compute them again.
+
+    torch 2.11 tries where it rewrites dropout that is recomputed and whose sizes are variables. There is no program then.
+    """
+
+    def keep(_: object, graph: torch.fx.Graph) -> None:
+        for node in graph.find_nodes(op="placeholder"):
+            node.meta.pop("recompute", None)
+
+    base = torch._inductor.custom_graph_pass.CustomGraphPass  # by attribute: torch loads its compiler when it is first named
+    said = "bmtrain.block.backend: inputs are kept"
+    # Until torch 2.9 options are pickled: this one by the function that makes it.
+    methods = {"__call__": keep, "uuid": lambda _: said, "__reduce__": lambda _: (_keeping_inputs, ())}
+    return type("KeepingInputs", (base,), methods)()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +84,23 @@ class InFp8:
         if not fp8.rewrite(graph) and self.whole is not None:
             warn(f"fp8=True changes nothing in {self.whole}: it has no product that torch.nn.functional.linear makes.")
         return self.lower(graph, inputs, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    """A backend whose code draws all random numbers from the program's generators, in forward and nowhere else.
+
+    Seeds of dropout are drawn in forward and kept. What a recomputation has to draw again (dropout inside of attention) begins at
+    the generator's state of the time, which is kept too: 16 bytes, read without waiting for the device. Left to itself, torch
+    would draw it from copies of the generator of its own, which no later seed and no restored state reaches.
+    """
+
+    lower: Lower
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
+        """Lower."""
+        with _asking(graphsafe_rng_functionalization=False):
+            return self.lower(graph, inputs, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +122,18 @@ class AtOnce:
         unsafe = next(_unsafe(graph), None)
         if unsafe is not None:
             raise UnsafeError(unsafe)
-        config = torch._functorch.config
-        config.donated_buffer = False  # for good: torch looks it up again when a backward pass keeps its graph, and refuses
-        is_known = getattr(config, "force_non_lazy_backward_lowering", None) is not None
-        with warnings.catch_warnings(), config.patch({"force_non_lazy_backward_lowering": True} if is_known else {}):
+        # For good: torch looks it up again when a backward pass keeps its graph, and refuses.
+        torch._functorch.config.donated_buffer = False
+        with warnings.catch_warnings(), _asking(force_non_lazy_backward_lowering=True):
             warnings.simplefilter("ignore")
             return self.lower(graph, inputs, **options)
+
+
+def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
+    """Options of torch for what is lowered inside; a torch that does not know one does not need it."""
+    config = torch._functorch.config
+    known = {name: value for name, value in wanted.items() if getattr(config, name, None) is not None}
+    return config.patch(known)
 
 
 def _collectives(graph: torch.fx.GraphModule) -> Iterator[str]:
@@ -102,26 +149,37 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
 
     And random operators of other libraries that do not say so: torch replays the random numbers of those only that do.
     """
+    changes_twice = _CHANGES_TWICE and _recomputes(graph)
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
             for node in part.graph.nodes:
                 if node.op == "placeholder" and _is_read_and_changed(node):
                     yield f"{node.name} is read and changed in place"
+                if node.op == "placeholder" and changes_twice and _is_changed(node):
+                    yield f"{node.name} is changed in place and would be again, before torch 2.11"
                 if node.op == "call_function" and _is_foreign(node.target):
                     yield f"{node.target} may draw random numbers"
 
 
-def _is_read_and_changed(node: torch.fx.Node) -> bool:
+def _recomputes(graph: torch.fx.GraphModule) -> bool:
+    return any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in graph.graph.nodes)
+
+
+def _is_changed(node: torch.fx.Node) -> bool:
     value = node.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value._version > 0 and (len(node.users) > 1 or value.requires_grad)
+    return isinstance(value, torch.Tensor) and value._version > 0
+
+
+def _is_read_and_changed(node: torch.fx.Node) -> bool:
+    return _is_changed(node) and (len(node.users) > 1 or node.meta["example_value"].requires_grad)
 
 
 def _is_foreign(target: Any) -> bool:
-    """Whether an operator comes neither from torch nor from here."""
+    """Whether an operator comes neither from torch nor from here, and does not say of itself that it draws random numbers."""
     if isinstance(target, torch._ops.OpOverloadPacket):
-        name: str = target._qualified_op_name
+        forms = [getattr(target, name) for name in target.overloads()]
     elif isinstance(target, torch._ops.OpOverload):
-        name = target.name()
+        forms = [target]
     else:
         return False
-    return name.partition("::")[0] not in _OWN
+    return any(form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags for form in forms)

@@ -135,6 +135,8 @@ class Block(DistributedModule):
         del self.__dict__["training"]  # asked of the inner module
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, current.device)
+        if not isinstance(compile, bool | None):
+            raise ConfigurationError(f"compile is {compile!r}: expected True, False, or None for the default of init_distributed.")
         self._compiles = defaults.compile if compile is None else compile
         self._compiled: CompiledModule | CompiledByDefault | None = None
         self._shown: str | None = None
@@ -228,10 +230,10 @@ class Block(DistributedModule):
         if not torch.is_grad_enabled():
             return self._run_at(Level.NOTHING, given)
         level = level_of(self.use_checkpoint)
-        # Measuring would be recorded, and what is recomputed for others is no call of a pass.
-        if level is None and not (in_backward() or world.current("Block").service(Recorder).is_listening):
+        if level is None and not in_backward():  # what is recomputed for others is no call of a pass
             return self._run_as_planned(given)
-        return self._run_at(level or Level.BLOCK, given)
+        with use.running():  # one gather, also where compiled code is given up in the middle of a call
+            return self._run_at(level or Level.BLOCK, given)
 
     def _run_as_planned(self, given: _Given) -> Any:
         current = world.current("Block")
@@ -241,7 +243,8 @@ class Block(DistributedModule):
             kind=self._kind(given),
             shape=tuple([dim for x in given.tensors for dim in x.shape]),
             num_dims=given.tensors[0].dim() if given.tensors else 0,
-            options=functools.partial(self._measure, given),
+            # Measuring would be recorded, on a rank that listens.
+            options=None if current.service(Recorder).is_listening else functools.partial(self._measure, given),
         )
         first_node = torch._C._autograd._get_sequence_nr()
         planner = current.service(Planners).of(axis)

@@ -30,13 +30,12 @@ class CompiledModule:
     runs_python = False  # in backward
 
     def __init__(self, structure: Structure, options: dict[str, Any]) -> None:
-        if structure.fp8:
-            options = {**options, "backend": backend.InFp8(backend.find(options.get("backend", "inductor")))}
-        self._plain = torch.compile(structure.code(call), **options)
+        _compile(call, options)  # refuses what it does not know; options of a backend that is not its own it does not look at
+        lower: backend.Lower = backend.Seeded(backend.find(options.get("backend", "inductor")))
+        options = {**options, "backend": backend.InFp8(lower) if structure.fp8 else lower}
+        self._plain = _compile(structure.code(call), options)
         one_graph = {**options, "fullgraph": True}
-        self._recomputing = {
-            level: torch.compile(structure.code(function), **one_graph) for level, function in _RECOMPUTING.items()
-        }
+        self._recomputing = {level: _compile(structure.code(function), one_graph) for level, function in _RECOMPUTING.items()}
         self.recomputes_inside = True
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,6 +81,12 @@ class CompiledByDefault:
         """A function that does the same, keeping for backward what `level` says."""
         _hush()
         return partial(self._structure.run, _RECOMPUTING[Level.BLOCK if level.is_whole() else level])
+
+
+def _compile(function: Call, options: dict[str, Any]) -> Call:
+    """torch.compile, which takes some of what it reads out of the dicts that it is given: it gets copies."""
+    own: dict[str, Any] = {name: dict(value) if isinstance(value, dict) else value for name, value in options.items()}
+    return torch.compile(function, **own)
 
 
 def _call_recomputed(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -28,7 +28,15 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NUM_REHEARSALS = 2  # the first compiles and learns the order of gathers, the second finds everything in place
 
 
-def cuda_graph(function: Function, *, max_graphs: int = 8) -> Function:
+@overload
+def cuda_graph(function: Function, *, max_graphs: int = 8) -> Function: ...
+
+
+@overload
+def cuda_graph(function: None = None, *, max_graphs: int = 8) -> Callable[[Function], Function]: ...
+
+
+def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 8) -> Any:
     """`function`, whose device work is captured as a CUDA graph and repeated without Python: for models that are launch-bound.
 
         @bmtrain.cuda_graph
@@ -54,17 +62,19 @@ def cuda_graph(function: Function, *, max_graphs: int = 8) -> Function:
     tensors on the CPU, too many kinds) is named in one warning, and `function` is called as it is from then on; so it is on the
     CPU, and in runs of several ranks.
     """
+    if type(max_graphs) is not int or max_graphs < 1:
+        raise ConfigurationError(f"max_graphs is {max_graphs!r}: expected a whole number, at least 1.")
+    if function is None:  # @cuda_graph(max_graphs=2)
+        return functools.partial(cuda_graph, max_graphs=max_graphs)
     if not callable(function):
         raise ConfigurationError(f"cuda_graph got {type(function).__name__}: expected a function of tensors.")
-    if max_graphs < 1:
-        raise ConfigurationError(f"max_graphs is {max_graphs}: expected at least 1.")
     graphed = GraphedFunction(function, max_graphs)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return graphed(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call
 
 
 class Modes:

@@ -1,4 +1,4 @@
-"""What the allocator of the device knows, for planning; devices that do not count have a bound given by hand, or none."""
+"""What is known of the device's memory, for planning; devices that do not count have a bound given by hand, or none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.runtime.world import World
 
 _MARGIN = 0.03  # of all memory: what fragmentation and allocations outside of torch may take
@@ -70,22 +71,20 @@ class Uncounted(Memory):
 
 
 class CudaMemory(Memory):
-    """A GPU, as torch's caching allocator sees it."""
+    """A GPU. All of its tensors count, also the shards that other ranks map."""
 
-    def __init__(self, device: torch.device, limit: int | None) -> None:
-        self._device, self._given = device, limit
+    def __init__(self, memory: DeviceMemory, device: torch.device, limit: int | None) -> None:
+        self._memory, self._device, self._given = memory, device, limit
+        self._peak = memory.new_peak()
 
     def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return self._memory.held()
 
     def take_peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        return self._peak.take()
 
     def limit(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        usable = free + torch.cuda.memory_reserved(self._device) - int(total * _MARGIN)
+        usable = self._memory.within_reach() - int(self._memory.total() * _MARGIN)
         return usable if self._given is None else min(usable, self._given)
 
     def num_retries(self) -> int:
@@ -116,4 +115,4 @@ def _lines(path: pathlib.Path) -> list[str]:
 def memory_of(world: World) -> Memory:
     """The memory of this rank's device. One per run, reached by `world.service(memory_of)`."""
     limit = world.defaults.memory_limit
-    return Uncounted(limit) if world.device.type == "cpu" else CudaMemory(world.device, limit)
+    return Uncounted(limit) if world.device.type == "cpu" else CudaMemory(world.service(DeviceMemory), world.device, limit)

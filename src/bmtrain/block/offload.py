@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import weakref
 from collections import defaultdict
@@ -27,7 +28,7 @@ class Host:
         self.device, self._local_size = world.device, world.local_size
         self._streams = make_streams(world.device)
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self._leaving: list[tuple[torch.Tensor, torch.Event | None]] = []
+        self._leaving: list[_Leaving] = []
         self._away: list[weakref.ref[Away]] = []
         self.num_bytes = 0
 
@@ -44,10 +45,20 @@ class Host:
         return self._streams.mark_compute()
 
     def settle(self) -> None:
-        """Give up what has left: later work on the compute stream may overwrite it."""
-        for _, left in self._leaving:
-            self._streams.compute_waits(left)
-        self._leaving.clear()
+        """Give up what has left: later work on the compute stream may overwrite it.
+
+        Raises:
+            RuntimeError: for a tensor that was overwritten on its way. What is on the host may be of before or after.
+        """
+        leaving, self._leaving = self._leaving, []
+        for entry in leaving:
+            self._streams.compute_waits(entry.left)
+        for entry in leaving:
+            if entry.tensor._version != entry.version and entry.away() is not None:
+                raise RuntimeError(
+                    f"the input of a block, of shape {tuple(entry.tensor.shape)}, was changed in place before it had been kept for "
+                    "backward: clone it first, or give the block use_checkpoint=True or False."
+                )
 
     def seconds(self, x: torch.Tensor) -> float:
         """How long `x` takes one way, with nothing else to do."""
@@ -62,14 +73,17 @@ class Host:
     def send(self, x: torch.Tensor, ready: torch.Event | None) -> Away:
         """Start the way of `x`, which is there after the event."""
         self.settle()
-        x = x.detach()
+        # Autograd is saving: detached tensors would not share their version counters there.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            x = x.detach()
         num_bytes = _num_bytes(x)
         buffer = self._take(num_bytes)
         with self._streams.gathering(ready), torch.no_grad():
             buffer[:num_bytes].view(x.dtype).copy_(x.view(-1), non_blocking=True)
-            self._leaving.append((x, self._streams.mark_current()))
+            left = self._streams.mark_current()
         away = Away(self, buffer, num_bytes, x.dtype, self._previous())
         self._away.append(weakref.ref(away))
+        self._leaving.append(_Leaving(x, x._version, left, self._away[-1]))
         return away
 
     def bring(self, away: Away) -> tuple[torch.Tensor, torch.Event | None]:
@@ -106,6 +120,16 @@ class Host:
     def give_back(self, buffer: torch.Tensor) -> None:
         """Nobody needs what is in the buffer. Its next use comes after its last on the same stream."""
         self._free[buffer.numel()].append(buffer)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaving:
+    """A tensor on its way to the host, complete there after `left`, the version in which it set out, and what waits for it."""
+
+    tensor: torch.Tensor
+    version: int
+    left: torch.Event | None
+    away: weakref.ref[Away]
 
 
 def _num_bytes(x: torch.Tensor) -> int:

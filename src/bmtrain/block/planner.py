@@ -41,6 +41,9 @@ _MOST_FAILURES = 16  # passes that were not as measured; where there are more, e
 _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.2  # of the limit, kept free whenever the allocator had to retry
 
 
+Measure = Callable[[Sequence[Level]], dict[Level, Option]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Subject:
     """A call of a block that can be measured.
@@ -48,14 +51,15 @@ class Subject:
     block: whose call it is.
     kind: equal for calls that differ at most in shapes.
     shape: dims of the tensors among the arguments, one after the other, of which `num_dims` are those of the first.
-    options: what the call would keep and take at some levels; those that it cannot run at are left out.
+    options: what the call would keep and take at some levels; those that it cannot run at are left out. None if it must not run
+        more often than the program asks, on this rank.
     """
 
     block: torch.nn.Module
     kind: object
     shape: Shape
     num_dims: int
-    options: Callable[[Sequence[Level]], dict[Level, Option]]
+    options: Measure | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,26 +164,32 @@ class Planner:
         profile = self._current
         if profile is None:
             return Level.BLOCK
+        if subject.options is None:  # a call like no other
+            self._is_stale = self._is_stale or bool(self._wanted)
+            return Level.BLOCK
         if self._wanted and not self._is_stale:
-            self._measure(number, subject, profile)
+            self._measure(number, subject, profile, subject.options)
         self._is_stale = self._is_stale or not profile.covers(number, subject.kind, subject.shape)
         if self._is_stale or profile.choice is None:
             return Level.BLOCK
         return LEVELS[profile.choice[number]]
 
     def _level_in_graph(self) -> Level:
-        """Nothing can be measured or agreed on in a CUDA graph: the plan that there is, if it is the same for all blocks."""
-        planned = set() if self._current is None else set(self._current.choice or ())
-        return LEVELS[planned.pop()] if len(planned) == 1 else Level.BLOCK
+        """Nothing can be measured or agreed on in a CUDA graph: the plan that there is, if it is the same for all blocks.
 
-    def _measure(self, number: int, subject: Subject, profile: Profile) -> None:
+        Copies to the host and back are ordered by the host, which has no part in a replay.
+        """
+        planned = set() if self._current is None else {LEVELS[number] for number in self._current.choice or ()}
+        return planned.pop() if len(planned) == 1 and Level.OFFLOADED not in planned else Level.BLOCK
+
+    def _measure(self, number: int, subject: Subject, profile: Profile, options: Measure) -> None:
         if profile.choice is None:
             profile.append(subject.kind, subject.shape)
         key = subject.kind, subject.shape
         if key not in self._found:
             if self._watch is not None:
                 self._watch.pause()
-            self._found[key] = subject.options([level for level in LEVELS if level in self._wanted])
+            self._found[key] = options([level for level in LEVELS if level in self._wanted])
             if self._watch is not None:
                 self._watch.resume()
         if number < len(profile.options):

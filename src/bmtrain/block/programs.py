@@ -51,7 +51,7 @@ class Structure:
 
     def __init__(self, kind: type, fp8: bool, warned: set[type]) -> None:
         self._class, self._warned, self.fp8 = kind, warned, fp8
-        at_once = backend.AtOnce(backend.inductor)
+        at_once = backend.AtOnce(backend.Seeded(backend.inductor))
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
         self._programs: dict[tuple[Call, bool], Program] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -94,7 +95,9 @@ class CudaStreams(Streams):
         self._gather = torch.cuda.Stream(device, priority=-1)
         self._reduce = torch.cuda.Stream(device, priority=-1)
         self._device = device
-        self._sides: list[torch.cuda.Stream] = []
+        # Each direction has its own. A stream does one thing after the other: on shared ones the copies of a reduction would wait
+        # for those of a gather, and links that carry both ways at once would carry one.
+        self._sides: defaultdict[torch.cuda.Stream, list[torch.cuda.Stream]] = defaultdict(list)
         self._age = 0
 
     def mark_compute(self) -> torch.Event | None:
@@ -133,18 +136,19 @@ class CudaStreams(Streams):
         self._age += 1
 
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
-        while len(self._sides) < len(jobs) - 1:
-            self._sides.append(torch.cuda.Stream(self._device, priority=-1))
         surrounding = torch.cuda.current_stream()
+        sides = self._sides[surrounding]
+        while len(sides) < len(jobs) - 1:
+            sides.append(torch.cuda.Stream(self._device, priority=-1))
         before = surrounding.record_event()
-        sides = self._sides[: len(jobs) - 1]
-        for job, side in zip(jobs[1:], sides, strict=True):
+        used = sides[: max(len(jobs) - 1, 0)]
+        for job, side in zip(jobs[1:], used, strict=True):
             side.wait_event(before)
             with torch.cuda.stream(side):
                 job()
         for job in jobs[:1]:
             job()
-        for side in sides:
+        for side in used:
             surrounding.wait_stream(side)
 
 

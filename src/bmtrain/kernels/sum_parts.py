@@ -39,7 +39,7 @@ def sum_parts_triton(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bo
     """The same in one kernel that reads and writes each element once."""
     num_ranks, numel = parts.shape
     grid = (-(-numel // BLOCK),)
-    _triton_kernel()[grid](total, parts, numel, accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK)
+    _triton_kernel()[grid](total, parts, numel, ACCUMULATE=accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK)
     torch.autograd.graph.increment_version(total)
 
 

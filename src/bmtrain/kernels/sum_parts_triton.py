@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_parts_kernel(
-    total: tl.tensor, parts: tl.tensor, n: tl.tensor, accumulate: tl.tensor, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr
+    total: tl.tensor, parts: tl.tensor, n: tl.tensor, ACCUMULATE: tl.constexpr, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     """Every program sums BLOCK elements of all parts in fp32."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -16,6 +16,6 @@ def sum_parts_kernel(
     result = tl.load(parts + i, mask=inside).to(tl.float32)
     for rank in tl.static_range(1, NUM_RANKS):
         result += tl.load(parts + rank * tl.cast(n, tl.int64) + i, mask=inside).to(tl.float32)
-    if accumulate:
+    if ACCUMULATE:
         result += tl.load(total + i, mask=inside).to(tl.float32)
     tl.store(total + i, result.to(total.dtype.element_ty), mask=inside)

@@ -23,7 +23,7 @@ from bmtrain.kernels.cross_entropy import RowSums, arithmetic, row_gradient_, sc
 from bmtrain.kernels.products import add_product, multiply
 from bmtrain.kernels.scale_to import scale_to
 from bmtrain.loss.columns import columns_of
-from bmtrain.loss.module import DTYPES, ClassLoss, check_device, describe, names
+from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, describe, names
 from bmtrain.loss.row_loss import RowLoss
 
 # Most rows of a chunk. For each chunk the weight's gradient is read and written once: beside this many rows that is little.
@@ -197,6 +197,8 @@ class FusedLinearCrossEntropy(ClassLoss):
         Raises:
             ConfigurationError: shapes, dtypes, devices or targets that do not fit.
         """
+        for name, value in (("hidden", hidden), ("weight of the linear map", weight), ("bias", hidden if bias is None else bias)):
+            check_tensor(name, value)
         head = _as_linear_casts([hidden, weight, *([] if bias is None else [bias])])
         self._check(head, target)
         target, valid = self.classes_of(target)

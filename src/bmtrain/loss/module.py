@@ -34,8 +34,10 @@ class ClassLoss(torch.nn.Module):
         super().__init__()
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them.")
-        if not 0 <= label_smoothing <= 1:
-            raise ConfigurationError(f"label_smoothing: got {label_smoothing}, expected a share between 0 and 1; 0 means none.")
+        if not (isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1):
+            raise ConfigurationError(f"label_smoothing: got {label_smoothing!r}, expected a share between 0 and 1; 0 means none.")
+        if weight is not None:
+            check_tensor("weight", weight)
         if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
             raise ConfigurationError(
                 f"weight: got {describe(weight)}, expected a floating-point tensor of shape (classes,); give one weight per class."
@@ -68,6 +70,7 @@ class ClassLoss(torch.nn.Module):
 
     def check_target(self, target: torch.Tensor, rows: torch.Tensor, num_classes: int) -> None:
         """ConfigurationError unless `target` and the class weights fit `rows` (rows, ...), the logits or hidden states."""
+        check_tensor("target", target)
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise ConfigurationError(
                 f"target: got {describe(target)}, expected class indices of an integer dtype; "
@@ -117,3 +120,10 @@ def describe(tensor: torch.Tensor) -> str:
 def names(*dtypes: torch.dtype) -> str:
     """Without the prefix."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """ConfigurationError unless an argument is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        hint = "; give its `.weight`" if isinstance(value, torch.nn.Module) else ""
+        raise ConfigurationError(f"{name}: got {type(value).__name__}, expected a tensor{hint}.")

@@ -127,7 +127,8 @@ class OptimManager:
 
         With AdamOptimizers alone, the host does not wait to learn of an overflow: the GPU leaves weights and state as they are,
         and what the host has counted is taken back before anybody can use it, when the loss scale or a state dict is asked for:
-        in the next `backward` at the latest. Until then learning rates read as after a good step.
+        in the next `backward` at the latest. Until then learning rates read as after a good step, and so
+        does the state of a schedule that is asked for it directly; `state_dict` of the manager has the right one.
         """
         self._engine.backward.flush()
         if self._scale is None:

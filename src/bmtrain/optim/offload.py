@@ -180,4 +180,10 @@ def _pin(state: RunState) -> None:
     runtime = torch.cuda.cudart()
     address, size = state.master.data_ptr(), state.master.nbytes
     if size and int(runtime.cudaHostRegister(address, size, 0)) == 0:
-        weakref.finalize(state, runtime.cudaHostUnregister, address)
+        weakref.finalize(state, _unpin, address)
+
+
+def _unpin(address: int) -> None:
+    """Copies of the last step may still read there."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)

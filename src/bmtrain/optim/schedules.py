@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+_ATOMS = frozenset((int, float, bool, str, type(None)))
 
 
 @runtime_checkable
@@ -28,7 +31,7 @@ def step_schedules(schedules: Sequence[Any], optimizers: Iterable[torch.optim.Op
     if not schedules:
         return lambda: None
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    states, before = [copy.deepcopy(schedule.state_dict()) for schedule in schedules], _numbers(groups)
+    states, before = [_kept(schedule.state_dict()) for schedule in schedules], _numbers(groups)
     for schedule in schedules:
         schedule.step()
     written = _numbers(groups)
@@ -42,6 +45,24 @@ def step_schedules(schedules: Sequence[Any], optimizers: Iterable[torch.optim.Op
                 _put(group, name, old[name] if name in old and _equal(value, ours.get(name)) else value)
 
     return take_back
+
+
+def _kept(state: Any) -> Any:
+    """A copy of what a schedule counts in: numbers, tensors, and containers of these.
+
+    Objects of any other kind stay the ones they are. A function that gives the rates may hold a table, or the whole model, and
+    this is done in every step.
+    """
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        copied = copy.copy(state)  # of its own kind: milestones are a Counter
+        for key, value in state.items():
+            copied[key] = _kept(value)
+        return copied
+    if type(state) in (list, tuple) and not _ATOMS.issuperset(map(type, state)):
+        return type(state)(map(_kept, state))
+    return copy.copy(state) if isinstance(state, list | set | deque) else state
 
 
 def _numbers(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

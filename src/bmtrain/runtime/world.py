@@ -64,7 +64,10 @@ class Defaults:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ConfigurationError(f"{name} is {dtype!r}: expected a floating point torch.dtype or None.")
-        if self.num_buffers < 2:
+        for name, value in (("compile", self.compile), ("fp8", self.fp8)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name} is {value!r}: expected True or False.")
+        if type(self.num_buffers) is not int or self.num_buffers < 2:
             raise ConfigurationError(f"num_buffers is {self.num_buffers}: expected at least 2, one in use and one being filled.")
         if self.memory_limit is not None and not (type(self.memory_limit) is int and self.memory_limit >= 0):
             raise ConfigurationError(f"memory_limit is {self.memory_limit!r}: expected a whole number of bytes, or None.")
@@ -175,6 +178,8 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     """
     if _PROCESS.world is not None:
         raise RuntimeError("init_distributed was called a second time: call it once, at the start of the program.")
+    if not timeout > 0:
+        raise ConfigurationError(f"timeout is {timeout!r}: expected a number of seconds.")
     number, size, local_rank, local_size = _place_in_launch()
     chosen = _pick_device(local_rank, device)
     defaults = Defaults(
@@ -214,8 +219,10 @@ def _place_in_launch() -> tuple[int, int, int, int]:
 
 def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
     """Whether blocks compile by default."""
-    if wanted is not None or chosen.type == "cpu":
-        return bool(wanted)
+    if wanted is not None:
+        return wanted
+    if chosen.type == "cpu":
+        return False
     own = os.environ.get("CC")
     missing = toolchain.missing_for_gpu((own,) if own else toolchain.C_COMPILERS)
     if missing is not None:

@@ -65,6 +65,10 @@ class Gradient:
         """Whether gradients wait on this rank for a later reduction."""
         return self._deferred is not None
 
+    def expect(self) -> None:
+        """A backward pass may come. Collective the first time."""
+        self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
+
     def open(self) -> None:
         """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
         self.is_open = True

@@ -20,6 +20,7 @@ from bmtrain.shard.unshard import Use
 from bmtrain.shard.whole import Whole
 
 Initializer = Callable[[torch.Tensor], object]
+_DATA: Any = torch.Tensor.data  # torch's descriptor of what a tensor shows as its values
 
 
 class ParameterInitializer:
@@ -97,9 +98,22 @@ class DistributedParameter(torch.nn.Parameter):
 
     def move_to(self, storage: Storage, index: int) -> None:
         """Live in another storage from now on; its slot must already hold the values."""
-        self.data = storage.local(index)
+        _DATA.__set__(self, storage.local(index))
         self.grad = None
         self._storage, self._index = storage, index
+
+    @property
+    def data(self) -> torch.Tensor:
+        """This rank's slice, outside of any graph. Can be written into, but not replaced: other ranks would not hear of it."""
+        values: torch.Tensor = _DATA.__get__(self)
+        return values
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise ParameterError(
+            f"the data of a sharded parameter cannot be replaced (by a tensor of shape {tuple(value.shape)}): write into this "
+            "rank's slice, param.data.copy_(...), or give all ranks the full tensor, param.set_full(...)."
+        )
 
     @property
     def storage_of(self) -> Storage:
@@ -149,7 +163,6 @@ class DistributedParameter(torch.nn.Parameter):
         """Take the values of this rank's slice, (numel of the slice,)."""
         with torch.no_grad():
             self.copy_(values)
-        self._storage.residence.forget()  # what has been gathered early is old now
         self.mark_set()
 
     def mark_unset(self) -> None:
@@ -157,8 +170,9 @@ class DistributedParameter(torch.nn.Parameter):
         self._never_set = True
 
     def mark_set(self) -> None:
-        """The parameter has values now."""
+        """The parameter has other values now. To be called by all who write it between gathers, alike on all ranks."""
         self._never_set = False
+        self._storage.mark_written()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +13,9 @@ from bmtrain.shard.ring import Ring, RingBuffer, alias
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.transport import Source, Transport
 
+# Changes when a parameter is written in place on this rank.
+Version = Callable[[], int]
+
 
 class Residence(ABC):
     """Gathers one shard on demand. `acquire` and `release` come in pairs; several holders share one full buffer."""
@@ -20,6 +24,8 @@ class Residence(ABC):
     survives_forward: bool = True
     #: whether only the ranks of one pipeline stage have it
     is_pipelined: bool = False
+    #: the version of the parameters that the last gather has taken; None where nothing is gathered
+    version: int | None = None
 
     @abstractmethod
     def prefetch(self, phase: Phase) -> None:
@@ -87,8 +93,8 @@ class Absent(Residence):
 class Kept(Residence):
     """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
 
-    def __init__(self, source: Source, transport: Transport, axis: Axis) -> None:
-        self._source, self._transport, self._axis = source, transport, axis
+    def __init__(self, source: Source, transport: Transport, axis: Axis, version: Version) -> None:
+        self._source, self._transport, self._axis, self._version = source, transport, axis, version
         self._full: torch.Tensor | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -119,7 +125,7 @@ class Kept(Residence):
 
     def _load(self) -> torch.Tensor:
         if self._full is None:
-            self._full = self._source.new_full(self._axis.size)
+            self._full, self.version = self._source.new_full(self._axis.size), self._version()
             self._ready = self._transport.gather(self._full, self._source, self._axis, None)
         return self._full
 
@@ -129,8 +135,8 @@ class Ringed(Residence):
 
     survives_forward = False
 
-    def __init__(self, source: Source, transport: Transport, axis: Axis, ring: Ring) -> None:
-        self._source, self._transport, self._axis, self._ring = source, transport, axis, ring
+    def __init__(self, source: Source, transport: Transport, axis: Axis, version: Version, ring: Ring) -> None:
+        self._source, self._transport, self._axis, self._version, self._ring = source, transport, axis, version, ring
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -149,7 +155,7 @@ class Ringed(Residence):
             # Only backward may take back what forward left: between two forwards parameters change.
             buffer.held = True
             return
-        self._buffer = self._ring.take(self)
+        self._buffer, self.version = self._ring.take(self), self._version()
         self._ready = self._transport.gather(self._buffer.tensor, self._source, self._axis, self._buffer.free)
 
     def acquire(self, phase: Phase) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Sequence
 
@@ -80,13 +81,14 @@ class Storage:
 
     def _make_residence(self, source: Source) -> Residence:
         engine, axis = self.engine, self.axis
+        version = functools.partial(_version_of, weakref.ref(self))  # a residence may outlive its storage
         if not self.is_here:
             return Absent()
         if axis.size == 1:
             return Alias(source)
         if self.policy.zero_level == 2:
-            return Kept(source, engine.transport, axis)
-        return Ringed(source, engine.transport, axis, engine.ring(self.layout.numel, self.dtype))
+            return Kept(source, engine.transport, axis, version)
+        return Ringed(source, engine.transport, axis, version, engine.ring(self.layout.numel, self.dtype))
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Name the parameter objects of all slots, in order. Their `.data` must be the local slices."""
@@ -117,6 +119,11 @@ class Storage:
             self.local(index).fill_(float("nan"))
         else:
             self.local(index).copy_(self.slice_of(index, value))
+
+    def mark_written(self) -> None:
+        """Parameters have other values than they had: what has been gathered early is old. To be called alike on all ranks."""
+        self.residence.forget()
+        self.engine.transport.fence()
 
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's part, 1-D, of a full tensor of slot `index`'s shape."""
@@ -165,3 +172,8 @@ class Storage:
         if self.placement.stage is not None:
             collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)
         return full
+
+
+def _version_of(storage: weakref.ref[Storage]) -> int:
+    found = storage()
+    return 0 if found is None else found.version()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import attempt
 from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemory, Peers
 from bmtrain.distributed.streams import Streams
 from bmtrain.kernels.sum_parts import sum_parts
@@ -61,9 +62,9 @@ class Source:
         return torch.zeros(self.numel, dtype=self._dtype, device=self._device) if shard is None else shard
 
     @property
-    def parts(self) -> Sequence[torch.Tensor]:
-        """All ranks' shards in rank order, to be copied; none once this rank's is gone."""
-        return () if self._memory is None else self._memory.parts
+    def memory(self) -> PeerMemory | None:
+        """All ranks' shards, to be copied; None once this rank's is gone. Mapped for as long as the caller keeps it."""
+        return self._memory
 
     def new_full(self, num_shards: int) -> torch.Tensor:
         """Memory for the full buffer, usable in training even if made under inference mode."""
@@ -121,15 +122,28 @@ class Transport:
             if source.peers is None:
                 collectives.gather_shards(full, source.get(), axis)
             else:
-                self._copy_shards(full, source.parts, source.peers)
+                self._copy_shards(full, source.memory, source.peers)
             return streams.mark_current()
 
-    def _copy_shards(self, full: torch.Tensor, parts: Sequence[torch.Tensor], peers: Peers) -> None:
+    def _copy_shards(self, full: torch.Tensor, memory: PeerMemory | None, peers: Peers) -> None:
         axis = peers.axis
+        parts = () if memory is None else memory.parts
         peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
         pieces = full.chunk(axis.size)
         self.streams.side_by_side([functools.partial(pieces[rank].copy_, parts[rank]) for rank in _rotated(axis) if parts])
         peers.barrier(GATHERS)  # as after a collective, nobody reads this rank's shard any more
+
+    def expect(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
+        """Full gradients (numel,) of this dtype will be reduced: what sums them by copies is made now, if it is not there.
+
+        Collective, and so before any backward pass, where one rank that runs out of memory would leave the others waiting. Only
+        sizes that several storages share have it, as it keeps its memory: to the end of the run, for ranks drop their models at
+        different times.
+        """
+        key = (axis.ranks, numel, dtype)
+        peers = self._peer_groups.of(axis) if self._num_joined[axis.ranks, numel] > 1 and key not in self._exchanges else None
+        if peers is not None:
+            self._exchanges[key] = Exchange(self.streams, peers, numel, dtype)
 
     def reduce(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool) -> None:
         """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `gradient` (n * ranks,)."""
@@ -137,7 +151,7 @@ class Transport:
             self._keep(total, gradient, accumulate)
             return
         self._make_room()
-        exchange = self._exchange(total.numel() * axis.size, gradient.dtype, axis)
+        exchange = self._exchanges.get((axis.ranks, total.numel() * axis.size, gradient.dtype))
         # Made here, where memory belongs to the compute stream; filled beside it, where memory is the bottleneck and not products.
         full = (
             torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device) if exchange is None else exchange.full
@@ -183,31 +197,23 @@ class Transport:
         collectives.reduce_shards(part, full, axis)
         _add(total, part, accumulate)
 
-    def _exchange(self, numel: int, dtype: torch.dtype, axis: Axis) -> Exchange | None:
-        """What sums gradients of this size by copies: only for sizes that several storages share, as it keeps its memory.
-
-        It stays to the end of the run, for ranks drop their models at different times and must make it together.
-        """
-        peers = self._peer_groups.of(axis) if self._num_joined[axis.ranks, numel] > 1 else None
-        if peers is None:
-            return None
-        key = (axis.ranks, numel, dtype)
-        if key not in self._exchanges:
-            self._exchanges[key] = Exchange(self.streams, peers, numel, dtype)
-        return self._exchanges[key]
-
 
 class Exchange:
     """Full gradients of one size, one after the other, that ranks copy out of each other's memory, their own part each, and sum.
 
     full: (numel,), to be filled on the reduce stream.
+
+    Raises:
+        torch.OutOfMemoryError, OSError: on all ranks, if one has no room.
     """
 
     def __init__(self, streams: Streams, peers: Peers, numel: int, dtype: torch.dtype) -> None:
         self._streams, self._peers = streams, peers
         with torch.inference_mode(False):
             self.full, self._memory = peers.allocate(numel, dtype)
-            self._incoming = torch.empty((peers.axis.size, numel // peers.axis.size), dtype=dtype, device=peers.device)
+            shape = peers.axis.size, numel // peers.axis.size
+            make = functools.partial(torch.empty, shape, dtype=dtype, device=peers.device)
+            self._incoming = attempt(make, peers.axis, torch.OutOfMemoryError)
 
     def sum(self, total: torch.Tensor, accumulate: bool) -> None:
         """Add this rank's part of what all ranks have in `full` into `total`, as `sum_parts` does. On the reduce stream."""

@@ -119,6 +119,8 @@ class Use:
             return self.views()
         if self._tied is not None:
             return self._tied
+        for storage, _ in self._trained():
+            storage.gradient.expect()
         views = list(Unshard.apply(self._storages[0].engine.leaf, self))
         if self._is_together:
             self._tied = views
@@ -166,6 +168,12 @@ class Use:
             full = storage.engine.acquire(
                 storage.residence, Phase.BACKWARD if backward else Phase.FORWARD, with_grad=self._with_grad
             )
+            if storage.residence.version not in (None, storage.version()):
+                storage.residence.release(full)
+                raise StaleParameterError(
+                    f"parameters ({_names(storage)}) were written in place in the middle of a forward pass, after their gather had "
+                    "begun: set them with param.set_full(...) or load_state_dict, which start it again, or write between passes."
+                )
             self._full[storage] = full
             self._written[storage] = _version(full)
         return full
@@ -228,20 +236,24 @@ class Use:
         self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
+        for storage, own in self._trained():
+            storage.engine.backward.add(storage.gradient, grads[own])
+
+    def _trained(self) -> Iterator[tuple[Storage, slice]]:
+        """The storages of which something is trained, and the places of their slots among all."""
         end = 0
         for storage in self._storages:
             own = slice(end, end := end + len(storage.layout.slots))
             if any(self.trainable[own]):
-                storage.engine.backward.add(storage.gradient, grads[own])
+                yield storage, own
 
     def check_unchanged(self) -> None:
         """ParameterError if a full buffer has been written to: it is a copy, and what was written would be lost."""
         for storage, full in self._full.items():
             if _version(full) != self._written[storage]:
-                names = ", ".join(slot.name for slot in storage.layout.slots[:3])
                 raise ParameterError(
-                    f"the forward pass changed a parameter ({names}, ...) in place, which would be lost: inside it parameters are "
-                    "gathered copies. Change them between passes; what changes in a pass is a buffer."
+                    f"the forward pass changed a parameter ({_names(storage)}) in place, which would be lost: inside it parameters "
+                    "are gathered copies. Change them between passes; what changes in a pass is a buffer."
                 )
 
     def packing(self) -> contextlib.AbstractContextManager[object]:
@@ -278,10 +290,9 @@ class Use:
     def _check_versions(self) -> None:
         for storage, version in zip(self._storages, self._versions, strict=True):
             if storage.version() != version:
-                names = ", ".join(slot.name for slot in storage.layout.slots[:3])
                 raise StaleParameterError(
-                    f"parameters ({names}, ...) were changed in place after the forward pass that this backward pass belongs to: "
-                    "call backward before the optimizer's step, or run the forward pass again."
+                    f"parameters ({_names(storage)}) were changed in place after the forward pass that this backward pass belongs "
+                    "to: call backward before the optimizer's step, or run the forward pass again."
                 )
 
 
@@ -297,3 +308,8 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
     if a is None or b is None:
         return b if a is None else a
     return a + b
+
+
+def _names(storage: Storage) -> str:
+    """For messages."""
+    return ", ".join([slot.name for slot in storage.layout.slots[:3]] + ["..."])

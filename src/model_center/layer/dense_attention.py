@@ -124,7 +124,8 @@ class Attention(torch.nn.Module):
         return (out, *extras) if extras else out
 
     def _split(self, x: torch.Tensor, num_heads: int) -> torch.Tensor:
-        return x.unflatten(-1, (num_heads, self.dim_head)).transpose(1, 2)
+        # The function, not the method: the compiler cannot look into that one while the program has a default device.
+        return torch.unflatten(x, -1, (num_heads, self.dim_head)).transpose(1, 2)
 
     def _tables(self, position_bias: PositionBias | None, query: torch.Tensor, cache: LayerCache | None) -> RotaryTables | None:
         if self.pos_bias_type != "rotary":

@@ -194,7 +194,8 @@ def attend_in_window(
     batch, _, seq, _ = query.shape
     chunks = -(-seq // reach)
     missing = chunks * reach - seq
-    queries = F.pad(query, (0, 0, 0, missing)).unflatten(2, (chunks, reach)).transpose(1, 2).flatten(0, 1)
+    padded = F.pad(query, (0, 0, 0, missing))
+    queries = torch.unflatten(padded, 2, (chunks, reach)).transpose(1, 2).flatten(0, 1)
     keys, values = (
         torch.cat([_neighbourhoods(x, reach, missing), _repeated(x.gather(2, _of_heads(mask.places, x)), chunks)], 2)
         for x in (key, value)
@@ -203,7 +204,7 @@ def attend_in_window(
     is_used = mask.is_used[:, None, None, None, :].expand(batch, chunks, 1, reach, -1).flatten(0, 1)
     seen = AttentionMask(pairs=torch.cat([near, is_used], -1))
     mixed = attend(queries, keys, values, seen, scale=scale, dropout_p=dropout_p)
-    return mixed.unflatten(0, (batch, chunks)).transpose(1, 2).flatten(2, 3)[:, :, :seq]
+    return torch.unflatten(mixed, 0, (batch, chunks)).transpose(1, 2).flatten(2, 3)[:, :, :seq]
 
 
 def _neighbourhoods(x: torch.Tensor, reach: int, missing: int) -> torch.Tensor:
