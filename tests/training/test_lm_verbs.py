@@ -188,6 +188,7 @@ def unwritable(folder: str) -> None:
     found = sorted(path.name for path in checkpoints.folder.iterdir())
     assert found == ["latest", "step-00000002", "step-00000003"]
     assert checkpoints.latest() == checkpoints.folder / "step-00000003"
+    bmt.synchronize()  # all have looked
     checkpoints.clear()
     assert checkpoints.latest() is None
 

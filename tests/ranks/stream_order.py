@@ -1,0 +1,266 @@
+"""A checker of stream order: programs run on the CPU as if on the streams of a GPU, and operators that nothing orders are reported.
+
+`watching()` replaces the CPU's streams, which do nothing, by simulated ones with vector clocks, and follows every operator of
+its body, those of backward passes too. The engine's own events decide what comes before what. A race is a pair of accesses to
+the same bytes, not both reads, on two streams of which none has waited for the other; or memory that goes back to the
+allocator of its stream while another stream has not been waited for. What it does not see: the other ranks' streams, which
+barriers and collectives order, and the host, which waits for a device at `.item()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bmtrain.block.offload import Host
+from bmtrain.distributed import streams
+from bmtrain.distributed.streams import Streams
+
+COMPUTE = "compute"
+HOST = "host"  # no stream: nothing is reported of what runs there
+EARLY_READ, UNORDERED_WRITES = "read before it is written", "written by two"
+EARLY_WRITE, EARLY_FREE = "overwritten while it is read", "freed while in use"
+MAKING_MEMORY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+NUM_LINES = 4  # of the engine's code, innermost first, that tell a place of the program
+
+
+class Clock(dict[str, int]):
+    """How many operators of each stream are known to be over: the time of a stream, or what an event stands for."""
+
+    def wait(self, other: Clock) -> None:
+        """All that `other` knows to be over is known here too."""
+        for stream, time in other.items():
+            self[stream] = max(self.get(stream, 0), time)
+
+    def knows(self, access: Access) -> bool:
+        """Whether the access is over."""
+        return self.get(access.stream, 0) >= access.time
+
+
+class Access(NamedTuple):
+    """The last operator of a stream that touched some bytes, as the stream's `time`-th, and the lines that issued it."""
+
+    stream: str
+    time: int
+    lines: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        return f"on {self.stream!r} at " + " < ".join(f"{file.split('/src/')[-1]}:{line}" for file, line in self.lines)
+
+
+Span = tuple[str, int, int]  # stream, first byte, end
+
+
+@dataclasses.dataclass
+class Memory:
+    """One allocation: the stream that owns it, which touched it first, and the latest accesses that a later one may conflict with."""
+
+    reference: StorageWeakRef
+    owner: str
+    writes: dict[Span, Access] = dataclasses.field(default_factory=dict)
+    reads: dict[Span, Access] = dataclasses.field(default_factory=dict)
+
+
+class Order:
+    """The simulated streams' clocks, all memory that is alive, and the races found: (what, one access, the other) and how often."""
+
+    def __init__(self) -> None:
+        self.current = COMPUTE
+        self.clocks: defaultdict[str, Clock] = defaultdict(Clock)
+        self.races: Counter[tuple[str, str, str]] = Counter()
+        self._memory: dict[int, Memory] = {}
+
+    @contextlib.contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Operators of the body are issued on `stream`."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def issue(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
+        """One operator on the current stream. `made` is new memory: whoever on this stream had it before may still use it."""
+        if self.current == HOST:
+            return
+        self.free()
+        clock = self.clocks[self.current]
+        clock[self.current] = clock.get(self.current, 0) + 1
+        access = Access(self.current, clock[self.current], _lines())
+        for x in filter(_has_memory, reads):
+            self._read(self._find(x), _span(x, access), access)
+        for x in filter(_has_memory, (*writes, *made)):
+            self._write(self._find(x), _span(x, access), access)
+
+    def free(self) -> None:
+        """What nobody refers to any more goes back to its stream, whose next operator may have it."""
+        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
+            memory = self._memory.pop(key)
+            now = Access(memory.owner, self.clocks[memory.owner].get(memory.owner, 0), _lines())
+            for access in (*memory.writes.values(), *memory.reads.values()):
+                self._expect(EARLY_FREE, access, now)
+
+    def _find(self, x: torch.Tensor) -> Memory:
+        storage = x.untyped_storage()
+        if storage._cdata not in self._memory:
+            self._memory[storage._cdata] = Memory(StorageWeakRef(storage), self.current)
+        return self._memory[storage._cdata]
+
+    def _read(self, memory: Memory, span: Span, access: Access) -> None:
+        for written in _overlapping(memory.writes, span):
+            self._expect(EARLY_READ, memory.writes[written], access)
+        memory.reads[span] = access
+
+    def _write(self, memory: Memory, span: Span, access: Access) -> None:
+        for what, table in ((UNORDERED_WRITES, memory.writes), (EARLY_WRITE, memory.reads)):
+            for other in _overlapping(table, span):
+                ordered = self._expect(what, table[other], access)
+                if ordered and span[1] <= other[1] and other[2] <= span[2]:
+                    del table[other]  # what comes after this write comes after that too
+        memory.writes[span] = access
+
+    def _expect(self, what: str, earlier: Access, later: Access) -> bool:
+        ordered = self.clocks[later.stream].knows(earlier)
+        if not ordered:
+            self.races[what, str(earlier), str(later)] += 1
+        return ordered
+
+
+def _has_memory(x: torch.Tensor) -> bool:
+    return x.numel() > 0 and not x.is_meta
+
+
+def _span(x: torch.Tensor, access: Access) -> Span:
+    """The bytes from the first element of `x` to its last."""
+    size, begin = x.element_size(), int(x.storage_offset())
+    last = begin + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return access.stream, begin * size, (last + 1) * size
+
+
+def _overlapping(table: dict[Span, Access], span: Span) -> list[Span]:
+    return [other for other in table if other[1] < span[2] and span[1] < other[2]]
+
+
+def _lines() -> tuple[tuple[str, int], ...]:
+    """The innermost lines of the engine that are running."""
+    found: list[tuple[str, int]] = []
+    frame = sys._getframe(1)
+    while frame.f_back is not None and len(found) < NUM_LINES:
+        if "/src/bmtrain/" in frame.f_code.co_filename:
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+class SimulatedStreams(Streams):
+    """Streams of one user, as CudaStreams has them; events are clocks."""
+
+    def __init__(self, order: Order, name: str) -> None:
+        self._order, self._gather, self._reduce = order, f"{name} gather", f"{name} reduce"
+
+    def mark_compute(self) -> torch.Event | None:
+        return self.mark_current()
+
+    def mark_current(self) -> torch.Event | None:
+        return cast(torch.Event, Clock(self._order.clocks[self._order.current]))
+
+    def compute_waits(self, event: torch.Event | None) -> None:
+        self._wait(self._order.current, event)
+
+    def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
+        self._wait(self._gather, after)
+        return self._order.on(self._gather)
+
+    def reducing(self) -> contextlib.AbstractContextManager[object]:
+        self._wait(self._reduce, self.mark_current())
+        return self._order.on(self._reduce)
+
+    def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
+        surrounding, before = self._order.current, self.mark_current()
+        sides = [f"{surrounding}, side {number}" for number in range(1, len(jobs))]
+        for job, side in zip(jobs[1:], sides, strict=True):
+            self._wait(side, before)
+            with self._order.on(side):
+                job()
+        for job in jobs[:1]:
+            job()
+        for side in sides:
+            self._order.clocks[surrounding].wait(self._order.clocks[side])
+
+    def fork(self) -> None:
+        for side in (self._gather, self._reduce):
+            self._wait(side, self.mark_current())
+
+    def join(self) -> None:
+        for side in (self._gather, self._reduce):
+            self._order.clocks[self._order.current].wait(self._order.clocks[side])
+
+    def renew(self) -> None:
+        raise NotImplementedError("CUDA graphs are not simulated")
+
+    def _wait(self, stream: str, event: torch.Event | None) -> None:
+        if event is not None:
+            self._order.clocks[stream].wait(cast(Clock, event))
+
+
+class Watch(TorchDispatchMode):
+    """Tells an Order which memory every operator reads and writes, as its schema says."""
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self._order = order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        schema = func._schema
+        is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+        if is_view or func.overloadpacket is torch.ops.aten.set_:
+            return out
+        reads: list[torch.Tensor] = []
+        writes: list[torch.Tensor] = []
+        for position, argument in enumerate(schema.arguments):
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_written else reads).extend(_tensors(value))
+        results = [x for x in _tensors(out) if not any(x is written for written in writes)]
+        if func.overloadpacket.__name__ in MAKING_MEMORY:
+            reads = []  # of `empty_like` its argument only has the shape
+        self._order.issue(reads, writes, results)
+        return out
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[Order]:
+    """Simulated streams for whatever of the run is made inside, and the order of what runs there."""
+    order = Order()
+    names = (f"streams {number}:" for number in range(1, sys.maxsize))
+    simulated = mock.patch.object(streams, "NullStreams", lambda: SimulatedStreams(order, next(names)))
+    pinned = mock.patch.object(Host, "_take", _on_host(Host._take, order))
+    with simulated, pinned, Watch(order):
+        yield order
+    order.free()
+
+
+def _on_host(take: Callable[[Host, int], torch.Tensor], order: Order) -> Callable[[Host, int], torch.Tensor]:
+    """Pinned memory is the host's: no stream has used it before."""
+
+    def take_on_host(host: Host, num_bytes: int) -> torch.Tensor:
+        with order.on(HOST):
+            return take(host, num_bytes)
+
+    return take_on_host

@@ -1,0 +1,160 @@
+"""The engine's passes on simulated streams: its events order every read, write and release of memory; without one they do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+from tests.ranks.stream_order import (
+    COMPUTE,
+    EARLY_FREE,
+    EARLY_READ,
+    EARLY_WRITE,
+    UNORDERED_WRITES,
+    Order,
+    SimulatedStreams,
+    watching,
+)
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.block.recompute import Level
+from bmtrain.shard import transport
+from bmtrain.shard.storage import Storage
+from bmtrain.shard.transport import Transport
+
+DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
+TRANSPORTS = ["collective", "copy_engine"]
+Races = list[tuple[str, str, str]]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[Order]:
+    """Small shards travel as big ones do."""
+    with mock.patch.object(transport, "SMALLEST_SHARED_BYTES", 0), watching() as order:
+        yield order
+
+
+def accumulate(model: nn.Module, manager: bmt.optim.OptimManager, num_batches: int, *, reduce_each: bool) -> None:
+    """Gradients of some batches, and the step."""
+    manager.zero_grad()
+    for number in range(num_batches):
+        loss = model(torch.randn(ROWS, DIM)).square().mean()
+        manager.backward(loss, reduce_gradients=reduce_each or number == num_batches - 1)
+    manager.clip_grad_norm(manager.optimizers[0].param_groups, 1.0)
+    manager.step()
+
+
+def train(zero_level: int, use_checkpoint: bool | Level, num_batches: int) -> Order:
+    """Three steps, each with a forward pass without gradients behind it."""
+    with checked() as order:
+        torch.manual_seed(0)
+        blocks = [bmt.Block(Layer(), use_checkpoint=use_checkpoint, zero_level=zero_level) for _ in range(NUM_BLOCKS)]
+        model = nn.Sequential(bmt.TransformerBlockList(blocks), bmt.Block(nn.Linear(DIM, 5), zero_level=zero_level))
+        manager = bmt.optim.OptimManager()
+        manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+        for step in range(3):
+            accumulate(model, manager, num_batches, reduce_each=step > 0)
+            with torch.no_grad():
+                model(torch.randn(ROWS, DIM))
+    return order
+
+
+def races_in_training(zero_level: int, use_checkpoint: bool | Level, num_batches: int) -> tuple[Races, set[str]]:
+    """What was found, and the streams that something ran on."""
+    order = train(zero_level, use_checkpoint, num_batches)
+    return list(order.races), {stream.split(":")[-1].strip() for stream, clock in order.clocks.items() if clock.get(stream)}
+
+
+STREAMS = {
+    "collective": {COMPUTE, "gather", "reduce"},
+    "copy_engine": {COMPUTE, "gather", "gather, side 1", "reduce", "reduce, side 1"},
+}
+
+
+@pytest.mark.parametrize("num_batches", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [Level.NOTHING, Level.CHEAP, Level.BLOCK, Level.OFFLOADED])
+@pytest.mark.parametrize("zero_level", [2, 3])
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_training_is_ordered(carrier: str, zero_level: int, use_checkpoint: Level, num_batches: int) -> None:
+    found = run_ranks(races_in_training, 2, zero_level, use_checkpoint, num_batches, init={"transport": carrier})
+    assert found == [([], STREAMS[carrier])] * 2
+
+
+def write(how: str, model: nn.Module, value: float) -> None:
+    """New values for the second block of a model, or for all of them."""
+    shapes = {name: getattr(param, "_tp_original_shape", param.shape) for name, param in model.named_parameters()}
+    if how == "load_state_dict":
+        model.load_state_dict({name: torch.full(shape, value) for name, shape in shapes.items()})
+        return
+    for name, param in model.named_parameters():
+        if name.startswith("1."):
+            param.set_full(torch.full(shapes[name], value))
+
+
+def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
+    """Two models take turns. From the second on, the first gather of the one that is written has begun by then."""
+    found = []
+    with checked() as order, torch.no_grad():
+        torch.manual_seed(0)
+        first, second = (nn.Sequential(*(bmt.Block(nn.Linear(DIM, DIM), zero_level=zero_level) for _ in range(3))) for _ in range(2))
+        x = torch.ones(1, DIM)
+        for turn in range(1, 5):
+            first(x)
+            write(how, second, float(turn))
+            hidden = second[0](x)
+            found.append(float((second[1](hidden) - turn * (hidden.sum() + 1)).abs().max()))
+    return list(order.races), found
+
+
+@pytest.mark.parametrize("how", ["set_full", "load_state_dict"])
+@pytest.mark.parametrize("zero_level", [2, 3])
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_values_written_between_two_models_are_ordered(carrier: str, zero_level: int, how: str) -> None:
+    for races, errors in run_ranks(races_of_writes, 2, how, zero_level, init={"transport": carrier}):
+        assert races == []
+        assert max(errors) < 1e-3
+
+
+Patch = tuple[type, str, Callable[..., Any]]
+WITHOUT: dict[str, Patch] = {
+    "compute waits for events": (SimulatedStreams, "compute_waits", lambda self, event: None),
+    "gathers wait for the last reader": (SimulatedStreams, "gathering", lambda self, after: self._order.on(self._gather)),
+    "reductions wait for what they read": (SimulatedStreams, "reducing", lambda self: self._order.on(self._reduce)),
+    "memory of gradients is waited for": (Transport, "_make_room", lambda self: None),
+    "gathers wait for writes": (Transport, "fence", lambda self: None),
+    "written parameters are waited for": (Storage, "mark_written", lambda self: self.residence.forget()),
+}
+
+
+def races_without(wait: str, run: Callable[..., tuple[Races, Any]], *args: Any) -> Races:
+    """The races that are found once something waits no longer."""
+    with mock.patch.object(*WITHOUT[wait]):
+        return run(*args)[0]
+
+
+@pytest.mark.parametrize("wait", [wait for wait in WITHOUT if wait != "written parameters are waited for"])
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_a_wait_that_is_missing_in_training_is_found(carrier: str, wait: str) -> None:
+    assert all(run_ranks(races_without, 2, wait, races_in_training, 3, Level.NOTHING, 1, init={"transport": carrier}))
+
+
+@pytest.mark.parametrize("how", ["set_full", "load_state_dict"])
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_a_wait_that_is_missing_after_writes_is_found(carrier: str, how: str) -> None:
+    wait = "written parameters are waited for"
+    assert all(run_ranks(races_without, 2, wait, races_of_writes, how, 3, init={"transport": carrier}))
