@@ -224,6 +224,7 @@ def test_model_center_training_loop(world_size: int, dtype: torch.dtype, capsys:
     assert len(lines) == len(want) == 15
     for got, expected in zip(lines, want, strict=True):
         assert got == pytest.approx(expected, rel=1e-3 if dtype == FLOAT else 5e-3, abs=1e-4)
+        assert got[1] == pytest.approx(expected[1], rel=1e-3, abs=0), "learning rates are much smaller than 1e-4"
     assert printed.count(f"accuracy: {results[0][4] * 100:.2f}") >= 1 and printed.count("accuracy:") == 5
     start = [before[name].float() for name, _ in plain.model.named_parameters()]
     for _, masters, predicted, labels, _ in results:

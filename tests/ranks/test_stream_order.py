@@ -95,19 +95,22 @@ def test_training_is_ordered(carrier: str, zero_level: int, use_checkpoint: Leve
     assert found == [([], STREAMS[carrier])] * 2
 
 
-def write(how: str, model: nn.Module, value: float) -> None:
-    """New values for the second block of a model, or for all of them."""
-    shapes = {name: getattr(param, "_tp_original_shape", param.shape) for name, param in model.named_parameters()}
+def write(how: str, block: nn.Module, value: float) -> None:
+    """The same value everywhere in a block."""
+    values = {"weight": torch.full((DIM, DIM), value), "bias": torch.full((DIM,), value)}
     if how == "load_state_dict":
-        model.load_state_dict({name: torch.full(shape, value) for name, shape in shapes.items()})
+        block.load_state_dict(values)
         return
-    for name, param in model.named_parameters():
-        if name.startswith("1."):
-            param.set_full(torch.full(shapes[name], value))
+    for name, param in block.named_parameters():
+        param.set_full(values[name])
 
 
 def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
-    """Two models take turns. From the second on, the first gather of the one that is written has begun by then."""
+    """Two models take turns, and what is written is a later block of the second.
+
+    Nothing but the write itself makes its gather wait: that of the first block has begun before, as from the second turn on the
+    order of gathers is known.
+    """
     found = []
     with checked() as order, torch.no_grad():
         torch.manual_seed(0)
@@ -115,7 +118,7 @@ def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
         x = torch.ones(1, DIM)
         for turn in range(1, 5):
             first(x)
-            write(how, second, float(turn))
+            write(how, second[1], float(turn))
             hidden = second[0](x)
             found.append(float((second[1](hidden) - turn * (hidden.sum() + 1)).abs().max()))
     return list(order.races), found
