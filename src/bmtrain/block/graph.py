@@ -13,7 +13,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.graphs import Graphs, Replay, make_graphs
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
@@ -95,7 +95,7 @@ class Modes:
         return tuple(module.training for module in self._modules)
 
 
-class Level(enum.IntEnum):
+class Readiness(enum.IntEnum):
     """How far a rank is; all do what the one that is least far can do."""
 
     NEVER = 0
@@ -193,8 +193,8 @@ class _Kind:
         self.number = 0  # of the capture, the same on all ranks; 0 before
 
     @property
-    def level(self) -> Level:
-        return Level.READY if self._num_rehearsals >= NUM_REHEARSALS else Level.EAGER
+    def level(self) -> Readiness:
+        return Readiness.READY if self._num_rehearsals >= NUM_REHEARSALS else Readiness.EAGER
 
     def take(self, arguments: Arguments) -> None:
         """Copy the tensors of a call to their places."""
@@ -262,15 +262,15 @@ class GraphedFunction:
         obstacle = self._obstacle or ("it is pipelined" if current.pipe_enabled else arguments.obstacle(engine.device))
         engine.rest()
         kind = None if obstacle or engine.backward.has_deferred else self._kind(arguments, current)
-        own = Level.EAGER if kind is None else kind.level
+        own = Readiness.EAGER if kind is None else kind.level
         obstacle = obstacle or self._too_many()
-        level, number = _agree(Level.NEVER if obstacle else own, kind.number if kind is not None else 0, current.mesh.world)
-        if level is Level.NEVER:
+        level, number = _agree(Readiness.NEVER if obstacle else own, kind.number if kind is not None else 0, current.mesh.world)
+        if level is Readiness.NEVER:
             self._give_up(obstacle or "another rank cannot")
-        if level is Level.NEVER or kind is None:
+        if level is Readiness.NEVER or kind is None:
             return self._plainly(args, kwargs)
         kind.take(arguments)
-        if level is Level.EAGER:
+        if level is Readiness.EAGER:
             out, self._obstacle = kind.rehearse(graphs)
             return out
         if number == 0 and not self._capture(kind, graphs, current.mesh.world):
@@ -307,9 +307,9 @@ class GraphedFunction:
         engine = world.current("cuda_graph").service(Engine)
         before = engine.settle_gradients()
         problem = kind.capture(graphs)
-        level, _ = _agree(Level.NEVER if problem else Level.READY, 0, axis)
+        level, _ = _agree(Readiness.NEVER if problem else Readiness.READY, 0, axis)
         engine.rest()
-        if level is Level.READY:
+        if level is Readiness.READY:
             self._num_captures += 1
             kind.number = self._num_captures
             return True
@@ -324,14 +324,10 @@ class GraphedFunction:
         warn(f"{name} runs without a CUDA graph from now on: {reason}.")
 
 
-def _agree(level: Level, number: int, axis: Axis) -> tuple[Level, int]:
+def _agree(level: Readiness, number: int, axis: Axis) -> tuple[Readiness, int]:
     """The lowest level of any rank, and the number of the capture that all ranks have; 0 if they have different ones."""
-    if axis.size == 1:
-        return level, number
-    wire = torch.tensor([level, number, -number], dtype=torch.int64, device="cpu")
-    collectives.all_reduce_(wire, "min", axis)
-    lowest, smallest, largest = wire.tolist()
-    return Level(lowest), smallest if smallest == -largest else 0
+    negative, high, negative_low = map(int, largest([-level, number, -number], axis))
+    return Readiness(-negative), high if high == -negative_low else 0
 
 
 def _copy(leaf: Any) -> Any:

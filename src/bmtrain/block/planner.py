@@ -22,7 +22,7 @@ from bmtrain.block.offload import Host
 from bmtrain.block.plan import Option, Options, Step
 from bmtrain.block.profiles import Key, Profile, Profiles, Shape, padded
 from bmtrain.block.recompute import Level
-from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import is_same, largest
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
@@ -229,7 +229,7 @@ class Planner:
         self._num_retries = retries
         kind = zlib.crc32(repr(first.kind).encode())  # the same on all ranks, as `hash` is not
         wire = [kind, *padded(first.shape), used - self._limit, -self._limit, *complaints]
-        kind, *dims, lacking, negative_limit, is_stale, has_retried = map(int, _largest(wire, self._axis))
+        kind, *dims, lacking, negative_limit, is_stale, has_retried = map(int, largest(wire, self._axis))
         self._smallest_limit = -negative_limit
         if has_retried:
             self._margin = min(self._margin + _MORE_MARGIN, _MOST_MARGIN)
@@ -259,11 +259,11 @@ class Planner:
             profile.turn, profile.backward = watch.turn, watch.backward
         # Ranks that ran other blocks, or came back through them in another order, measure again.
         calls = [len(profile.kinds), *profile.backward]
-        if not (_is_same([len(calls)], self._axis) and _is_same(calls, self._axis)):
+        if not (is_same([len(calls)], self._axis) and is_same(calls, self._axis)):
             profile.clear()
             self._num_failures += 1
             return
-        figures = iter(_largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis))
+        figures = iter(largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis))
         profile.shapes = [tuple(int(next(figures)) for _ in shape) for shape in profile.shapes]
         blocks = [_in_order([Option(int(next(figures)), int(next(figures)), next(figures)) for _ in LEVELS]) for _ in profile.kinds]
         base = LEVELS.index(Level.BLOCK)
@@ -332,18 +332,3 @@ def _bound_host(blocks: Sequence[list[Option]], room: int) -> None:
             room -= options[block].kept - options[offloaded].kept
         if room < 0:
             options[offloaded] = _UNKNOWN
-
-
-def _largest(figures: Sequence[float], axis: Axis) -> list[float]:
-    """The largest of all ranks, figure by figure."""
-    if axis.size == 1:
-        return list(figures)
-    wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
-    collectives.all_reduce_(wire, "max", axis)
-    return list(wire.tolist())
-
-
-def _is_same(figures: Sequence[int], axis: Axis) -> bool:
-    """Whether all ranks have these figures; the same answer on all of them."""
-    largest = _largest([*figures, *(-figure for figure in figures)], axis)
-    return all(high == -low for high, low in zip(largest[: len(figures)], largest[len(figures) :], strict=True))

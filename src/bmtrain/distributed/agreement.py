@@ -1,15 +1,32 @@
-"""One outcome for all ranks: what fails on one becomes the same error on every other."""
+"""What all ranks of an axis know alike: the largest of their figures, whether they are the same, and what failed on any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
+
+import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
 
 T = TypeVar("T")
+
+
+def largest(figures: Sequence[float], axis: Axis) -> list[float]:
+    """The largest of all ranks, figure by figure, in fp64. Collective; travels on the CPU, so that no device waits."""
+    if axis.size == 1:
+        return list(figures)
+    wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
+    collectives.all_reduce_(wire, "max", axis)
+    return list(wire.tolist())
+
+
+def is_same(figures: Sequence[int], axis: Axis) -> bool:
+    """Whether all ranks have these figures. Collective, as many figures everywhere."""
+    ends = largest([*figures, *(-figure for figure in figures)], axis)
+    return all(high == -low for high, low in zip(ends[: len(figures)], ends[len(figures) :], strict=True))
 
 
 def agree(

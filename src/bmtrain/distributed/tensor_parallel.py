@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import is_same
 from bmtrain.distributed.overlap import Overlap
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
@@ -31,10 +32,7 @@ def check_alike(what: str, facts: str) -> None:
     Eight bytes travel on the CPU; the facts only if they differ.
     """
     own = zlib.crc32(f"{what}: {facts}".encode())
-    ends = torch.tensor([own, -own], device="cpu")
-    collectives.all_reduce_(ends, "max", axis())
-    highest, lowest = ends.tolist()
-    if highest == -lowest:
+    if is_same([own], axis()):
         return
     said = collectives.gather_objects(f"{what}: {facts}", axis())
     each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis().ranks, said, strict=True))

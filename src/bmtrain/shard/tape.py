@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import largest
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
@@ -148,9 +148,7 @@ class Taping:
             if asked != flags:
                 raise NotCapturableError(_OTHER_PASS)
         else:
-            wire = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-            collectives.all_reduce_(wire, "max", axis)
-            answer = [bool(flag) for flag in wire.tolist()]
+            answer = [bool(flag) for flag in largest(flags, axis)]
         if tape is not None:
             tape.answers.append((flags, answer))
         return answer
