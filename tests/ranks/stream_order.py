@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -42,13 +43,9 @@ class Clock(dict[str, int]):
         for stream, time in other.items():
             self[stream] = max(self.get(stream, 0), time)
 
-    def knows(self, access: Access) -> bool:
-        """Whether the access is over."""
-        return self.get(access.stream, 0) >= access.time
-
 
 class Access(NamedTuple):
-    """The last operator of a stream that touched some bytes, as the stream's `time`-th, and the lines that issued it."""
+    """The `time`-th operator of a stream, which touches some bytes, and the lines that issued it."""
 
     stream: str
     time: int
@@ -63,7 +60,7 @@ Span = tuple[str, int, int]  # stream, first byte, end
 
 @dataclasses.dataclass
 class Memory:
-    """One allocation: the stream that owns it, which touched it first, and the latest accesses that a later one may conflict with."""
+    """One allocation: the stream that touched it first and so owns it, and the accesses that a later one may conflict with."""
 
     reference: StorageWeakRef
     owner: str
@@ -72,7 +69,7 @@ class Memory:
 
 
 class Order:
-    """The simulated streams' clocks, all memory that is alive, and the races found: (what, one access, the other) and how often."""
+    """The clocks of all streams, what memory is alive, and the races found: (what, one access, the other) and how often."""
 
     def __init__(self) -> None:
         self.current = COMPUTE
@@ -82,7 +79,7 @@ class Order:
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """Operators of the body are issued on `stream`."""
+        """Issue the operators of the body on `stream`."""
         before, self.current = self.current, stream
         try:
             yield
@@ -90,23 +87,23 @@ class Order:
             self.current = before
 
     def issue(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """One operator on the current stream. `made` is new memory: whoever on this stream had it before may still use it."""
+        """One operator on the current stream. It writes `made` too, be it empty: the stream may have used that memory before."""
         if self.current == HOST:
             return
         self.free()
         clock = self.clocks[self.current]
         clock[self.current] = clock.get(self.current, 0) + 1
         access = Access(self.current, clock[self.current], _lines())
-        for x in filter(_has_memory, reads):
+        for x in reads:
             self._read(self._find(x), _span(x, access), access)
-        for x in filter(_has_memory, (*writes, *made)):
+        for x in (*writes, *made):
             self._write(self._find(x), _span(x, access), access)
 
     def free(self) -> None:
-        """What nobody refers to any more goes back to its stream, whose next operator may have it."""
-        for key in [key for key, memory in self._memory.items() if memory.reference.expired()]:
-            memory = self._memory.pop(key)
-            now = Access(memory.owner, self.clocks[memory.owner].get(memory.owner, 0), _lines())
+        """The current stream's memory that nobody refers to any more: its next operator, which is to come now, may get it."""
+        mine = [key for key, memory in self._memory.items() if memory.owner == self.current and memory.reference.expired()]
+        now = Access(self.current, self.clocks[self.current].get(self.current, 0), _lines() if mine else ())
+        for memory in map(self._memory.pop, mine):
             for access in (*memory.writes.values(), *memory.reads.values()):
                 self._expect(EARLY_FREE, access, now)
 
@@ -130,14 +127,10 @@ class Order:
         memory.writes[span] = access
 
     def _expect(self, what: str, earlier: Access, later: Access) -> bool:
-        ordered = self.clocks[later.stream].knows(earlier)
+        ordered = self.clocks[later.stream].get(earlier.stream, 0) >= earlier.time
         if not ordered:
             self.races[what, str(earlier), str(later)] += 1
         return ordered
-
-
-def _has_memory(x: torch.Tensor) -> bool:
-    return x.numel() > 0 and not x.is_meta
 
 
 def _span(x: torch.Tensor, access: Access) -> Span:
@@ -198,15 +191,9 @@ class SimulatedStreams(Streams):
             self._order.clocks[surrounding].wait(self._order.clocks[side])
 
     def fork(self) -> None:
-        for side in (self._gather, self._reduce):
-            self._wait(side, self.mark_current())
-
-    def join(self) -> None:
-        for side in (self._gather, self._reduce):
-            self._order.clocks[self._order.current].wait(self._order.clocks[side])
-
-    def renew(self) -> None:
         raise NotImplementedError("CUDA graphs are not simulated")
+
+    join = renew = fork
 
     def _wait(self, stream: str, event: torch.Event | None) -> None:
         if event is not None:
@@ -241,26 +228,20 @@ class Watch(TorchDispatchMode):
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+    """Those that have memory."""
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor) and x.numel() > 0 and not x.is_meta]
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Order]:
     """Simulated streams for whatever of the run is made inside, and the order of what runs there."""
-    order = Order()
-    names = (f"streams {number}:" for number in range(1, sys.maxsize))
-    simulated = mock.patch.object(streams, "NullStreams", lambda: SimulatedStreams(order, next(names)))
-    pinned = mock.patch.object(Host, "_take", _on_host(Host._take, order))
-    with simulated, pinned, Watch(order):
-        yield order
-    order.free()
+    order, numbers, take = Order(), itertools.count(1), Host._take
 
-
-def _on_host(take: Callable[[Host, int], torch.Tensor], order: Order) -> Callable[[Host, int], torch.Tensor]:
-    """Pinned memory is the host's: no stream has used it before."""
-
-    def take_on_host(host: Host, num_bytes: int) -> torch.Tensor:
+    def take_on_host(host: Host, num_bytes: int) -> torch.Tensor:  # pinned memory: no stream has used it before
         with order.on(HOST):
             return take(host, num_bytes)
 
-    return take_on_host
+    simulated = mock.patch.object(streams, "NullStreams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:"))
+    with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
+        yield order
+    order.free()
