@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from bmtrain.distributed.graphs import Body, Graphs, Replay, make_graphs
+from bmtrain.distributed.graphs import Body, Graphs, Repeat, make_graphs
 from bmtrain.distributed.streams import Streams
 from bmtrain.runtime import world
 
@@ -76,7 +76,7 @@ class RecordedGraphs(Graphs):
     def aside(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def capture(self, body: Body, streams: Streams, num_twice: int) -> Replay:
+    def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
         recording = Recording()
         try:
             with recording:

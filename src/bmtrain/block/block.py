@@ -22,7 +22,7 @@ from bmtrain.block.outputs import before_backward_of, detached_from
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
 from bmtrain.block.probe import Runs, measure, unmeasured
-from bmtrain.block.programs import Programs, Structure, call, call_in_fp8
+from bmtrain.block.programs import Call, Programs, Structure, call, call_in_fp8
 from bmtrain.block.recompute import Level, Selective, level_of
 from bmtrain.block.replay import Replay, spare_buffers
 from bmtrain.errors import ConfigurationError
@@ -39,7 +39,6 @@ MODES = ("BLOCK", "PIPE")
 _STATE_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +289,7 @@ class Block(DistributedModule):
             plain = Selective(plain)
         replay, taping = Replay([part for _, part in self._parts()], args, kwargs), world.current("Block").service(Taping)
         run = _Run(slices, use, plain, packs=False)
-        with _saving(_Run(slices, use, plain, packs=False, moved=moved)):
+        with _saving(use, moved=moved):
             # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
             return checkpoint(
                 self._run_replayed, replay, run, taping.draws(), kwargs, *args,
@@ -342,7 +341,7 @@ class Block(DistributedModule):
         with use.running(), again:
             views = use.open()
             with binding.running(run.slices, use, views):
-                with _saving(run):
+                with _saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
             out = detached_from(use, out)
@@ -384,7 +383,7 @@ def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, to
             yield from _plain_subtree(f"{path}{name}.", child)
 
 
-def _saving(run: _Run) -> contextlib.AbstractContextManager[object]:
-    """Hooks for what autograd saves of a run: parameters are found again by place, and `moved` is on the host."""
-    hooks = run.use.packing() if run.packs else contextlib.nullcontext()
-    return world.current("Block").service(Host).saving(run.moved, hooks) if run.moved else hooks
+def _saving(use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()) -> contextlib.AbstractContextManager[object]:
+    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and `moved` is on the host."""
+    hooks = use.packing() if packs else contextlib.nullcontext()
+    return world.current("Block").service(Host).saving(moved, hooks) if moved else hooks

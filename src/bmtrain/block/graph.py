@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bmtrain.distributed.agreement import largest
-from bmtrain.distributed.graphs import Graphs, Replay, make_graphs
+from bmtrain.distributed.graphs import Graphs, Repeat, make_graphs
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
@@ -163,7 +163,7 @@ class _Tensor:
 class _Graph:
     """A captured pass: what repeats it, the host's part, where its results are, and what must stay alive for it."""
 
-    replay: Replay
+    replay: Repeat
     tape: Tape
     results: Sequence[Any]
     spec: TreeSpec

@@ -62,10 +62,10 @@ class Host:
 
     def seconds(self, x: torch.Tensor) -> float:
         """How long `x` takes one way, with nothing else to do."""
-        buffer = self._take(_num_bytes(x))
+        buffer = self._take(x.nbytes)
         for _ in range(2):  # the first touches the memory
             start = time.perf_counter()
-            buffer[: _num_bytes(x)].view(x.dtype).copy_(x.detach().view(-1))
+            buffer[: x.nbytes].view(x.dtype).copy_(x.detach().view(-1))
             taken = time.perf_counter() - start
         self.give_back(buffer)
         return taken
@@ -76,7 +76,7 @@ class Host:
         # Autograd is saving: detached tensors would not share their version counters there.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             x = x.detach()
-        num_bytes = _num_bytes(x)
+        num_bytes = x.nbytes
         buffer = self._take(num_bytes)
         with self._streams.gathering(ready), torch.no_grad():
             buffer[:num_bytes].view(x.dtype).copy_(x.view(-1), non_blocking=True)
@@ -130,10 +130,6 @@ class _Leaving:
     version: int
     left: torch.Event | None
     away: weakref.ref[Away]
-
-
-def _num_bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()
 
 
 class Away:
@@ -221,5 +217,5 @@ class Saved:
 
 def is_movable(x: torch.Tensor) -> bool:
     """Whether moving `x` frees memory: an activation that fills its storage."""
-    fills = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    fills = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x.requires_grad and not x.is_leaf and fills and x.numel() > 0

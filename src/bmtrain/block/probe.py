@@ -120,7 +120,7 @@ def _once(
 
 def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Option:
     """BLOCK with its inputs on the host; the way there hides behind its forward pass, the way back behind a backward pass."""
-    num_bytes = sum(x.numel() * x.element_size() for x in moved)
+    num_bytes = sum(x.nbytes for x in moved)
     forward, trip = block.seconds / 4, sum(host.seconds(x) for x in moved)
     stall = max(trip - forward, 0.0) + max(trip - 3 * forward, 0.0)
     # Backward has the inputs of the block before on the device, too. Copies take a little of the memory's time from everyone.

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from bmtrain.checkpoint.agreement import attempt
 from bmtrain.checkpoint.entries import Entry, entries
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.sources import Renamed, Source, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
+from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
 from bmtrain.shard.layout import Piece, Slot, Split

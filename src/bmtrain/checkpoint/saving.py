@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bmtrain.checkpoint.agreement import attempt, everyone
 from bmtrain.checkpoint.entries import Entry, entries, names_in_order
 from bmtrain.checkpoint.writer import Writer, Writing
+from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule

@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from bmtrain.checkpoint.agreement import agree
+from bmtrain.distributed.agreement import agree
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 

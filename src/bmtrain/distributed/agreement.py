@@ -9,9 +9,15 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
+from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
 T = TypeVar("T")
+
+
+def everyone() -> Axis | None:
+    """All ranks of the run; None before `init_distributed`, where there is nobody to agree with."""
+    return world.current().mesh.world if world.is_initialized() else None
 
 
 def largest(figures: Sequence[float], axis: Axis) -> list[float]:

@@ -14,7 +14,7 @@ from bmtrain.distributed.streams import Streams
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 
-Replay = Callable[[], None]
+Repeat = Callable[[], None]
 # By thread: libraries watch their own work from threads of theirs while a graph is captured.
 _MODE = "thread_local"
 Contexts = Iterator[contextlib.AbstractContextManager[object]]
@@ -29,7 +29,7 @@ class Graphs(ABC):
         """The body's work goes where captured work goes, after what came before; what follows comes after it."""
 
     @abstractmethod
-    def capture(self, body: Body, streams: Streams, num_twice: int) -> Replay:
+    def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
         """Capture what `body` issues on the current stream and on `streams`, without doing it; returns what does it.
 
         `body` gets two contexts for each of `num_twice` parts of its work: what is computed in them draws the same random numbers.
@@ -56,7 +56,7 @@ class CudaGraphs(Graphs):
         finally:
             before.wait_stream(self._stream)
 
-    def capture(self, body: Body, streams: Streams, num_twice: int) -> Replay:
+    def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()  # what passes have used so far, and the graph will not

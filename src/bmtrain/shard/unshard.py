@@ -168,7 +168,8 @@ class Use:
             full = storage.engine.acquire(
                 storage.residence, Phase.BACKWARD if backward else Phase.FORWARD, with_grad=self._with_grad
             )
-            if storage.residence.version not in (None, storage.version()):
+            gathered = storage.residence.version
+            if gathered is not None and gathered != storage.version():
                 storage.residence.release(full)
                 raise StaleParameterError(
                     f"parameters ({_names(storage)}) were written in place in the middle of a forward pass, after their gather had "

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from bmtrain.checkpoint.agreement import attempt, everyone
+from bmtrain.distributed.agreement import attempt, everyone
 from model_center.errors import ConfigError
 from model_center.hub.resolving import resolve
 

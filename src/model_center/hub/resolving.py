@@ -9,7 +9,7 @@ from typing import Protocol
 
 import huggingface_hub
 
-from bmtrain.checkpoint.agreement import attempt, everyone
+from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import world
 from model_center.errors import IdentifierError
 from model_center.hub.identifiers import repository_of

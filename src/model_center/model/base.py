@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.agreement import attempt, everyone
+from bmtrain.distributed.agreement import attempt, everyone
 from model_center.config.base import Config
 from model_center.errors import ConfigError, InputError
 from model_center.hub.resolving import resolve

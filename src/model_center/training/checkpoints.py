@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.agreement import attempt, everyone
+from bmtrain.distributed.agreement import attempt, everyone
 from model_center.errors import ResumeError
 from model_center.training.files import PARTIAL, to_disk, write_whole
 from model_center.training.random_states import random_states, set_random_states

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.agreement import attempt, everyone
 from bmtrain.checkpoint.entries import entries
+from bmtrain.distributed.agreement import attempt, everyone
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.errors import ConfigError, ResumeError
 from model_center.training.batches import grouped, num_tokens

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.agreement import attempt, everyone
 from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.loading import fill, make_plan
 from bmtrain.checkpoint.sources import Source, open_source, without_prefix
+from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
 from model_center.errors import WeightsError
 from model_center.layer.parameter import PlainParameter

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.agreement import attempt, everyone
 from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.saving import collect, visit
 from bmtrain.checkpoint.sources import Header
 from bmtrain.checkpoint.writer import write_file
+from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
 from model_center.errors import WeightsError
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
