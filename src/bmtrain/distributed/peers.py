@@ -93,7 +93,7 @@ class DevicePeers(Peers):
 
     def _introduce(self) -> None:
         """Up to torch 2.10 symmetric memory knows a process group only if it is told; from 2.11 on it finds its store by itself."""
-        if torch.__version__ < "2.11":
+        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
             group = self.axis.group
             store = dist.distributed_c10d._get_process_group_store(group)
             own_store = dist.PrefixStore("symmetric memory", store)  # type: ignore[attr-defined]
