@@ -88,6 +88,7 @@ def planned() -> None:
     want = draws.step(blocks, inputs(4), draws.SEED)
     for number in range(1, 5):
         draws.assert_alike(draws.step(blocks, inputs(4), draws.SEED), want, f"pass {number} of planned blocks", BF16, BF16)
+    assert not blocks[0]._compiled._structure._is_refused, "measuring led to uncompiled code"
 
 
 def test_measuring_draws_nothing() -> None:

@@ -112,6 +112,22 @@ def test_a_seed_gives_the_same_numbers_again(world_size: int, levels: list[Level
     run_ranks(repeatable, world_size, levels, init=BY_DEFAULT, timeout=120)
 
 
+def planned() -> None:
+    own = lowering()
+    blocks = make_blocks(use_checkpoint="auto")
+    found = [draws.step(blocks, rows(4), draws.SEED) for _ in range(5)]  # first of all: other blocks would compile for them
+    want = draws.step(make_blocks(use_checkpoint=Level.NOTHING), rows(4), draws.SEED)
+    for number, got in enumerate(found):
+        draws.assert_alike(got, want, f"pass {number} of planned blocks", 1e-6, 1e-6)
+    assert own.asked, "nothing was compiled"
+    assert not blocks[0]._compiled._structure._is_refused, "measuring led to uncompiled code"
+
+
+def test_measured_blocks_stay_compiled() -> None:
+    """Passes that measure, too: the parameters that they run on look to the compiler as those of other passes do."""
+    run_ranks(planned, 1, init={**BY_DEFAULT, "memory_limit": 2**30}, timeout=120)
+
+
 def compiled_apart() -> tuple[list[draws.State], int]:
     own = lowering()
     blocks = make_blocks(use_checkpoint=True)

@@ -262,7 +262,10 @@ class Block(DistributedModule):
         if self._has_blocks():
             return unmeasured()
         use = given.use
-        views = [view.detach().requires_grad_(flag) for view, flag in zip(use.views(), use.trainable, strict=True)]
+        with torch.no_grad():  # `detach` would hide that they share memory: to the compiler such inputs look changed in place
+            views = [view.view_as(view) for view in use.views()]
+        for view, flag in zip(views, use.trainable, strict=True):
+            view.requires_grad_(flag)
         runs = Runs(self._inner, call_in_fp8 if self._fp8 else call, given.compiled)
         with self._binding.running(given.slices, use, views), spare_buffers([part for _, part in self._parts()]):
             return measure(runs, levels, views, given.args, given.kwargs)
