@@ -76,6 +76,15 @@ SUITES = (
         ),
     ),
     Suite(
+        name="13b-two-gpus", about="GPT 13B of the BMTrain README, 512 tokens, on two GPUs", gpus=(2,), seconds=95,
+        in_default=False,
+        runs=_runs(
+            "--shape 13b", "bmtrain --batch 8", "fsdp2 --recompute --batch 8 24",
+            "bmtrain --recompute auto --warmup 6 --batch 24 32 64", "fsdp2 --batch 8",
+            "bmtrain --fp8 --recompute auto --warmup 6 --batch 24", "deepspeed --no-compile --recompute --batch 24",
+        ),
+    ),
+    Suite(
         name="13b-16-layers", about="16 of the 40 layers of GPT 13B, 512 tokens, on two GPUs", gpus=(2,), seconds=65,
         in_default=False,
         runs=_runs("--shape 13b-16-layers --batch 8 24", "bmtrain", "fsdp2", "fsdp2 --recompute"),
