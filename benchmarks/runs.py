@@ -36,8 +36,7 @@ def run(words: str, gpus: int, timeout: float) -> list[dict[str, Any]]:
     records, log, in_time = launched(words, gpus, timeout)
     if len(records) < len(options.batch):
         why = why_it_failed(log) if in_time else f"not done after {timeout:.0f} s"
-        if why != "out of memory":
-            print("\n".join("    | " + line for line in last_words(log)))
+        print("\n".join("    | " + line for line in last_words(log)))
         records.append(failure(options, gpus, len(records), why))
     notes = notes_of(log)
     return [{**record, "notes": notes} if notes else record for record in records]

@@ -26,6 +26,10 @@ class Told(Uncounted):
         self.used = self.retries = 0
         self.num_tidied = 0
 
+    def shrink(self, limit: int) -> None:
+        """There is less from now on."""
+        self._limit = limit
+
     def allocated(self) -> int:
         return self.used
 
@@ -95,6 +99,25 @@ def test_retries_of_the_allocator_on_any_rank_lower_the_plan_of_all() -> None:
     assert first == second
     assert first[0] == ALL
     assert first[-1] != ALL
+
+
+def breaking_up() -> tuple[tuple[Level, ...], tuple[Level, ...]]:
+    """Long after the first plan, memory breaks up on the last rank; then inputs grow."""
+    memory = told(100 * ONE)
+    _, blocks = make_planned(dropout=0.0)
+    before = steps(blocks, 10)
+    if bmt.rank() == bmt.world_size() - 1:
+        memory.shrink(60 * ONE)
+    for _ in range(4):
+        run(blocks, inputs(ROWS + 1))
+    return before, planner().levels
+
+
+def test_plans_for_new_shapes_know_what_memory_has_become() -> None:
+    first, second = run_ranks(breaking_up, 2)
+    assert first == second
+    assert first[0] == ALL
+    assert num_kept(first[1]) < NUM_LAYERS, "planned with the limit of the beginning"
 
 
 def leaving_out() -> list[tuple[Level, ...]]:

@@ -22,7 +22,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self.allocated = self.highest = 0
-        self.reserved, self.peers, self.others = 20 * GIB, 0, 10 * GIB
+        self.reserved, self.left_over, self.peers, self.others = 20 * GIB, 0, 0, 10 * GIB
 
     def hold(self, num_bytes: int) -> None:
         self.allocated = num_bytes
@@ -63,6 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: made.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: made.highest)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: made.reserved)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"inactive_split_bytes.all.current": made.left_over})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: made.reset())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: made.info())
     monkeypatch.setattr(world, "_PROCESS", types.SimpleNamespace(world=run))
@@ -92,6 +93,15 @@ def test_the_limit_of_the_device_does_not_depend_on_where_tensors_are(gpu: Gpu) 
     for gpu.peers, gpu.reserved in ((0, 20 * GIB), (40 * GIB, 20 * GIB), (20 * GIB, 0)):
         found.append(memory.limit())
     assert found == [found[0]] * 3
+
+
+def test_what_is_left_over_of_pieces_is_out_of_reach(gpu: Gpu) -> None:
+    """Tensors hold the rest of the pieces: nothing large fits into what is left, and it cannot be given back."""
+    memory = account(limit=None)
+    whole = memory.limit()
+    gpu.left_over = 4 * GIB
+    assert memory.limit() == whole - 4 * GIB
+    assert account(limit=50 * GIB).limit() == 50 * GIB
 
 
 def test_peaks_do_not_disturb_each_other(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:

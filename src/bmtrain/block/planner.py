@@ -36,7 +36,7 @@ _LEAST_MORE = {Level.NOTHING: 1.0, Level.CHEAP: 1.005, Level.BLOCK: 1.1, Level.O
 _UNKNOWN = Option(2**60, 0, float("inf"))
 _SLACK = 0.01  # of the limit: what passes may begin with more than the one before without a new plan
 _RECONSIDERED = 32  # after as many passes there may be room again for more, and failures count half
-_NEWS = 4  # so many passes from there on, the limit itself may move: libraries allocate what they need when they first run
+_NEWS = 4  # so many passes from there on, and after one that measures, the limit may move: libraries allocate, memory breaks up
 _MOST_FAILURES = 16  # passes that were not as measured; where there are more, every block is recomputed
 _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.2  # of the limit, kept free whenever the allocator had to retry
 
@@ -222,7 +222,7 @@ class Planner:
         Ranks may have rows of different lengths, different memory and failures of their own; it takes a step to compute what
         this takes to travel a thousand times.
         """
-        if self._num_passes % _RECONSIDERED < _NEWS:
+        if self._num_passes % _RECONSIDERED < _NEWS or self._wanted:
             self._limit = self._memory.limit()
         retries, used = self._memory.num_retries(), max(self._memory.allocated(), self._base)
         complaints = int(self._is_stale), int(retries > self._num_retries and self._num_passes > 3 and not self._wanted)

@@ -41,9 +41,10 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self._device) + self._peers.num_bytes
 
     def within_reach(self) -> int:
-        """What they hold, and what else they could."""
+        """What they hold, and what else they could: not what torch has left over of pieces of which tensors hold the rest."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device) + self._peers.num_bytes
+        left_over = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.current", 0)
+        return free + torch.cuda.memory_reserved(self._device) - left_over + self._peers.num_bytes
 
     def total(self) -> int:
         """What the device has."""
