@@ -60,8 +60,8 @@ SUITES = (
     Suite(
         name="gpt2", about="GPT-2 124M on one GPU: does a small model pay for the engine?", gpus=(1,), seconds=30, repeat=3,
         runs=_runs(
-            "--shape gpt2 --batch 8 32 --steps 20", "bmtrain", "plain", "bmtrain --cuda-graph", "plain --cuda-graph",
-            "bmtrain --cuda-graph --fused-head",
+            "--shape gpt2 --batch 8 32 --steps 20", "bmtrain --cuda-graph", "plain", "bmtrain --cuda-graph --fused-head", "bmtrain",
+            "plain --cuda-graph",
         ),
     ),
     Suite(
