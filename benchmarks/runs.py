@@ -23,6 +23,7 @@ PROGRAM = ROOT / "benchmarks" / "throughput.py"
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, NCCL's and the allocator's waste
 RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
+LEFT_OUT = "of --within were over"  # how reasons end of runs that were not begun
 LEFT_BEHIND = ("onnection reset by peer", "onnection closed by peer")  # what ranks say whose peer has failed
 NOTE = re.compile(r"(?:UserWarning: (?:\[rank \d+\] )?|^(?=recomputation for inputs))(.+)")
 
@@ -44,7 +45,7 @@ def run(words: str, gpus: int, timeout: float) -> list[dict[str, Any]]:
 
 def left_out(words: str, gpus: int, within: float) -> list[dict[str, Any]]:
     """The record of a run that was not begun."""
-    return [failure(from_words(words), gpus, 0, f"not tried: the {within:.0f} s of --within were over")]
+    return [failure(from_words(words), gpus, 0, f"not tried: the {within:.0f} s {LEFT_OUT}")]
 
 
 def launched(words: str, gpus: int, timeout: float) -> tuple[list[dict[str, Any]], str, bool]:

@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from runs import LEFT_OUT
+
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
@@ -164,9 +166,12 @@ def tables_of(report: dict[str, Any]) -> str:
     """The tables of one file of results."""
     records = report["records"]
     if "what" not in records[0]:
-        kernels = kernel_table(records)
+        begun = [r for r in records if not failure_of(r).endswith(LEFT_OUT)]
+        modes = dict.fromkeys(map(mode_of, records)).keys() - dict.fromkeys(map(mode_of, begun)).keys()
+        left_out = f"\nNot begun, for want of time: {'; '.join(sorted(modes))}.\n" if modes else ""
+        kernels = kernel_table(begun)
         folded = f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n" if kernels else ""
-        return throughput_table(records) + folded
+        return throughput_table(begun) + left_out + folded
     loads = [r for r in records if r["what"] == "loading"]
     steps = [r for r in records if r["what"] != "loading"]
     return "\n".join(filter(None, (table(STEP_COLUMNS, steps_of(steps)), table(LOAD_COLUMNS, loads_of(loads)))))

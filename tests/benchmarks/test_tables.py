@@ -47,6 +47,17 @@ def test_modes(bench: Any, changes: dict[str, Any], expected: str) -> None:
     assert bench.tables.mode_of(record("bmtrain", 1, **changes)) == expected
 
 
+def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
+    """By its mode, unless that was measured elsewhere in the file."""
+    why = "not tried: the 7 s of --within were over"
+    text = bench.tables.tables_of(report(record("bmtrain", 1000), failed("bmtrain", why), failed("fsdp2", why)))
+    assert text.splitlines()[2:] == [
+        "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1000 | 50.0% | 60.0 | 64.0 | 9.88 |",
+        "",
+        "Not begun, for want of time: fsdp2 + compile.",
+    ]
+
+
 def test_rows(bench: Any) -> None:
     """Medians of repeats, compared with our fastest in the same precision; what failed has its reason in place of numbers."""
     records = [
