@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import bmtrain
 from bmtrain.runtime import world
+from bmtrain.shard import gradient
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 60.0
@@ -234,6 +235,7 @@ def _run(job: _Job, pipe: connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
     os.environ.update(job.environment)
     torch.set_num_threads(1)
+    gradient.LEAST_FREED = 0  # models of tests are small
     warnings.simplefilter("error")
     # The compiler asks gathered views for `.grad` and hides torch's answer from users itself, but not from an "error" filter.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")

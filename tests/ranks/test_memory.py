@@ -15,6 +15,7 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.runtime import world
+from bmtrain.shard import gradient
 from bmtrain.shard.engine import Engine
 
 LAYERS, DIM = 5, 127
@@ -74,6 +75,54 @@ def between() -> None:
 def test_zero_3_keeps_only_the_ring(world_size: int) -> None:
     """No full buffer beyond the ring's three between forward and backward, recomputing or not; ZeRO-2's go with backward."""
     run_ranks(between, world_size, timeout=40)
+
+
+def cleared() -> None:
+    """Gradients of all kinds of optimizers, with sums in another dtype too; cleared by the manager, and as plain programs do."""
+    for policy, factory in ((None, AdamOptimizer), (torch.float64, AdamOffloadOptimizer), (None, torch.optim.AdamW)):
+        layers = [nn.Linear(DIM, DIM) for _ in range(LAYERS)]
+        model = nn.Sequential(*(bmt.Block(layer, accumulate_dtype=policy) for layer in layers))
+        manager, gradients = OptimManager(), [layer.storages[0].gradient for layer in model]
+        manager.add_optimizer(factory(model.parameters()))
+        for step in range(3):
+            manager.backward(model(torch.ones(2, DIM)).square().mean())
+            manager.clip_grad_norm(model.parameters(), 1.0)
+            manager.step()
+            held = next(model.parameters()).grad
+            assert held is not None
+            kept = held.clone()
+            before = num_of_bytes()
+            manager.zero_grad() if step else model.zero_grad()
+            loss = model(torch.ones(2, DIM)).square().mean()
+            # What comes: inputs and states of generators, which are kept for recomputation.
+            gone = sum(gradient.layout.shard_numel * 4 for gradient in gradients[1:])
+            assert all(gradient.flat is None for gradient in gradients)
+            assert num_of_bytes() <= before - gone + LAYERS * 2**13, f"step {step}, {factory.__name__}"
+            manager.backward(loss)
+            assert held.equal(kept), "a gradient that the program holds has changed"
+            del held
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_cleared_gradients_hold_no_memory_in_forward(world_size: int) -> None:
+    """But those that the program holds itself stay as they are."""
+    run_ranks(cleared, world_size, timeout=60)
+
+
+def small() -> None:
+    gradient.LEAST_FREED = 2**20
+    blocks, found = [bmt.Block(nn.Linear(size, size)) for size in (DIM, 2**10, DIM)], []
+    for _ in range(2):
+        for block in blocks:
+            block(torch.ones(2, block.in_features)).sum().backward()
+        found.append([block.storages[0].gradient.flat for block in blocks])
+        for block in blocks:
+            block.zero_grad()
+    assert [one is other for one, other in zip(*found, strict=True)] == [True, False, True]
+
+
+def test_small_gradients_stay_where_they_are() -> None:
+    run_ranks(small, 1)
 
 
 def shares() -> None:

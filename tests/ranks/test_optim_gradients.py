@@ -31,7 +31,7 @@ def backward(manager: OptimManager, block: nn.Module, plain: nn.Module, step: in
     manager.backward(plain(block(x)).square().mean())
 
 
-def lasting() -> None:
+def looked_for() -> None:
     block, plain = make()
     manager = OptimManager()
     params = [*block.parameters(), *plain.parameters()]
@@ -41,13 +41,15 @@ def lasting() -> None:
     backward(manager, block, plain)
     sharded, ordinary = gradients.look()
     assert len(sharded.parts) == 1 and len(ordinary.parts) == 2
+    places = gradients.places
     for step in range(3):
         backward(manager, block, plain, step)
-        assert gradients.look()[0] is sharded, "the same storage, found anew"
+        gradients.look()
+        assert gradients.places is places, "the same parameters have a gradient"
     own = params[1].grad.clone()  # type: ignore[union-attr]
     params[1].grad = own
     replaced, _ = gradients.look()
-    assert gradients.lasting is None
+    assert gradients.places is not places
     assert any(part.grad.data_ptr() == own.data_ptr() for part in replaced.parts) or not own.numel()
     params[1].grad = None
     assert sum(len(part.piece.params) for part in gradients.look()[0].parts) == 3
@@ -56,9 +58,9 @@ def lasting() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_found_once_as_long_as_they_stay(world_size: int) -> None:
+def test_what_has_a_gradient_is_found_once(world_size: int) -> None:
     """A whole storage is one tensor; what the program replaces or clears is seen at once."""
-    run_ranks(lasting, world_size)
+    run_ranks(looked_for, world_size)
 
 
 def freed() -> None:

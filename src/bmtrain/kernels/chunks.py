@@ -42,7 +42,7 @@ class Chunks:
 class Batch:
     """What one call of a kernel works on: rows of tensors that belong together and stay in place as long as this object lives.
 
-    A training step calls kernels with the same rows again and again: what the device must know of them is sent once.
+    What the device must know of rows is sent once for the same addresses, which a training step meets again and again.
 
     Args:
         rows: equally many contiguous tensors each, all with equally many elements.

@@ -10,8 +10,9 @@ import torch
 
 from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, adamw_update
+from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import gathered, resharding
-from bmtrain.optim.adam_state import AdamLayout, Cohort, RunState
+from bmtrain.optim.adam_state import AdamLayout, RunState, Update
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
@@ -19,7 +20,7 @@ from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
-Update = tuple[Cohort, AdamSettings]
+Step = tuple[Update, AdamSettings]
 
 
 class AdamBase(torch.optim.Optimizer):
@@ -88,11 +89,13 @@ class AdamBase(torch.optim.Optimizer):
                 loss = closure()
         layout = self._lay_out()
         layout.follow()
-        cohorts = layout.cohorts()
-        self._stepped = [state for cohort in cohorts for state in cohort.states]
+        updates = layout.updates()
+        self._stepped = [state for update in updates for state in update.cohort.states]
         for state in self._stepped:
             state["step"] += 1
-        self._apply([(cohort, _settings(self.param_groups[cohort.number], cohort.num_steps, scale)) for cohort in cohorts], verdict)
+        groups = [self.param_groups[update.cohort.number] for update in updates]
+        settings = [_settings(group, update.cohort.num_steps, scale) for group, update in zip(groups, updates, strict=True)]
+        self._apply(list(zip(updates, settings, strict=True)), verdict)
         layout.close()
         return loss
 
@@ -102,7 +105,7 @@ class AdamBase(torch.optim.Optimizer):
             state["step"] -= 1
         self._stepped = []
 
-    def _apply(self, updates: Sequence[Update], verdict: torch.Tensor | None) -> None:
+    def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         """Do the updates; none of them where `verdict` is NaN or infinite."""
         raise NotImplementedError
 
@@ -176,9 +179,9 @@ class AdamOptimizer(AdamBase):
         """
         return self._step(closure, scale, verdict)
 
-    def _apply(self, updates: Sequence[Update], verdict: torch.Tensor | None) -> None:
-        for cohort, settings in updates:
-            adamw_update(cohort.batch, settings, verdict)
+    def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
+        for update, settings in steps:
+            adamw_update(Batch(update.tensors), settings, verdict)
 
 
 def _settings(group: dict[str, Any], step: int, scale: float) -> AdamSettings:

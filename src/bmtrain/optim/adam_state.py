@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.kernels.adam import AdamTensors
-from bmtrain.kernels.chunks import Batch
 from bmtrain.optim.gradients import Gradients, Parts
 from bmtrain.optim.runs import Run, contiguous_runs
 
@@ -50,7 +49,7 @@ class Cohort:
         self.number = number
         self.states: list[dict[str, Any]] = []  # of the parameters
         self.numel = 0  # of the parameters, without the padding between them
-        self.tensors: list[AdamTensors] = []
+        self._members: list[tuple[int, Run, Callable[[torch.Tensor], AdamTensors]]] = []
 
     @property
     def num_steps(self) -> int:
@@ -58,10 +57,22 @@ class Cohort:
         num_steps: int = self.states[0]["step"]
         return num_steps
 
-    @functools.cached_property
-    def batch(self) -> Batch:
-        """The tensors, for the kernels."""
-        return Batch(self.tensors)
+    def add(self, place: int, piece: Run, tensors: Callable[[torch.Tensor], AdamTensors]) -> None:
+        """A piece of the part number `place`, and what makes the tensors of its update from its gradient."""
+        self.numel += sum(param.numel() for param in piece.params)
+        self._members.append((place, piece, tensors))
+
+    def update(self, parts: Parts) -> Update:
+        """The next step, with the gradients of these parts."""
+        found = ((parts.parts[place], piece, tensors) for place, piece, tensors in self._members)
+        return Update(self, [tensors(part.piece.cut(part.grad.reshape(-1), piece)) for part, piece, tensors in found])
+
+
+class Update(NamedTuple):
+    """A step of a cohort: what it reads and writes."""
+
+    cohort: Cohort
+    tensors: list[AdamTensors]
 
 
 class AdamLayout:
@@ -91,7 +102,7 @@ class AdamLayout:
             self._show(run, state)
         self._gradients = Gradients([run for _, run in runs])
         self._versions = self._current_versions()
-        self._plan: tuple[Parts, list[Cohort]] | None = None
+        self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
 
     def follow(self) -> None:
         """Take over weights that somebody else has written since `close`."""
@@ -105,15 +116,14 @@ class AdamLayout:
         """The weights are as the optimizer has written them."""
         self._versions = self._current_versions()
 
-    def cohorts(self) -> list[Cohort]:
-        """All parameters that have a gradient now. Planned once for gradients that stay where they are."""
+    def updates(self) -> list[Update]:
+        """Of all parameters that have a gradient now. Planned once as long as those of the same parameters are there."""
         sharded, replicated = self._gradients.look()
-        if self._plan is not None and self._plan[0] is sharded:
-            planned = self._plan[1]
-        else:
-            planned = self._grouped(sharded)
-            self._plan = (sharded, planned) if sharded is self._gradients.lasting else None
-        return [*planned, *self._grouped(replicated)]
+        places = self._gradients.places
+        if self._plan is None or self._plan[0] is not places:
+            self._plan = places, self._grouped(places)
+        others = self._grouped([(run, piece) for run, piece, _ in replicated.parts])
+        return [*(cohort.update(sharded) for cohort in self._plan[1]), *(cohort.update(replicated) for cohort in others)]
 
     def _show(self, run: Run, state: RunState) -> None:
         """Make the flat state that of the parameters."""
@@ -125,16 +135,15 @@ class AdamLayout:
                     view.copy_(old[name].reshape(-1))
             self._states[param] = {"step": int(old.get("step", 0)), **views}
 
-    def _grouped(self, parts: Parts) -> list[Cohort]:
+    def _grouped(self, places: Sequence[tuple[Run, Run]]) -> list[Cohort]:
         cohorts: dict[tuple[int, int], Cohort] = {}
-        for run, part, grad in parts.parts:
+        for place, (run, part) in enumerate(places):
             number, state = self._runs[id(run)]
             for piece in part.split(self._step_of):
                 key = number, self._step_of(piece.params[0])
                 cohort = cohorts.setdefault(key, Cohort(number))
                 cohort.states.extend(self._states[param] for param in piece.params)
-                cohort.numel += sum(param.numel() for param in piece.params)
-                cohort.tensors.append(state.tensors(run, piece, part.cut(grad.reshape(-1), piece)))
+                cohort.add(place, piece, functools.partial(state.tensors, run, piece))
         return list(cohorts.values())
 
     def _step_of(self, param: torch.nn.Parameter) -> int:

@@ -1,4 +1,4 @@
-"""The gradients of a list of parameters as few tensors, which a training step finds where the last one did."""
+"""The gradients of a list of parameters as few tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from bmtrain.kernels.chunks import Batch
-from bmtrain.optim.runs import Run, contiguous_runs, is_shown
+from bmtrain.optim.runs import Run, contiguous_runs, gradient_kind
 
 
 class Part(NamedTuple):
@@ -21,7 +21,7 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """Parts whose gradients stay in place as long as this object lives."""
+    """The gradients that there are now. They live no longer than the program keeps them: do not hold on to this."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = list(parts)
@@ -29,32 +29,27 @@ class Parts:
 
 
 class Gradients:
-    """Looks for the gradients of runs. Those of sharded parameters lie in memory of their storages, pass after pass."""
+    """Looks for the gradients of runs. Which there are seldom changes, where they lie may do so at every step.
+
+    places: the runs of sharded parameters with their parts that had a gradient when it was looked for last: the same object as long
+        as the same parameters have one, in the memory of their storages or elsewhere.
+    """
 
     def __init__(self, runs: Iterable[Run]) -> None:
         runs = list(runs)
         self.sharded = [run for run in runs if run.storage is not None]
         self.ordinary = [run for run in runs if run.storage is None]
+        self.places: list[tuple[Run, Run]] = []
         self._params = [param for run in self.sharded for param in run.params]
         self._storages = [run.storage for run in self.sharded for _ in run.params]
-        self._seen: list[torch.Tensor | None] = []  # what `.grad` was when `lasting` was found
-        self.lasting: Parts | None = None
+        self._kinds: list[object] = []  # of the gradients at `places`
 
     def look(self) -> tuple[Parts, Parts]:
-        """The gradients of sharded parameters and those of ordinary ones.
-
-        The former are `lasting`, the same object, as long as they are where their storages have put them. What the program has
-        put there itself, as autograd does for ordinary parameters, is not kept alive beyond its use.
-        """
-        grads = [param.grad for param in self._params]
-        found = self.lasting
-        if found is None or not all(map(operator.is_, grads, self._seen)):
-            found = _parts(self.sharded)
-            if all(param.grad is None or is_shown(param) for param in self._params):
-                self.lasting, self._seen = found, grads
-            else:
-                self.lasting, self._seen = None, []
-        return found, _parts(self.ordinary)
+        """The gradients of sharded parameters, at `places`, and those of ordinary ones."""
+        kinds = list(map(gradient_kind, self._params))
+        if kinds != self._kinds:
+            self.places, self._kinds = _places(self.sharded), kinds
+        return _parts(self.places), _parts(_places(self.ordinary))
 
     @property
     def are_current(self) -> bool:
@@ -84,5 +79,9 @@ class GradientsCache:
         return found
 
 
-def _parts(runs: Iterable[Run]) -> Parts:
-    return Parts(Part(run, piece, grad) for run in runs for piece, grad in run.gradients())
+def _places(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
+    return [(run, piece) for run in runs for piece in run.with_gradient()]
+
+
+def _parts(places: Iterable[tuple[Run, Run]]) -> Parts:
+    return Parts(Part(run, piece, grad) for run, piece in places if (grad := piece.gradient()) is not None)

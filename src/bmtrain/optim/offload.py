@@ -15,7 +15,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_update
 from bmtrain.kernels.chunks import Batch
-from bmtrain.optim.adam import AdamBase, Update
+from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import RunState
 from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
@@ -99,10 +99,10 @@ class AdamOffloadOptimizer(AdamBase):
             _pin(state)
         return state
 
-    def _apply(self, updates: Sequence[Update], verdict: torch.Tensor | None) -> None:
-        for cohort, settings in updates:
-            self._sums[0] += cohort.numel
-            for tensors in (part for whole in cohort.tensors for part in _cut(whole)):
+    def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
+        for update, settings in steps:
+            self._sums[0] += update.cohort.numel
+            for tensors in (part for whole in update.tensors for part in _cut(whole)):
                 chunk = Chunk(tensors, next(self._stagings), settings)
                 self._fetch(chunk)
                 self._pipeline.append(chunk)

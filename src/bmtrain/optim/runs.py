@@ -53,11 +53,9 @@ class Run:
         """Of `values` (numel,) of this run, those of a part of it."""
         return values if part is self else values[part.begin - self.begin : part.end - self.begin]
 
-    def gradients(self) -> list[tuple[Run, torch.Tensor]]:
-        """The parts of the run that have a gradient, each with the memory of it: (numel,), unless the program put it elsewhere,
-        strided: then of the parameter's shape.
-        """
-        return [(part, grad) for part in self.split(_gradient_kind) if (grad := part._gradient()) is not None]
+    def with_gradient(self) -> list[Run]:
+        """The parts of the run that have a gradient, each of them one `gradient()`."""
+        return [part for part in self.split(gradient_kind) if part.params[0].grad is not None]
 
     def split(self, key: Callable[[torch.nn.Parameter], object]) -> list[Run]:
         """Cut where `key` changes from one parameter to the next."""
@@ -68,7 +66,8 @@ class Run:
         bounds = zip([0, *places], [*places, len(kinds)], strict=True)
         return [_run_of(self.storage, self.params[start:stop]) for start, stop in bounds]
 
-    def _gradient(self) -> torch.Tensor | None:
+    def gradient(self) -> torch.Tensor | None:
+        """Of a part that has one: (numel,), unless the program put it elsewhere, strided: then of the parameter's shape."""
         first = self.params[0]
         if first.grad is None:
             return None
@@ -113,7 +112,7 @@ def is_shown(param: torch.nn.Parameter) -> bool:
     return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(param, param.index_in_storage)
 
 
-def _gradient_kind(param: torch.nn.Parameter) -> object:
+def gradient_kind(param: torch.nn.Parameter) -> object:
     """Equal for neighbours whose gradients are one flat tensor, or that have none."""
     if param.grad is None:
         return "none"

@@ -12,6 +12,10 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.layout import Layout
 from bmtrain.shard.transport import Outgoing, Transport
 
+# Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the host 50 us, and a small model waits
+# for its host.
+LEAST_FREED = 2**24
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
@@ -27,6 +31,8 @@ class Gradient:
 
     Life of one backward pass: `open` (look what the user left in `.grad`), `add` any number of times, then `close`.
     Values of parameters whose `.grad` is None count as zero, so clearing gradients is as cheap as the user's loop makes it.
+    Memory of cleared gradients, if it is much, is free in the next forward pass, where activations take it, until gradients are
+    there again.
     """
 
     def __init__(
@@ -48,11 +54,13 @@ class Gradient:
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
         self._empty = True
+        self._is_filled = False  # whether all of `_total` has been written since it was allocated, padding too
+        self._stays = False
         self.is_open = False
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype. None before the first."""
+        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype. None where there is none."""
         return self._public
 
     @property
@@ -67,19 +75,25 @@ class Gradient:
 
     def expect(self) -> None:
         """A backward pass may come. Collective the first time."""
+        if (
+            self._total is not None
+            and self._total.nbytes >= LEAST_FREED
+            and not (self._stays or self.is_open or any(self._given()))
+        ):
+            self._total = self._public = None
+            self._views = []
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
         """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
         self.is_open = True
+        self._live = self._given()
+        self._empty = not any(self._live)
         self._allocate()
         for index, reference in enumerate(self._params):
             param = reference()
-            grad = param.grad if param is not None else None
-            self._live[index] = grad is not None
-            if grad is not None:
-                self._take_over(index, grad)
-        self._empty = not any(self._live)
+            if param is not None and param.grad is not None:
+                self._take_over(index, param.grad)
         if not self._empty:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
@@ -123,9 +137,12 @@ class Gradient:
                 self._versions[index] = self._views[index]._version
 
     def settle(self) -> tuple[bool, ...]:
-        """Between passes: `.grad` moves to where `close` leaves it, whatever the user has put there; which parameters have one."""
-        given = [param is not None and param.grad is not None for param in (reference() for reference in self._params)]
-        self._live = given
+        """Between passes: `.grad` moves to where `close` leaves it, for good, whatever the user has put there.
+
+        Returns which parameters have one.
+        """
+        self._stays = True
+        self._live = given = self._given()
         if any(given):
             self.open()
             self.close([False] * len(given))
@@ -146,16 +163,22 @@ class Gradient:
         """True if `param.grad` is the slice that this object wrote."""
         return bool(self._views) and param.grad is self._views[index]
 
+    def _given(self) -> list[bool]:
+        return [param is not None and param.grad is not None for param in (reference() for reference in self._params)]
+
     def _allocate(self) -> None:
-        if self._total is not None:
-            return
-        policy, numel = self.policy, self.layout.shard_numel
-        with torch.inference_mode(False):
-            self._total = torch.zeros(numel, dtype=policy.accumulate_dtype, device=self._device)
-            same = policy.accumulate_dtype == policy.dtype
-            self._public = self._total if same else torch.zeros(numel, dtype=policy.dtype, device=self._device)
-            self._views = [self._slice(self._public, index) for index in range(len(self._params))]
-        self._versions = [-1] * len(self._params)
+        """Memory, unless there is some: zeros if the user's gradients fill it in part, else anything, for a sum will fill it."""
+        if self._total is None:
+            policy, numel = self.policy, self.layout.shard_numel
+            with torch.inference_mode(False):
+                self._total = torch.empty(numel, dtype=policy.accumulate_dtype, device=self._device)
+                same = policy.accumulate_dtype == policy.dtype
+                self._public = self._total if same else torch.empty(numel, dtype=policy.dtype, device=self._device)
+                self._views = [self._slice(self._public, index) for index in range(len(self._params))]
+            self._versions, self._is_filled = [-1] * len(self._params), False
+        if not (self._empty or self._is_filled):
+            self._total.zero_()
+            self._is_filled = True
 
     def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         piece = self.layout.piece(index, self.axis.index)
@@ -190,7 +213,7 @@ class Gradient:
             raise RuntimeError("a gradient was reduced before it was opened")
         outgoing = Outgoing(self.policy.reduce_dtype, fill, reads)
         self._transport.reduce(self._total, outgoing, self.axis, accumulate=not self._empty)
-        self._empty = False
+        self._empty, self._is_filled = False, True
 
 
 def _flat(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
