@@ -15,6 +15,7 @@ BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
 LOAD_COLUMNS = ("checkpoint", "GB/s plain reading, cold / warm", "loading, cold / warm", "of reading, cold", "`load_file` and copy")
+LOSS_COLUMNS = ("loss at the end", "bf16", "FP8", "FP8 has")
 
 Record = dict[str, Any]
 Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
@@ -157,6 +158,12 @@ def loads_of(records: Sequence[Record]) -> list[str]:
     return rows
 
 
+def ends_of(records: Sequence[Record]) -> list[str]:
+    """One Markdown row per loss at the end of training in bf16 and FP8."""
+    rows = [(name, r[name]) for r in records for name in ("training", "validation")]
+    return [f"| {name} | {end['bf16']:.4f} | {end['fp8']:.4f} | {end['more']:+.2%} |" for name, end in rows]
+
+
 def table(columns: Sequence[str], rows: Sequence[str]) -> str:
     """The Markdown of a table; nothing for no rows."""
     return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n" + "\n".join(rows) + "\n" if rows else ""
@@ -173,8 +180,10 @@ def tables_of(report: dict[str, Any]) -> str:
         folded = f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n" if kernels else ""
         return throughput_table(begun) + left_out + folded
     loads = [r for r in records if r["what"] == "loading"]
-    steps = [r for r in records if r["what"] != "loading"]
-    return "\n".join(filter(None, (table(STEP_COLUMNS, steps_of(steps)), table(LOAD_COLUMNS, loads_of(loads)))))
+    losses = [r for r in records if r["what"] == "fp8 losses"]
+    steps = [r for r in records if r not in loads and r not in losses]
+    parts = (table(STEP_COLUMNS, steps_of(steps)), table(LOAD_COLUMNS, loads_of(loads)), table(LOSS_COLUMNS, ends_of(losses)))
+    return "\n".join(filter(None, parts))
 
 
 def origin_of(report: dict[str, Any]) -> str:

@@ -47,6 +47,22 @@ def test_modes(bench: Any, changes: dict[str, Any], expected: str) -> None:
     assert bench.tables.mode_of(record("bmtrain", 1, **changes)) == expected
 
 
+def test_losses_in_fp8(bench: Any) -> None:
+    """The last training losses, averaged, and the last validation losses."""
+    runs = {
+        kind: [{"step": step, "loss": end + 1.0 / step} for step in range(1, 101)] + [{"step": 100, "validation_loss": end}]
+        for kind, end in (("bf16", 4.0), ("fp8", 4.1))
+    }
+    found = bench.fp8_losses.compared(runs)
+    mean = 4.0 + sum(1 / step for step in range(51, 101)) / 50
+    assert found["training"]["bf16"] == pytest.approx(mean)
+    lines = bench.tables.tables_of(report({"what": "fp8 losses", **found})).splitlines()
+    assert lines[2:] == [
+        f"| training | {mean:.4f} | {mean + 0.1:.4f} | {0.1 / mean:+.2%} |",
+        "| validation | 4.0000 | 4.1000 | +2.50% |",
+    ]
+
+
 def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
     """By its mode, unless that was measured elsewhere in the file."""
     why = "not tried: the 7 s of --within were over"

@@ -165,6 +165,27 @@ def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
         assert buffers <= 3
 
 
+def peaks_of_forward() -> tuple[int, int, int]:
+    """Peak bytes of a forward pass after gradients were cleared and after they were not; bytes of the gradients."""
+    layers = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()])
+    x, peaks = torch.randn(4096, 512, device=bmt.device(), dtype=torch.bfloat16), []
+    for clears in (True, True, False):
+        if clears:
+            layers.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        loss = layers(x).float().square().mean()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        loss.backward()
+    return peaks[1], peaks[2], sum(block.storages[0].gradient.flat.nbytes for block in layers)
+
+
+def test_cleared_gradients_leave_their_memory_to_activations() -> None:
+    for cleared, kept, num_bytes in on_gpus(peaks_of_forward):
+        assert kept - cleared > 0.8 * num_bytes, (cleared, kept, num_bytes)
+
+
 def save_and_load(folder: str) -> None:
     path = str(pathlib.Path(folder) / "model.safetensors")
     first = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16)) for m in make_layers()])
