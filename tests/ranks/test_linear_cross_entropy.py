@@ -49,7 +49,7 @@ class Head(nn.Module):
 
 def compare_heads(level: int, recompute: bool, *, compiled: bool, frozen: bool, reduction: str) -> None:
     what = f"ZeRO-{level}, recompute={recompute}, compiled={compiled}, frozen={frozen}, {reduction}, {bmt.world_size()} ranks"
-    linear_cross_entropy.CHUNK_ROWS = 10
+    linear_cross_entropy.CHUNK_ROWS, linear_cross_entropy.CHUNK_BYTES = 10, 0
     torch.manual_seed(1)
     plain = Head(False, reduction)
     plain.linear.weight.requires_grad_(not frozen)
@@ -102,7 +102,7 @@ class Tied(nn.Module):
 
 def tied() -> None:
     """Every rank's mean counts as much; two micro-batches, two steps of an optimizer."""
-    linear_cross_entropy.CHUNK_ROWS = 7
+    linear_cross_entropy.CHUNK_ROWS, linear_cross_entropy.CHUNK_BYTES = 7, 0
     torch.manual_seed(1)
     plain = Tied()
     for level, recompute in itertools.product((2, 3), (False, True)):

@@ -25,6 +25,7 @@ Tensors = list[torch.Tensor]
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks, the last one shorter."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", CHUNK_ROWS)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
 
 
 def inputs(dtype: torch.dtype, rows: int = ROWS, bias: bool = True) -> tuple[Tensors, torch.Tensor]:
@@ -122,6 +123,15 @@ def test_never_all_logits(reduction: str) -> None:
     largest = max(event.self_cpu_memory_usage for event in events) // 4
     assert largest == max(CHUNK_ROWS * linear_cross_entropy.ALIGNMENT, 400 * DIM)
     assert largest < 400 * CLASSES
+
+
+def test_chunks_grow_as_long_as_their_logits_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 200 * linear_cross_entropy.ALIGNMENT * 4)
+    head, target = inputs(torch.float32, rows=400)
+    with profiled() as events:
+        called(FusedLinearCrossEntropy(reduction="sum"), head, target).backward()
+    largest = max(event.self_cpu_memory_usage for event in events)
+    assert largest == linear_cross_entropy.CHUNK_BYTES > CHUNK_ROWS * linear_cross_entropy.ALIGNMENT * 4
 
 
 def num_products(head: Tensors, target: torch.Tensor) -> int:

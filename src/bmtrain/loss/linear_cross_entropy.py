@@ -26,8 +26,9 @@ from bmtrain.loss.columns import columns_of
 from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, describe, names
 from bmtrain.loss.row_loss import RowLoss
 
-# Most rows of a chunk. For each chunk the weight's gradient is read and written once: beside this many rows that is little.
-CHUNK_ROWS = 4096
+# A chunk has this many rows, or more if its logits fit into so many bytes. For each chunk the weight's gradient is read and written
+# once, and products end with processors idle: beside many rows that is little.
+CHUNK_ROWS, CHUNK_BYTES = 4096, 2**30
 # Products whose sizes are no multiple of VECTOR are several times slower: then classes are added up to a multiple of ALIGNMENT.
 VECTOR, ALIGNMENT = 8, 64
 
@@ -167,7 +168,8 @@ class FusedLinearCrossEntropy(ClassLoss):
     """As `FusedCrossEntropy` of `torch.nn.functional.linear(hidden, weight, bias)`, without ever holding all its output.
 
     With reduction "mean" or "sum" the forward pass computes the gradients too. It needs memory for the logits of some thousand
-    rows, and for the gradients in fp32. Recomputing it, by a Block with `use_checkpoint` around it, would compute them twice.
+    rows, about a GiB, and for the gradients in fp32. Recomputing it, by a Block with `use_checkpoint` around it, would compute
+    them twice.
 
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
@@ -269,7 +271,7 @@ def _padded(head: Head) -> Head:
 def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
     """Chunks of rows and their logits (rows of the chunk, classes), which the next chunk's overwrite."""
     hidden, weight, *biases = head
-    chunks = list(_chunks(hidden.shape[0]))
+    chunks = list(_chunks(hidden.shape[0], max(CHUNK_ROWS, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))))
     memory = hidden.new_empty(chunks[0].stop, weight.shape[0])
     for rows in chunks:
         logits = memory[: rows.stop - rows.start]
@@ -280,9 +282,9 @@ def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
         yield rows, logits
 
 
-def _chunks(num_rows: int) -> Iterator[slice]:
-    """The rows in chunks of almost equal size, one of them if there is no row."""
-    count = max(1, -(-num_rows // CHUNK_ROWS))
+def _chunks(num_rows: int, most: int) -> Iterator[slice]:
+    """The rows in chunks of almost equal size, at most `most` of them; one chunk if there is no row."""
+    count = max(1, -(-num_rows // most))
     step = max(1, -(-num_rows // count))
     for start in range(0, max(1, num_rows), step):
         yield slice(start, min(start + step, num_rows))
