@@ -24,7 +24,7 @@ from data import Position, TokenData, TrainingSequences, rank_position
 from evaluation import batch_loss, show_sample, validate
 from model_center.errors import ResumeError
 from model_center.training.checkpoints import Checkpoints, check_same_run, load_state
-from model_center.training.run_log import StepReport, peak_memory
+from model_center.training.run_log import StepReport
 from model_center.training.stop import StopRequest
 from models import GPT
 from options import DTYPES, Options, parse_options
@@ -114,7 +114,7 @@ def train_step(
             lr=float(lr),
             loss_scale=float(loss_scale),
             tokens_per_second=samples * options.seq_len / (time.perf_counter() - started),
-            memory=peak_memory(bmt.device()),
+            memory=bmt.utils.peak_memory(),
         )
     )
     return Position(step=position.step + 1, consumed=position.consumed + samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Mapping
 from typing import Any, SupportsFloat, TextIO
 
@@ -71,6 +72,18 @@ def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = Non
     _print(rich.panel.Panel(table, box=rich.box.HORIZONTALS, title=rich.text.Text(title)), file)
 
 
+def peak_memory() -> int:
+    """Bytes: the most that tensors on this rank's GPU have held in this run, shards that other ranks map included.
+
+    On a CPU the most that has been resident of the process.
+    """
+    current = world.current("peak_memory")
+    if current.device.type != "cpu":
+        return current.service(DeviceMemory).highest()
+    unit = 1 if sys.platform == "darwin" else 1024  # of what the system tells
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def see_memory(message: str, detail: bool = False) -> None:
     """Print on rank 0 the device memory that tensors hold and the most they have held since the last call (GiB).
 
@@ -79,8 +92,7 @@ def see_memory(message: str, detail: bool = False) -> None:
     """
     current = world.current("see_memory")
     if current.device.type == "cpu":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print_rank(f"{message}: peak resident memory {peak:.2f} GiB")
+        print_rank(f"{message}: peak resident memory {peak_memory() / 2**30:.2f} GiB")
         return
     memory = current.service(DeviceMemory)
     print_rank(f"{message}: allocated {memory.held() / 2**30:.2f} GiB, peak {memory.shown.take() / 2**30:.2f} GiB")

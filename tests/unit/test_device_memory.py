@@ -119,6 +119,11 @@ def test_peaks_do_not_disturb_each_other(gpu: Gpu, capsys: pytest.CaptureFixture
     assert memory.take_peak() == 3 * GIB
     gpu.peers = GIB
     bmt.see_memory("second")
+    assert bmt.utils.peak_memory() == 40 * GIB, "of the whole run"
+    gpu.hold(50 * GIB)
+    gpu.hold(2 * GIB)
+    assert bmt.utils.peak_memory() == bmt.utils.peak_memory() == 51 * GIB
+    assert memory.take_peak() == 51 * GIB, "asking for it has disturbed others"
     assert capsys.readouterr().out.splitlines() == [
         "first: allocated 2.00 GiB, peak 40.00 GiB",
         "second: allocated 3.00 GiB, peak 3.00 GiB",

@@ -34,6 +34,7 @@ class DeviceMemory:
     def __init__(self, world: World) -> None:
         self._device, self._peers = world.device, world.service(PeerGroups)
         self._peaks: list[Peak] = []
+        self._highest = 0  # of all that torch has counted before it started anew
         self.shown = self.new_peak()  # to users
 
     def held(self) -> int:
@@ -59,7 +60,15 @@ class DeviceMemory:
 
     def read_peak(self) -> None:
         """Tell all peaks what torch has counted, which starts anew."""
-        highest = torch.cuda.max_memory_allocated(self._device) + self._peers.num_bytes
+        counted = self._counted()
+        self._highest = max(self._highest, counted)
         torch.cuda.reset_peak_memory_stats(self._device)
         for peak in self._peaks:
-            peak.raise_to(highest)
+            peak.raise_to(counted)
+
+    def highest(self) -> int:
+        """The most that tensors have held in this run."""
+        return max(self._highest, self._counted())
+
+    def _counted(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) + self._peers.num_bytes

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from bmtrain.kernels.chunks import launching_on
+
 BLOCK = 4096
 
 
@@ -39,7 +41,8 @@ def sum_parts_triton(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bo
     """The same in one kernel that reads and writes each element once."""
     num_ranks, numel = parts.shape
     grid = (-(-numel // BLOCK),)
-    _triton_kernel()[grid](total, parts, numel, ACCUMULATE=accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK)
+    with launching_on(total.device):
+        _triton_kernel()[grid](total, parts, numel, ACCUMULATE=accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK)
     torch.autograd.graph.increment_version(total)
 
 

@@ -21,7 +21,7 @@ from model_center.errors import ConfigError, ResumeError
 from model_center.training.batches import grouped, num_tokens
 from model_center.training.checkpoints import Checkpoints, check_same_run, load_state, read_facts
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
-from model_center.training.run_log import RunLog, StepReport, peak_memory
+from model_center.training.run_log import RunLog, StepReport
 from model_center.training.stop import StopRequest
 
 
@@ -154,7 +154,7 @@ class Run:
             lr=lr,
             loss_scale=float(loss_scale),
             tokens_per_second=mean_tokens * bmt.world_size() / (now - self._clock),
-            memory=peak_memory(bmt.device()),
+            memory=bmt.utils.peak_memory(),
         )
         self._clock = now
         self.log.step(report)

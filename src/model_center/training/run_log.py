@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import resource
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -136,11 +134,3 @@ def _words(name: str) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most this process has held on its GPU, or resident where it computes on the CPU."""
-    if device.type != "cpu":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
