@@ -84,4 +84,4 @@ def _places(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
 
 
 def _parts(places: Iterable[tuple[Run, Run]]) -> Parts:
-    return Parts(Part(run, piece, grad) for run, piece in places if (grad := piece.gradient()) is not None)
+    return Parts(Part(run, piece, piece.gradient()) for run, piece in places)

@@ -66,15 +66,14 @@ class Run:
         bounds = zip([0, *places], [*places, len(kinds)], strict=True)
         return [_run_of(self.storage, self.params[start:stop]) for start, stop in bounds]
 
-    def gradient(self) -> torch.Tensor | None:
+    def gradient(self) -> torch.Tensor:
         """Of a part that has one: (numel,), unless the program put it elsewhere, strided: then of the parameter's shape."""
-        first = self.params[0]
-        if first.grad is None:
-            return None
-        if self.storage is None or not is_shown(first):
-            return first.grad.view(-1) if first.grad.is_contiguous() else first.grad
-        flat = self.storage.gradient.flat
-        return None if flat is None else flat[self.begin : self.end]
+        grad, flat = self.params[0].grad, None if self.storage is None else self.storage.gradient.flat
+        if grad is None:
+            raise ValueError("a part without a gradient was asked for it")
+        if flat is not None and is_shown(self.params[0]):
+            return flat[self.begin : self.end]
+        return grad.view(-1) if grad.is_contiguous() else grad
 
 
 def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:

@@ -55,7 +55,7 @@ class Gradient:
         self._deferred: torch.Tensor | None = None
         self._empty = True
         self._is_filled = False  # whether all of `_total` has been written since it was allocated, padding too
-        self._stays = False
+        self._stays = False  # a graph knows where it is
         self.is_open = False
 
     @property
@@ -75,13 +75,7 @@ class Gradient:
 
     def expect(self) -> None:
         """A backward pass may come. Collective the first time."""
-        if (
-            self._total is not None
-            and self._total.nbytes >= LEAST_FREED
-            and not (self._stays or self.is_open or any(self._given()))
-        ):
-            self._total = self._public = None
-            self._views = []
+        self._free_if_cleared()
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
@@ -165,6 +159,12 @@ class Gradient:
 
     def _given(self) -> list[bool]:
         return [param is not None and param.grad is not None for param in (reference() for reference in self._params)]
+
+    def _free_if_cleared(self) -> None:
+        if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open or any(self._given()):
+            return
+        self._total = self._public = None
+        self._views = []
 
     def _allocate(self) -> None:
         """Memory, unless there is some: zeros if the user's gradients fill it in part, else anything, for a sum will fill it."""
