@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import importlib.util
-import json
 import math
 import os
 import pathlib
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 from machine import machine, machine_from_outside
 from plot import draw
+from reports import report_of, write
 from runs import left_out, run
 from suites import SUITES, Suite, chosen
 from tables import failure_of, mode_of, tables_of
@@ -74,10 +73,7 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     """All runs of a job, said and written as they come; what would begin after --within is left out, and said to be."""
     facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
     records: list[dict[str, Any]] = []
-    report = {
-        "date": datetime.date.today().isoformat(), "commit": args.commit, "command": job.command, "machine": facts,
-        "records": records,
-    }  # fmt: skip
+    report = report_of(records, commit=args.commit, command=job.command, machine=facts)
     todo = [(count, words) for _ in range(job.repeat) for count in job.counts for words in job.runs]
     began = time.monotonic()
     for number, (count, words) in enumerate(todo, 1):
@@ -89,12 +85,6 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
         print("".join(f"    note: {note}\n" for note in records[-1].get("notes", [])), end="", flush=True)
         write(report, args.folder / f"{job.name}.json")
     return report
-
-
-def write(report: dict[str, Any], path: pathlib.Path) -> None:
-    """The numbers, from which all else can be made again."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def in_a_line(record: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ Writes the losses of both and how they differ to `results/fp8-losses-1gpu.json`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
 import statistics
@@ -18,8 +17,8 @@ from typing import Any
 
 import torch
 from machine import machine, machine_from_outside
+from reports import report_of, write
 
-NAME = pathlib.Path(__file__).name
 ROOT = pathlib.Path(__file__).parents[1]
 KINDS: dict[str, list[str]] = {"bf16": [], "fp8": ["--fp8"]}
 LAST = 50  # training losses are of single batches: so many are averaged
@@ -65,12 +64,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = compared({kind: train(kind, pathlib.Path(folder), arguments) for kind in KINDS})
     facts = machine_from_outside() if torch.cuda.is_available() else machine("cpu")
-    report = {
-        "date": datetime.date.today().isoformat(), "commit": args.commit, "command": " ".join([f"benchmarks/{NAME}", *arguments]),
-        "machine": facts, "records": [{"what": "fp8 losses", **found}],
-    }  # fmt: skip
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    command = " ".join(["benchmarks/fp8_losses.py", *arguments])
+    write(report_of([{"what": "fp8 losses", **found}], commit=args.commit, command=command, machine=facts), args.out)
     for name in ("training", "validation"):
         print(f"{name}: bf16 {found[name]['bf16']:.4f}, FP8 {found[name]['fp8']:.4f}, {found[name]['more']:+.2%}")
 

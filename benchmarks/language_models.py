@@ -11,7 +11,6 @@ loading a checkpoint of 2.7e9 parameters in bf16, in several safetensors files: 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import pathlib
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import transformers
 from machine import machine
+from reports import report_of, write
 from torch import nn
 
 import bmtrain as bmt
@@ -208,13 +208,9 @@ def main() -> None:
         for record in KINDS[what]():
             print(json.dumps(record), flush=True)
             records.append(record)
-    report = {
-        "date": datetime.date.today().isoformat(), "commit": args.commit, "machine": machine(),
-        "command": f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}",
-        "transformers": transformers.__version__, "records": records,
-    }  # fmt: skip
+    command = f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}"
     path = pathlib.Path(args.folder) / f"{args.name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    write(report_of(records, commit=args.commit, command=command, machine=machine(), transformers=transformers.__version__), path)
     print(path)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from machine import machine_from_outside
+from reports import LEFT_OUT
 
 from options import Options, from_words
 
@@ -23,7 +24,6 @@ PROGRAM = ROOT / "benchmarks" / "throughput.py"
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, NCCL's and the allocator's waste
 RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
-LEFT_OUT = "of --within were over"  # how reasons end of runs that were not begun
 LEFT_BEHIND = ("onnection reset by peer", "onnection closed by peer")  # what ranks say whose peer has failed
 NOTE = re.compile(r"(?:UserWarning: (?:\[rank \d+\] )?|^(?=recomputation for inputs))(.+)")
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from runs import LEFT_OUT
+from reports import LEFT_OUT
 
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
@@ -174,14 +174,14 @@ def tables_of(report: dict[str, Any]) -> str:
     records = report["records"]
     if "what" not in records[0]:
         begun = [r for r in records if not failure_of(r).endswith(LEFT_OUT)]
-        modes = dict.fromkeys(map(mode_of, records)).keys() - dict.fromkeys(map(mode_of, begun)).keys()
+        modes = {*map(mode_of, records)} - {*map(mode_of, begun)}
         left_out = f"\nNot begun, for want of time: {'; '.join(sorted(modes))}.\n" if modes else ""
         kernels = kernel_table(begun)
         folded = f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n" if kernels else ""
         return throughput_table(begun) + left_out + folded
     loads = [r for r in records if r["what"] == "loading"]
     losses = [r for r in records if r["what"] == "fp8 losses"]
-    steps = [r for r in records if r not in loads and r not in losses]
+    steps = [r for r in records if r["what"] not in ("loading", "fp8 losses")]
     parts = (table(STEP_COLUMNS, steps_of(steps)), table(LOAD_COLUMNS, loads_of(loads)), table(LOSS_COLUMNS, ends_of(losses)))
     return "\n".join(filter(None, parts))
 
