@@ -12,7 +12,7 @@ from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.kernels.adam import AdamSettings, adamw_update
 from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import gathered, resharding
-from bmtrain.optim.adam_state import AdamLayout, RunState, Update
+from bmtrain.optim.adam_state import AdamLayout, Cohort, RunState, Update
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
@@ -93,9 +93,7 @@ class AdamBase(torch.optim.Optimizer):
         self._stepped = [state for update in updates for state in update.cohort.states]
         for state in self._stepped:
             state["step"] += 1
-        groups = [self.param_groups[update.cohort.number] for update in updates]
-        settings = [_settings(group, update.cohort.num_steps, scale) for group, update in zip(groups, updates, strict=True)]
-        self._apply(list(zip(updates, settings, strict=True)), verdict)
+        self._apply([(update, _settings(self.param_groups, update.cohort, scale)) for update in updates], verdict)
         layout.close()
         return loss
 
@@ -184,7 +182,8 @@ class AdamOptimizer(AdamBase):
             adamw_update(Batch(update.tensors), settings, verdict)
 
 
-def _settings(group: dict[str, Any], step: int, scale: float) -> AdamSettings:
+def _settings(groups: Sequence[dict[str, Any]], cohort: Cohort, scale: float) -> AdamSettings:
+    group, step = groups[cohort.number], cohort.num_steps
     beta1, beta2 = group["betas"]
     return AdamSettings(
         lr=0.0 if step <= group["hold_steps"] else float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"],

@@ -81,13 +81,13 @@ class Gradient:
     def open(self) -> None:
         """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
         self.is_open = True
-        self._live = self._given()
+        grads = self._grads()
+        self._live = [grad is not None for grad in grads]
         self._empty = not any(self._live)
         self._allocate()
-        for index, reference in enumerate(self._params):
-            param = reference()
-            if param is not None and param.grad is not None:
-                self._take_over(index, param.grad)
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                self._take_over(index, grad)
         if not self._empty:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
@@ -136,7 +136,7 @@ class Gradient:
         Returns which parameters have one.
         """
         self._stays = True
-        self._live = given = self._given()
+        self._live = given = [grad is not None for grad in self._grads()]
         if any(given):
             self.open()
             self.close([False] * len(given))
@@ -157,11 +157,14 @@ class Gradient:
         """True if `param.grad` is the slice that this object wrote."""
         return bool(self._views) and param.grad is self._views[index]
 
-    def _given(self) -> list[bool]:
-        return [param is not None and param.grad is not None for param in (reference() for reference in self._params)]
+    def _grads(self) -> list[torch.Tensor | None]:
+        """What is in `.grad` of the parameters."""
+        return [None if param is None else param.grad for param in (reference() for reference in self._params)]
 
     def _free_if_cleared(self) -> None:
-        if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open or any(self._given()):
+        if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open:
+            return
+        if any(grad is not None for grad in self._grads()):
             return
         self._total = self._public = None
         self._views = []
