@@ -8,14 +8,15 @@ import sys
 
 from tests.arch.source import ROOT
 
-BUDGET_S = 0.3
+SHARE = 0.2  # of what `import torch` takes: 0.3 s where that takes 1.5, on any processor
 
 MEASURE = """
 import time
-import torch
 start = time.process_time()  # waiting for a core that other processes use is not our cost
+import torch
+between = time.process_time()
 import bmtrain
-print(time.process_time() - start)
+print((time.process_time() - between) / (between - start))
 """
 
 INSPECT = """
@@ -35,9 +36,9 @@ def in_a_fresh_process(program: str) -> str:
 
 
 def test_import_is_cheap() -> None:
-    """At most 0.3 s of processor time on top of `import torch`; the least of three, as caches are shared too."""
-    seconds = min(float(in_a_fresh_process(MEASURE)) for _ in range(3))
-    assert seconds <= BUDGET_S, f"import bmtrain takes {seconds:.2f} s after import torch, expected at most {BUDGET_S} s"
+    """A fifth of the processor time of `import torch` on top of it; the least of three, as caches are shared too."""
+    share = min(float(in_a_fresh_process(MEASURE)) for _ in range(3))
+    assert share <= SHARE, f"import bmtrain takes {share:.0%} of the time that import torch takes, expected at most {SHARE:.0%}"
 
 
 def test_import_does_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.block import fp8
+from bmtrain.block import fp8, fusions, joining
 from bmtrain.runtime.log import warn
 
 Lowered = Callable[..., Any]
@@ -43,30 +43,33 @@ class UnsafeError(RuntimeError):
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
     """torch's own backend. Takes `mode` and `options` as torch.compile does."""
+    fusions.rewrite(graph)
     lower: Lower = torch._dynamo.lookup_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **{k.replace("-", "_"): v for k, v in named.items()}}
     if torch._inductor.config.joint_custom_post_pass is None:  # else it is the program's
-        patches.setdefault("joint_custom_post_pass", _keeping_inputs())
+        patches.setdefault("joint_custom_post_pass", _joint_pass())
     return lower(graph, inputs, config_patches=patches)
 
 
 @functools.cache
-def _keeping_inputs() -> Any:
-    """A pass over forward and backward: inputs are there in backward, and nothing tries to compute them again.
+def _joint_pass() -> Any:
+    """A pass over forward and backward together: sums join the kernels that read them, and inputs are there in backward.
 
-    torch 2.11 tries where it rewrites dropout that is recomputed and whose sizes are variables. There is no program then.
+    torch 2.11 tries to compute inputs again where it rewrites dropout that is recomputed and whose sizes are variables. There is
+    no program then.
     """
 
-    def keep(_: object, graph: torch.fx.Graph) -> None:
+    def change(_: object, graph: torch.fx.Graph) -> None:
+        joining.join(graph)
         for node in graph.find_nodes(op="placeholder"):
             node.meta.pop("recompute", None)
 
     base = torch._inductor.custom_graph_pass.CustomGraphPass  # by attribute: torch loads its compiler when it is first named
-    said = "bmtrain.block.backend: inputs are kept"
+    said = "bmtrain.block.backend: sums are joined, inputs are kept"  # for torch's caches: another one with each change
     # Until torch 2.9 options are pickled: this one by the function that makes it.
-    methods = {"__call__": keep, "uuid": lambda _: said, "__reduce__": lambda _: (_keeping_inputs, ())}
-    return type("KeepingInputs", (base,), methods)()
+    methods = {"__call__": change, "uuid": lambda _: said, "__reduce__": lambda _: (_joint_pass, ())}
+    return type("JointPass", (base,), methods)()
 
 
 @dataclasses.dataclass(frozen=True)

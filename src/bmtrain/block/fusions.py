@@ -1,0 +1,172 @@
+"""What a compiled block computes otherwise than the compiler would: GELU, and the backward passes of GELU and of norms.
+
+`rewrite` puts functions of this file in the place of torch's in the graph that the compiler's front has found. What is summed
+around them in backward shows later: see `joining.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+
+from bmtrain.kernels.gelu import gelu, gelu_backward
+from bmtrain.kernels.norm import MOST_COLUMNS, norm_backward
+
+Wanted = Callable[[torch.Tensor], bool]
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class LinearGelu(torch.autograd.Function):
+    """`gelu(input @ weight.T + bias)`: (..., k), (n, k) and (n,) to (..., n). The bias's gradient comes with GELU's."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        product = torch.addmm(bias, rows, weight.t())
+        ctx.save_for_backward(rows, weight, product)
+        return gelu(product).view(*input.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, product = ctx.saved_tensors
+        wants_input, wants_weight, _ = ctx.needs_input_grad
+        grad_product, sums = gelu_backward(grad.reshape(product.shape), product)
+        grad_input = (grad_product @ weight).view(*grad.shape[:-1], weight.shape[1]) if wants_input else None
+        grad_weight = grad_product.t() @ rows if wants_weight else None
+        return grad_input, grad_weight, sums.sum(0).to(weight.dtype)
+
+
+class LayerNorm(torch.autograd.Function):
+    """torch.nn.functional.layer_norm over the last dimension, with weight and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        out, mean, rstd = torch.native_layer_norm(input, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(input, weight, mean, rstd)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, rstd = ctx.saved_tensors
+        grad_input, sums, _ = norm_backward([grad], [input], weight, mean, rstd)
+        return grad_input, *sums.sum(1).to(weight.dtype).unbind(), None
+
+
+class RMSNorm(torch.autograd.Function):
+    """torch.nn.functional.rms_norm over the last dimension, with a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+        wide = input.float()
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(input.dtype).eps if eps is None else eps))
+        ctx.save_for_backward(input, weight, rstd)
+        return (wide * rstd * weight.float()).to(input.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight, rstd = ctx.saved_tensors
+        grad_input, sums, _ = norm_backward([grad], [input], weight, None, rstd)
+        return grad_input, sums[0].sum(0).to(weight.dtype), None
+
+
+def layer_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, *rest: Any
+) -> torch.Tensor:
+    """With the arguments of torch's."""
+    return cast(torch.Tensor, LayerNorm.apply(input, weight, bias, eps))
+
+
+def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    """With the arguments of torch's."""
+    return cast(torch.Tensor, RMSNorm.apply(input, weight, eps))
+
+
+def linear_gelu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """With the arguments of torch.nn.functional.linear."""
+    return cast(torch.Tensor, LinearGelu.apply(input, weight, bias))
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    """Where kernels of this library are compiled. On a CPU the compiler's own code is left as it is."""
+    return tensor.device.type != "cpu"
+
+
+def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
+    """Put functions of this file in the place of torch's, in a graph that the compiler has found and in those inside it.
+
+    Args:
+        wanted: of a function's result, whether to.
+    """
+    for part in graph.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in list(part.graph.nodes):
+                value = _value(node)
+                if node.op == "call_function" and value is not None and value.dtype in _DTYPES and wanted(value):
+                    _rewrite(node)
+            part.recompile()
+
+
+def _rewrite(node: torch.fx.Node) -> None:
+    if node.target is F.gelu and node.kwargs == {"approximate": "tanh"}:
+        product = node.args[0]
+        if isinstance(product, torch.fx.Node) and _is_plain_linear(product):
+            node.target, node.args, node.kwargs = linear_gelu, product.args, product.kwargs
+            node.graph.erase_node(product)
+        else:
+            node.target, node.kwargs = gelu, {}
+    elif node.target in (F.layer_norm, torch.layer_norm) and _is_plain_norm(node, "weight", "bias"):
+        node.target = layer_norm
+    elif node.target in (F.rms_norm, torch.rms_norm) and _is_plain_norm(node, "weight"):
+        node.target = rms_norm
+
+
+def _is_plain_linear(node: torch.fx.Node) -> bool:
+    """Whether it is a linear map by a matrix and a bias that learn, for GELU alone."""
+    tensors = _arguments(node, "input", "weight", "bias")
+    return (
+        node.target is F.linear and len(node.users) == 1 and _alike(node, *tensors)
+        and all(tensor.requires_grad for tensor in tensors[1:]) and tensors[1].dim() == 2
+    )  # fmt: skip
+
+
+def _is_plain_norm(node: torch.fx.Node, *parameters: str) -> bool:
+    """Whether it is over the last dimension, with parameters that learn."""
+    tensors = _arguments(node, "input", *parameters)
+    return (
+        _alike(node, *tensors)
+        and all(tensor.dim() == 1 and tensor.requires_grad for tensor in tensors[1:])
+        and tensors[1].shape[0] <= MOST_COLUMNS
+        and tensors[0].requires_grad
+    )
+
+
+_NAMES: dict[Any, tuple[str, ...]] = {
+    F.linear: ("input", "weight", "bias"),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), ("input", "normalized_shape", "weight", "bias")),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), ("input", "normalized_shape", "weight")),
+}
+
+
+def _arguments(node: torch.fx.Node, *names: str) -> list[torch.Tensor]:
+    """The tensors that a function gets for these parameters; fewer, if some are none."""
+    given = dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs
+    values = [_value(given.get(name)) for name in names]
+    return [value for value in values if value is not None] if None not in values else []
+
+
+def _alike(node: torch.fx.Node, *tensors: torch.Tensor) -> bool:
+    """Whether there are tensors, and all have the result's dtype: autocast, that converts them, has nothing to do."""
+    value = _value(node)
+    return bool(tensors) and value is not None and all(tensor.dtype == value.dtype for tensor in tensors)
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    """What the compiler's front knows of a node that is a tensor."""
+    value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None

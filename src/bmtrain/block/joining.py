@@ -1,0 +1,139 @@
+"""Sums beside the backward passes of norms, in the graph of a compiled block's forward and backward together.
+
+Gradients that meet where a tensor was used twice are added up, biases want column sums of gradients: each is a pass over memory.
+The kernel of a norm's gradient reads or makes those tensors anyway, so it is given the terms, and asked for sums of columns.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.fx import Graph, Node
+
+from bmtrain.kernels.norm import MOST_GRADS, MOST_INPUTS, WIDE
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+
+def join(graph: Graph) -> None:
+    """Change a graph in place. Numbers stay what they are, but for sums that are rounded once instead of term by term."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm_backward.default):
+        grads, inputs, *rest = node.args
+        node.args = (_terms(grads[0], MOST_GRADS, node), _terms(inputs[0], MOST_INPUTS, None), *rest)
+        _join_residual(graph, node)
+        _join_column_sums(graph, node)
+        # What the compiler fits the arguments to: as many as there are now.
+        node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
+
+
+def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:
+    """At most so many nodes whose sum this one is. With `only_user`, sums that others read too are left as they are."""
+    addends = _addends(node)
+    if most < 2 or addends is None or (only_user is not None and set(node.users) != {only_user}):
+        return [node]
+    left, right = addends
+    parts = _terms(left, most - 1, None if only_user is None else node)
+    return [*parts, *_terms(right, most - len(parts), None if only_user is None else node)]
+
+
+def _addends(node: Node) -> tuple[Node, Node] | None:
+    """Two tensors of the node's own shape and dtype whose sum it is."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(argument, Node) for argument in node.args):
+        return None
+    left, right = cast(tuple[Node, Node], node.args)
+    return (left, right) if _kind(left) == _kind(right) == _kind(node) else None
+
+
+def _kind(node: Node) -> tuple[Any, Any]:
+    value = _value(node)
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (None, type(value))  # sizes are nodes too
+
+
+def _value(node: Node) -> Any:
+    """What the compiler knows of a node: a tensor without memory, or several."""
+    return node.meta["val"]
+
+
+def _join_residual(graph: Graph, node: Node) -> None:
+    """If all that is done with the gradient is to add it to another one, which is there by then, the kernel does it."""
+    result = _output(node, 0)
+    total = next(iter(result.users)) if result is not None and len(result.users) == 1 else None
+    addends = None if total is None else _addends(total)
+    if result is None or total is None or addends is None or addends[0] is addends[1]:
+        return
+    other = addends[1] if addends[0] is result else addends[0]
+    if _comes_before(graph, other, node):
+        node.args = (*node.args[:5], other)
+        total.replace_all_uses_with(result)
+        graph.erase_node(total)
+
+
+def _output(node: Node, index: int) -> Node | None:
+    return next((user for user in node.users if user.target is operator.getitem and user.args[1] == index), None)
+
+
+def _comes_before(graph: Graph, first: Node, second: Node) -> bool:
+    return next(node for node in graph.nodes if node in (first, second)) is first
+
+
+class ColumnSum(NamedTuple):
+    """The sum over the rows of a tensor that is wanted as a bias's gradient, shaped as that in `last`."""
+
+    total: Node
+    last: Node
+
+
+def _join_column_sums(graph: Graph, node: Node) -> None:
+    """Column sums of the gradient, and of what is added to it, from the kernel."""
+    result, residual = _output(node, 0), node.args[5] if len(node.args) > 5 else None
+    found = [next(_column_sums(tensor), None) if isinstance(tensor, Node) else None for tensor in (result, residual)]
+    if found == [None, None] or _value(cast(Node, node.args[2])).shape[0] > WIDE:
+        return
+    node.args = (*node.args[:5], residual, *(each is not None for each in found))
+    node.meta["val"] = _computed(node)
+    with graph.inserting_after(node):
+        sums = _call(graph, operator.getitem, node, 2)
+    for index, each in enumerate(each for each in found if each is not None):
+        _replace(graph, sums, index, each)
+
+
+def _column_sums(tensor: Node) -> Iterator[ColumnSum]:
+    """Sums over all but the last dimension that lead to nothing but an output of the graph."""
+    n = _value(tensor).shape[-1]
+    parts = [part for part in (tensor, *tensor.users) if part is tensor or part.target in _VIEWS]
+    for part in parts:
+        if _value(part).dim() == 2 and _value(part).shape[-1] == n:
+            for total in part.users:
+                if total.target is aten.sum.dim_IntList and total.args[1] == [0] and not total.kwargs:
+                    users = list(total.users)
+                    last = users[0] if len(users) == 1 and users[0].target in _VIEWS else total
+                    if [user.op for user in last.users] == ["output"]:
+                        yield ColumnSum(total, last)
+
+
+def _replace(graph: Graph, sums: Node, index: int, wanted: ColumnSum) -> None:
+    """With what the kernel has summed, after `sums`."""
+    value = _value(wanted.last)
+    with graph.inserting_before(sums.next):
+        part = _call(graph, aten.select.int, sums, 0, index)
+        total = _call(graph, aten.sum.dim_IntList, part, [0])
+        rounded = _call(graph, torch.ops.prims.convert_element_type.default, total, value.dtype)
+        shaped = _call(graph, aten.view.default, rounded, list(value.shape))
+    wanted.last.replace_all_uses_with(shaped)
+    for node in dict.fromkeys((wanted.last, wanted.total)):
+        graph.erase_node(node)
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = _computed(node)
+    return node
+
+
+def _computed(node: Node) -> Any:
+    """What the compiler would know of the node: its function of tensors without memory."""
+    return cast(Any, node.target)(*torch.fx.map_arg(node.args, _value))

@@ -1,0 +1,68 @@
+"""The kernel of the gradients of norms. Imported only where there is a GPU: see kernels/norm.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(
+    first: tl.tensor, second: tl.tensor, third: tl.tensor, i: tl.tensor, inside: tl.tensor, COUNT: tl.constexpr
+) -> tl.tensor:  # fmt: skip
+    """Of the elements `i` of COUNT tensors, in fp32."""
+    total = tl.load(first + i, inside, other=0.0).to(tl.float32)
+    if COUNT > 1:
+        total += tl.load(second + i, inside, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        total += tl.load(third + i, inside, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    grad_0: tl.tensor, grad_1: tl.tensor, grad_2: tl.tensor, input_0: tl.tensor, input_1: tl.tensor, residual: tl.tensor,
+    weight: tl.tensor, mean: tl.tensor, rstd: tl.tensor, result: tl.tensor, sums: tl.tensor, more: tl.tensor,
+    num_rows: tl.tensor, n: tl.tensor, NUM_GRADS: tl.constexpr, NUM_INPUTS: tl.constexpr, CENTERED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SUMS_RESULT: tl.constexpr, SUMS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+) -> None:  # fmt: skip
+    """Every program takes one row in so many as there are programs, and leaves the sums of its rows."""
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    weight_total = tl.zeros([BLOCK], tl.float32)
+    bias_total = tl.zeros([BLOCK], tl.float32)
+    result_total = tl.zeros([BLOCK], tl.float32)
+    residual_total = tl.zeros([BLOCK], tl.float32)
+    for row in tl.range(part, num_rows, parts, num_stages=STAGES):
+        i = tl.cast(row, tl.int64) * n + columns
+        grad = _sum(grad_0, grad_1, grad_2, i, inside, NUM_GRADS)
+        normed = _sum(input_0, input_1, input_1, i, inside, NUM_INPUTS)
+        factor = tl.load(rstd + row).to(tl.float32)
+        if CENTERED:
+            normed -= tl.load(mean + row).to(tl.float32)
+        normed *= factor
+        weighted = grad * scale  # 0 beyond the row
+        slope = weighted - normed * (tl.sum(weighted * normed, 0) / n)
+        if CENTERED:
+            slope -= tl.sum(weighted, 0) / n
+        slope *= factor
+        if HAS_RESIDUAL:
+            added = tl.load(residual + i, inside, other=0.0).to(tl.float32)
+            slope += added
+            if SUMS_RESIDUAL:
+                residual_total += added
+        rounded = slope.to(result.dtype.element_ty)
+        tl.store(result + i, rounded, inside)
+        weight_total += grad * normed
+        bias_total += grad
+        if SUMS_RESULT:
+            result_total += rounded.to(tl.float32)
+    i = part * n + columns
+    tl.store(sums + i, weight_total, inside)
+    tl.store(sums + parts * n + i, bias_total, inside)
+    if SUMS_RESULT:
+        tl.store(more + i, result_total, inside)
+    if SUMS_RESIDUAL:
+        tl.store(more + SUMS_RESULT * parts * n + i, residual_total, inside)

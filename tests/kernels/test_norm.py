@@ -1,0 +1,91 @@
+"""Gradients of layer norm and RMS norm in one pass: kernel against twin, twin against plain PyTorch in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bmtrain.kernels.norm import PARTS, PARTS_OF_WIDE, WIDE, Terms, norm_backward, norm_backward_by_triton, norm_backward_reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPS = 1e-5
+
+
+class Case:
+    """Random tensors, and what plain PyTorch makes of them."""
+
+    def __init__(
+        self, dtype: torch.dtype, *, num_grads: int, num_inputs: int, centered: bool, residual: bool, rows: int, n: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(num_grads + 10 * num_inputs)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.grads, self.inputs = ([draw(2, rows, n) for _ in range(count)] for count in (num_grads, num_inputs))
+        self.weight, self.residual = draw(n), draw(2, rows, n) if residual else None
+        x = sum(part.double() for part in self.inputs)
+        assert isinstance(x, torch.Tensor)
+        self.mean = x.mean(-1, keepdim=True).float() if centered else None
+        spread = x.var(-1, keepdim=True, correction=0) if centered else x.square().mean(-1, keepdim=True)
+        self.rstd = (spread + EPS).rsqrt().float()
+        leaves = [
+            x.requires_grad_(),
+            self.weight.double().requires_grad_(),
+            torch.zeros(n, dtype=torch.float64, requires_grad=True),
+        ]
+        out = F.layer_norm(x, (n,), *leaves[1:], EPS) if centered else F.rms_norm(x, (n,), leaves[1], EPS) + leaves[2]
+        self.want = list(torch.autograd.grad(out, leaves, sum(part.double() for part in self.grads)))  # type: ignore[arg-type]
+        if self.residual is not None:
+            self.want[0] = self.want[0] + self.residual.double()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        return self.grads, self.inputs, self.weight, self.mean, self.rstd, self.residual, True, self.residual is not None
+
+
+CASES = [
+    {"num_grads": 1, "num_inputs": 1, "centered": True, "residual": False, "rows": 5, "n": 7},
+    {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 300, "n": 48},
+    {"num_grads": 1, "num_inputs": 2, "centered": True, "residual": True, "rows": 3, "n": 1030},
+    {"num_grads": 2, "num_inputs": 2, "centered": False, "residual": True, "rows": 9, "n": 64},
+    {"num_grads": 1, "num_inputs": 1, "centered": False, "residual": False, "rows": 1, "n": 1},
+    {"num_grads": 2, "num_inputs": 1, "centered": True, "residual": True, "rows": 2, "n": WIDE + 2},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_is_the_gradient(case: dict[str, Any], dtype: torch.dtype) -> None:
+    made = Case(dtype, **case)
+    grad_x, sums, more = norm_backward(*made.arguments)
+    parts = PARTS_OF_WIDE if case["n"] > WIDE else PARTS
+    assert grad_x.dtype == dtype and sums.dtype == more.dtype == torch.float32
+    assert sums.shape == (2, parts, case["n"]) and more.shape == (1 + case["residual"], parts, case["n"])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(grad_x.double(), made.want[0], rtol=eps, atol=2e-5)
+    columns = [grad_x] if made.residual is None else [grad_x, made.residual]
+    wants = [*made.want[1:], *(tensor.double().sum((0, 1)) for tensor in columns)]
+    for got, want in zip([*sums, *more], wants, strict=True):  # fp32 throughout
+        torch.testing.assert_close(got.double().sum(0), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_equals_twin(case: dict[str, Any], dtype: torch.dtype) -> None:
+    made = Case(dtype, **case)
+    terms = Terms(*made.arguments)
+    want, got = norm_backward_reference(terms), norm_backward_by_triton(terms)
+    # Triton's interpreter cuts bf16 off where the device rounds.
+    rtol = (2 if dtype == torch.bfloat16 else 1) * torch.finfo(dtype).eps
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-4)
+    # Of numbers that are cut off elsewhere.
+    torch.testing.assert_close(got[2], want[2], rtol=1e-5, atol=1e-4 + 16 * torch.finfo(dtype).eps)
+
+
+def test_the_operator_is_well_declared() -> None:
+    torch.library.opcheck(torch.ops.bmtrain.norm_backward.default, Case(torch.float32, **CASES[2]).arguments)

@@ -1,0 +1,182 @@
+"""What compiled blocks compute otherwise than the compiler would, compiled for the CPU: beside plain PyTorch, and where."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bmtrain.block import backend, fusions, joining
+
+N = 48
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler of itself
+
+
+class PreNorm(nn.Module):
+    """As the layers of a GPT: three maps of one norm, two residual sums."""
+
+    def __init__(self, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.first, self.second = norm(N), norm(N)
+        self.maps = nn.ModuleList(nn.Linear(N, N) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(N, N), nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        a, b, c = (part(h) for part in self.maps)
+        x = x + self.out(torch.sigmoid(a) * torch.tanh(b) + c)
+        return x + self.down(F.gelu(self.up(self.second(x)), approximate="tanh"))
+
+
+class PostNorm(nn.Module):
+    """As the layers of a BERT, with GELU in its exact form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(N, 2 * N), nn.Linear(2 * N, N), nn.LayerNorm(N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(F.gelu(self.up(x))))
+
+
+class Shared(nn.Module):
+    """GELU of what is needed otherwise too, and of a map without bias; a norm of two dimensions and one without weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.bare, self.norm = nn.Linear(N, N), nn.Linear(N, N, bias=False), nn.LayerNorm((8, N))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(F.layer_norm(self.norm(x), (N,)))
+        return h * F.gelu(h, approximate="tanh") + F.gelu(self.bare(x), approximate="tanh")
+
+
+class Frozen(PreNorm):
+    """A layer whose own parameters do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The arguments of kernels of norms, as the compiler is given them."""
+    found: list[Any] = []
+    join = joining.join
+
+    def noting(graph: torch.fx.Graph) -> None:
+        join(graph)
+        nodes = graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm_backward.default)
+        found.extend(node.args for node in nodes)
+
+    monkeypatch.setattr(joining, "join", noting)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        yield found
+
+
+class Everywhere:
+    """The backend of compiled blocks, which puts these functions in on a CPU too; `names` are theirs."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        fusions.rewrite(graph, lambda _: True)
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        nodes = [node for part in parts for node in part.graph.nodes if node.op == "call_function"]
+        self.names += [node.target.__name__ for node in nodes if getattr(node.target, "__module__", "").startswith("bmtrain")]
+        return backend.inductor(graph, inputs, **options)
+
+
+def passed(run: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of x and of parameters."""
+    x = x.detach().requires_grad_()
+    out = run(x)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, [x, *(p for p in module.parameters() if p.requires_grad)], weights)]
+
+
+def equal_to_plain(module: nn.Module, x: torch.Tensor) -> list[str]:
+    """Values and gradients are those of plain PyTorch in fp64, up to twice what it is off in the dtype itself. What was put in."""
+    exact = copy.deepcopy(module).double()
+    want = passed(exact, exact, x.double())
+    lower = Everywhere()
+    got, theirs = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))  # type: ignore[arg-type]
+    for ours, plain, true in zip(got, theirs, want, strict=True):
+        assert ours.dtype == plain.dtype == x.dtype
+        error, allowed = (float((each.double() - true).norm()) for each in (ours, plain))
+        assert error <= 2 * allowed + 1e-6 * float(true.norm())
+    return sorted(lower.names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_of_a_gpt(joined: list[Any], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    names = equal_to_plain(PreNorm().to(dtype), torch.randn(3, 8, N, dtype=dtype))
+    assert names == ["layer_norm", "layer_norm", "linear_gelu"]
+    # Of the second norm, then of the first: terms of gradient and input, and whether residual gradients and column sums joined.
+    counts = [(len(grads), len(inputs), len(rest) > 2 and rest[2] is not None, rest[3:]) for grads, inputs, _, *rest in joined]
+    assert counts == [(1, 2, True, [True, True]), (3, 1, True, [])]
+
+
+def test_layer_with_rms_norms(joined: list[Any]) -> None:
+    torch.manual_seed(0)
+    assert equal_to_plain(PreNorm(nn.RMSNorm), torch.randn(3, 8, N)) == ["linear_gelu", "rms_norm", "rms_norm"]
+    assert [(len(grads), len(inputs), mean) for grads, inputs, _, mean, *_ in joined] == [(1, 2, None), (3, 1, None)]
+
+
+def test_layer_of_a_bert(joined: list[Any]) -> None:
+    torch.manual_seed(0)
+    assert equal_to_plain(PostNorm(), torch.randn(3, 8, N)) == ["layer_norm"]
+    ((grads, inputs, *_),) = joined
+    assert len(grads) == 1 and len(inputs) == 2
+
+
+def test_what_does_not_fit_is_left_to_the_compiler(joined: list[Any]) -> None:
+    torch.manual_seed(0)
+    assert equal_to_plain(Shared(), torch.randn(3, 8, N)) == ["gelu", "gelu"]
+    assert equal_to_plain(Frozen(), torch.randn(3, 8, N)) == ["gelu"]
+    assert equal_to_plain(PreNorm().double(), torch.randn(3, 8, N, dtype=torch.float64)) == []
+    assert not joined
+
+
+def test_autocast_is_left_to_the_compiler(joined: list[Any]) -> None:
+    torch.manual_seed(0)
+    module, x, lower = PreNorm(), torch.randn(3, 8, N), Everywhere()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))  # type: ignore[arg-type]
+    for ours, plain in zip(got, want, strict=True):
+        assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
+    assert lower.names == ["layer_norm", "layer_norm", "gelu"]
+
+
+def test_other_sizes(joined: list[Any]) -> None:
+    """From the second on they are variables."""
+    torch.manual_seed(0)
+    module, lower = PreNorm(), Everywhere()
+    run = torch.compile(module, backend=lower)
+    for rows in (3, 5, 7):
+        x = torch.randn(rows, 8, N)
+        for ours, plain in zip(passed(run, module, x), passed(module, module, x), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    assert len(lower.names) == 6 and len(joined) == 4
+
+
+def test_nothing_changes_on_a_cpu() -> None:
+    torch._dynamo.reset()
+    seen: list[Any] = []
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        fusions.rewrite(graph)
+        seen.extend(node.target for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compile(PreNorm(), backend=lower)(torch.randn(3, 8, N))
+    assert F.linear in seen and not any(getattr(target, "__module__", "") == fusions.__name__ for target in seen)
