@@ -26,8 +26,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "matmul": ("gemm", "nvjet", "cutlass", "wgmma", "xmma", "splitk", "cublas", "triton_tem"),
     "copies": ("catarray", "chunk_cat", "split_with_sizes", "direct_copy", "copy_device_to_device", "memcpy"),
     "elementwise and norms": (
-        "triton", "elementwise", "norm", "softmax", "reduce_kernel", "row_sums", "row_gradient", "nll_loss", "embedding", "index",
-        "transpose_kernel", "gammabeta",
+        "triton", "elementwise", "norm", "gelu", "softmax", "reduce_kernel", "row_sums", "row_gradient", "nll_loss", "embedding",
+        "index", "transpose_kernel", "gammabeta",
     ),
 }
 # fmt: on

@@ -174,8 +174,10 @@ def tables_of(report: dict[str, Any]) -> str:
     records = report["records"]
     if "what" not in records[0]:
         begun = [r for r in records if not failure_of(r).endswith(LEFT_OUT)]
-        modes = {*map(mode_of, records)} - {*map(mode_of, begun)}
-        left_out = f"\nNot begun, for want of time: {'; '.join(sorted(modes))}.\n" if modes else ""
+        missing = {(mode_of(r), r["gpus"]) for r in records} - {(mode_of(r), r["gpus"]) for r in begun}
+        several = len({r["gpus"] for r in records}) > 1
+        names = sorted({f"{mode} on {gpus} GPUs" if several else mode for mode, gpus in missing})
+        left_out = f"\nNot begun, for want of time: {'; '.join(names)}.\n" if names else ""
         kernels = kernel_table(begun)
         folded = f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n" if kernels else ""
         return throughput_table(begun) + left_out + folded

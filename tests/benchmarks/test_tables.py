@@ -64,7 +64,7 @@ def test_losses_in_fp8(bench: Any) -> None:
 
 
 def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
-    """By its mode, unless that was measured elsewhere in the file."""
+    """By its mode, unless that was measured elsewhere in the file, and with the number of GPUs if there are several."""
     why = "not tried: the 7 s of --within were over"
     text = bench.tables.tables_of(report(record("bmtrain", 1000), failed("bmtrain", why), failed("fsdp2", why)))
     assert text.splitlines()[2:] == [
@@ -72,6 +72,8 @@ def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
         "",
         "Not begun, for want of time: fsdp2 + compile.",
     ]
+    text = bench.tables.tables_of(report(record("fsdp2", 1000, gpus=1), failed("fsdp2", why)))
+    assert text.splitlines()[-1] == "Not begun, for want of time: fsdp2 + compile on 2 GPUs."
 
 
 def test_rows(bench: Any) -> None:

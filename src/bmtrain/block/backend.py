@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bmtrain.block import fp8, fusions, joining
+from bmtrain.kernels import gelu, norm
 from bmtrain.runtime.log import warn
 
 Lowered = Callable[..., Any]
@@ -66,7 +67,8 @@ def _joint_pass() -> Any:
             node.meta.pop("recompute", None)
 
     base = torch._inductor.custom_graph_pass.CustomGraphPass  # by attribute: torch loads its compiler when it is first named
-    said = "bmtrain.block.backend: sums are joined, inputs are kept"  # for torch's caches: another one with each change
+    # For torch's caches: another one with each change, sizes that compiled code knows of kernels among them.
+    said = f"bmtrain.block.backend: sums are joined, inputs are kept; {gelu.PART}, {norm.PARTS}, {norm.PARTS_OF_WIDE}, {norm.WIDE}"
     # Until torch 2.9 options are pickled: this one by the function that makes it.
     methods = {"__call__": change, "uuid": lambda _: said, "__reduce__": lambda _: (_joint_pass, ())}
     return type("JointPass", (base,), methods)()

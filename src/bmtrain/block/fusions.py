@@ -76,7 +76,12 @@ class RMSNorm(torch.autograd.Function):
 
 
 def layer_norm(
-    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, *rest: Any
+    input: torch.Tensor,
+    normalized_shape: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> torch.Tensor:
     """With the arguments of torch's."""
     return cast(torch.Tensor, LayerNorm.apply(input, weight, bias, eps))
@@ -154,10 +159,11 @@ _NAMES: dict[Any, tuple[str, ...]] = {
 
 
 def _arguments(node: torch.fx.Node, *names: str) -> list[torch.Tensor]:
-    """The tensors that a function gets for these parameters; fewer, if some are none."""
+    """The tensors that a function gets for these parameters; nothing, if one of them gets none."""
     given = dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs
     values = [_value(given.get(name)) for name in names]
-    return [value for value in values if value is not None] if None not in values else []
+    found = [value for value in values if value is not None]
+    return found if len(found) == len(names) else []
 
 
 def _alike(node: torch.fx.Node, *tensors: torch.Tensor) -> bool:

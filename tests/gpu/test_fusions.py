@@ -1,0 +1,60 @@
+"""Kernels of GELU's and norms' gradients on a GPU beside their twins, and layers compiled with them beside plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.kernels import test_norm as norms
+from tests.unit import test_fusions as layers
+
+from bmtrain.kernels.gelu import gelu_backward, gelu_backward_reference
+from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm_backward, norm_backward_reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's remarks on TF32 and on itself
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 512), (640, 3072), (1000, 3077)])
+def test_gelu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Also where all blocks are full, so that nothing is masked."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    grad, x = (2 * torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for _ in range(2))
+    got, want = gelu_backward(grad, x), gelu_backward_reference(grad, x)
+    torch.testing.assert_close(got[0], want[0], rtol=torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-3 + 8 * torch.finfo(dtype).eps)
+    assert all(torch.equal(one, other) for one, other in zip(got, gelu_backward(grad, x), strict=True)), "other bits each time"
+
+
+CASES: list[dict[str, Any]] = [
+    *norms.CASES,
+    {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 3000, "n": 768},
+    {"num_grads": 2, "num_inputs": 2, "centered": False, "residual": True, "rows": 300, "n": 4096},
+    {"num_grads": 1, "num_inputs": 2, "centered": True, "residual": True, "rows": 300, "n": 5120},
+    {"num_grads": 3, "num_inputs": 2, "centered": True, "residual": True, "rows": 7, "n": MOST_COLUMNS},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
+    """As many rows ahead as shared memory holds, down to none for the widest in fp32."""
+    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), norms.Case(dtype, **case).arguments)
+    got, want = norm_backward(*arguments), norm_backward_reference(Terms(*arguments))
+    torch.testing.assert_close(got[0], want[0], rtol=torch.finfo(dtype).eps, atol=2e-5)
+    for ours, theirs in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3 + 16 * torch.finfo(dtype).eps)
+    assert all(torch.equal(one, other) for one, other in zip(got, norm_backward(*arguments), strict=True)), "other bits each time"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_layers(norm: type[torch.nn.Module], dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = layers.PreNorm(norm).to(DEVICE, dtype), torch.randn(40, 8, layers.N, device=DEVICE, dtype=dtype)
+    name = "layer_norm" if norm is torch.nn.LayerNorm else "rms_norm"
+    assert layers.equal_to_plain(module, x) == sorted([name, name, "linear_gelu"])
