@@ -56,6 +56,17 @@ class Shared(nn.Module):
         return h * F.gelu(h, approximate="tanh") + F.gelu(self.bare(x), approximate="tanh")
 
 
+class Dropping(PreNorm):
+    """A layer with dropout behind it."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(super().forward(x), self.p, self.training)
+
+
 class Frozen(PreNorm):
     """A layer whose own parameters do not learn."""
 
@@ -145,6 +156,21 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined: list[Any]) -> None:
     assert equal_to_plain(Frozen(), torch.randn(3, 8, N)) == ["gelu"]
     assert equal_to_plain(PreNorm().double(), torch.randn(3, 8, N, dtype=torch.float64)) == []
     assert not joined
+
+
+@pytest.mark.parametrize(("p", "training", "names"), [(0.1, True, ["gelu"]), (0.1, False, None), (0.0, True, None)])
+def test_beside_dropout_only_formulas_change(p: float, training: bool, names: list[str] | None) -> None:
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def lower(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        fusions.rewrite(graph, lambda _: True)
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compile(Dropping(p).train(training), backend=lower)(torch.randn(3, 8, N, requires_grad=True))
+    targets = [node.target for node in graphs[0].graph.nodes if getattr(node.target, "__module__", "").startswith("bmtrain")]
+    assert [target.__name__ for target in targets] == (names or ["layer_norm", "layer_norm", "linear_gelu"])
 
 
 def test_autocast_is_left_to_the_compiler(joined: list[Any]) -> None:

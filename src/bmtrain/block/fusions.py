@@ -110,22 +110,34 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
     """
     for part in graph.modules():
         if isinstance(part, torch.fx.GraphModule):
+            drops = any(map(_drops, part.graph.nodes))
             for node in list(part.graph.nodes):
                 value = _value(node)
                 if node.op == "call_function" and value is not None and value.dtype in _DTYPES and wanted(value):
-                    _rewrite(node)
+                    _rewrite_gelu(node, alone=drops)
+                    if not drops:
+                        _rewrite_norm(node)
             part.recompile()
 
 
-def _rewrite(node: torch.fx.Node) -> None:
+def _drops(node: torch.fx.Node) -> bool:
+    """Whether it is dropout at work. The compiler takes its masks into backward kernels, which ours would stand apart from."""
+    p, training = (_argument(node, name, usual) for name, usual in (("p", 0.5), ("training", True)))
+    return node.target is F.dropout and p != 0.0 and training is not False
+
+
+def _rewrite_gelu(node: torch.fx.Node, alone: bool) -> None:
     if node.target is F.gelu and node.kwargs == {"approximate": "tanh"}:
         product = node.args[0]
-        if isinstance(product, torch.fx.Node) and _is_plain_linear(product):
+        if not alone and isinstance(product, torch.fx.Node) and _is_plain_linear(product):
             node.target, node.args, node.kwargs = linear_gelu, product.args, product.kwargs
             node.graph.erase_node(product)
         else:
             node.target, node.kwargs = gelu, {}
-    elif node.target in (F.layer_norm, torch.layer_norm) and _is_plain_norm(node, "weight", "bias"):
+
+
+def _rewrite_norm(node: torch.fx.Node) -> None:
+    if node.target in (F.layer_norm, torch.layer_norm) and _is_plain_norm(node, "weight", "bias"):
         node.target = layer_norm
     elif node.target in (F.rms_norm, torch.rms_norm) and _is_plain_norm(node, "weight"):
         node.target = rms_norm
@@ -152,6 +164,7 @@ def _is_plain_norm(node: torch.fx.Node, *parameters: str) -> bool:
 
 
 _NAMES: dict[Any, tuple[str, ...]] = {
+    F.dropout: ("input", "p", "training"),
     F.linear: ("input", "weight", "bias"),
     **dict.fromkeys((F.layer_norm, torch.layer_norm), ("input", "normalized_shape", "weight", "bias")),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), ("input", "normalized_shape", "weight")),
@@ -160,10 +173,14 @@ _NAMES: dict[Any, tuple[str, ...]] = {
 
 def _arguments(node: torch.fx.Node, *names: str) -> list[torch.Tensor]:
     """The tensors that a function gets for these parameters; nothing, if one of them gets none."""
-    given = dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs
-    values = [_value(given.get(name)) for name in names]
+    values = [_value(_argument(node, name)) for name in names]
     found = [value for value in values if value is not None]
     return found if len(found) == len(names) else []
+
+
+def _argument(node: torch.fx.Node, name: str, usual: Any = None) -> Any:
+    """What a function gets for this parameter."""
+    return (dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs).get(name, usual)
 
 
 def _alike(node: torch.fx.Node, *tensors: torch.Tensor) -> bool:
