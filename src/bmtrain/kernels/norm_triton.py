@@ -64,5 +64,6 @@ def norm_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its
     tl.store(sums + parts * n + i, bias_total, inside)
     if SUMS_RESULT:
         tl.store(more + i, result_total, inside)
+        more += parts * n
     if SUMS_RESIDUAL:
-        tl.store(more + SUMS_RESULT * parts * n + i, residual_total, inside)
+        tl.store(more + i, residual_total, inside)
