@@ -44,7 +44,8 @@ class UnsafeError(RuntimeError):
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
     """torch's own backend. Takes `mode` and `options` as torch.compile does."""
-    fusions.rewrite(graph)
+    for part in _parts(graph):
+        fusions.rewrite(part)
     lower: Lower = torch._dynamo.lookup_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **{k.replace("-", "_"): v for k, v in named.items()}}
@@ -86,7 +87,7 @@ class InFp8:
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
         """Rewrite and lower."""
-        if not fp8.rewrite(graph) and self.whole is not None:
+        if not sum(map(fp8.rewrite, _parts(graph))) and self.whole is not None:
             warn(f"fp8=True changes nothing in {self.whole}: it has no product that torch.nn.functional.linear makes.")
         return self.lower(graph, inputs, **options)
 
@@ -141,12 +142,16 @@ def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
     return config.patch(known)
 
 
+def _parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
+    """A graph that the compiler has found, and those inside it: what is recomputed is a graph of its own."""
+    return (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+
+
 def _collectives(graph: torch.fx.GraphModule) -> Iterator[str]:
-    for part in graph.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            for node in part.graph.nodes:
-                if node.op == "call_function" and str(node.target).startswith(_TALKING):
-                    yield str(node.target)
+    for part in _parts(graph):
+        for node in part.graph.nodes:
+            if node.op == "call_function" and str(node.target).startswith(_TALKING):
+                yield str(node.target)
 
 
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
@@ -155,15 +160,14 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     And random operators of other libraries that do not say so: torch replays the random numbers of those only that do.
     """
     changes_twice = _CHANGES_TWICE and _recomputes(graph)
-    for part in graph.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            for node in part.graph.nodes:
-                if node.op == "placeholder" and _is_read_and_changed(node):
-                    yield f"{node.name} is read and changed in place"
-                if node.op == "placeholder" and changes_twice and _is_changed(node):
-                    yield f"{node.name} is changed in place and would be again, before torch 2.11"
-                if node.op == "call_function" and _is_foreign(node.target):
-                    yield f"{node.target} may draw random numbers"
+    for part in _parts(graph):
+        for node in part.graph.nodes:
+            if node.op == "placeholder" and _is_read_and_changed(node):
+                yield f"{node.name} is read and changed in place"
+            if node.op == "placeholder" and changes_twice and _is_changed(node):
+                yield f"{node.name} is changed in place and would be again, before torch 2.11"
+            if node.op == "call_function" and _is_foreign(node.target):
+                yield f"{node.target} may draw random numbers"
 
 
 def _recomputes(graph: torch.fx.GraphModule) -> bool:

@@ -103,27 +103,24 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
-    """Put functions of this file in the place of torch's, in a graph that the compiler has found and in those inside it.
+    """Put functions of this file in the place of torch's, in a graph that the compiler has found.
 
     Args:
         wanted: of a function's result, whether to.
     """
-    for part in graph.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            drops = any(map(_drops, part.graph.nodes))
-            for node in list(part.graph.nodes):
-                value = _value(node)
-                if node.op == "call_function" and value is not None and value.dtype in _DTYPES and wanted(value):
-                    _rewrite_gelu(node, alone=drops)
-                    if not drops:
-                        _rewrite_norm(node)
-            part.recompile()
+    drops = any(map(_drops, graph.graph.nodes))
+    for node in list(graph.graph.nodes):
+        value = _value(node)
+        if node.op == "call_function" and value is not None and value.dtype in _DTYPES and wanted(value):
+            _rewrite_gelu(node, alone=drops)
+            if not drops:
+                _rewrite_norm(node)
+    graph.recompile()
 
 
 def _drops(node: torch.fx.Node) -> bool:
     """Whether it is dropout at work. The compiler takes its masks into backward kernels, which ours would stand apart from."""
-    p, training = (_argument(node, name, usual) for name, usual in (("p", 0.5), ("training", True)))
-    return node.target is F.dropout and p != 0.0 and training is not False
+    return node.target is F.dropout and _argument(node, "p", 0.5) != 0.0 and _argument(node, "training", True) is not False
 
 
 def _rewrite_gelu(node: torch.fx.Node, alone: bool) -> None:

@@ -35,9 +35,9 @@ def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:
     addends = _addends(node)
     if most < 2 or addends is None or (only_user is not None and set(node.users) != {only_user}):
         return [node]
-    left, right = addends
-    parts = _terms(left, most - 1, None if only_user is None else node)
-    return [*parts, *_terms(right, most - len(parts), None if only_user is None else node)]
+    user = None if only_user is None else node
+    left = _terms(addends[0], most - 1, user)
+    return [*left, *_terms(addends[1], most - len(left), user)]
 
 
 def _addends(node: Node) -> tuple[Node, Node] | None:

@@ -140,6 +140,7 @@ def norm_backward_by_triton(terms: Terms) -> Results:
     return result, sums, more
 
 
+@functools.cache
 def _stages(row_bytes: int, device: torch.device) -> int:
     """As many as a processor's shared memory holds, up to STAGES: all rows but the one that is worked on are there."""
     if device.type == "cpu":
