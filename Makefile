@@ -3,6 +3,7 @@
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
 #   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
 #   make test-gpu                       the GPU tests, on however many GPUs there are
+#                                       (quicker, with pytest-xdist: ARGS="-n 8 -m 'not alone'", then ARGS="-m alone")
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
 #   make lint / make format             ruff and mypy / let ruff rewrite the files
 #   make clean                          remove .venv and all that tools left behind; runs/ stays

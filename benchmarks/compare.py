@@ -74,7 +74,7 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
     records: list[dict[str, Any]] = []
     report = report_of(records, commit=args.commit, command=job.command, machine=facts)
-    todo = [(count, words) for _ in range(job.repeat) for count in job.counts for words in job.runs]
+    todo = [(count, words) for _ in range(job.repeat) for words in job.runs for count in job.counts]
     began = time.monotonic()
     for number, (count, words) in enumerate(todo, 1):
         print(f"[{job.name} {number}/{len(todo)}, {time.monotonic() - began:.0f} s] {count} x {words}", flush=True)

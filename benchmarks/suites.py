@@ -97,17 +97,17 @@ SUITES = (
     Suite(
         name="llama-8b", about="Llama-3-8B, 8192 tokens, bf16 and FP8", gpus=(4, 8), seconds=85,
         runs=_runs(
-            "--shape llama-8b --batch 2", "bmtrain", "fsdp2", "bmtrain --fp8", "fsdp2 --recompute selective",
+            "--shape llama-8b --batch 2", "bmtrain", "bmtrain --fp8", "fsdp2", "fsdp2 --recompute selective",
             "bmtrain --fused-head",
         ),
     ),
     Suite(
-        name="13b", about="GPT 13B of the BMTrain README, 512 tokens", gpus=(4, 8), seconds=80,
-        runs=(
-            *_runs("--shape 13b --batch 8 24", "bmtrain", "fsdp2 --recompute"),
-            *_runs("--shape 13b --batch 8", "fsdp2", "bmtrain --recompute auto --memory-limit 68 --warmup 6"),
-            *_runs("--shape 13b --batch 24", "deepspeed --no-compile --recompute"),
-            *_runs("--shape 13b --batch 8 24", "fsdp2 --recompute selective"),
+        name="13b", about="GPT 13B of the BMTrain README, 512 tokens, bf16 and FP8", gpus=(4, 8), seconds=95,
+        runs=_runs(
+            "--shape 13b", "bmtrain --batch 8 24", "fsdp2 --recompute --batch 8 24", "fsdp2 --batch 8",
+            "bmtrain --fp8 --recompute auto --warmup 6 --batch 24", "deepspeed --no-compile --recompute --batch 24",
+            "bmtrain --recompute auto --warmup 6 --batch 32 64",
+            "bmtrain --recompute auto --memory-limit 68 --warmup 6 --batch 8", "fsdp2 --recompute selective --batch 8 24",
         ),
     ),
     Suite(
@@ -116,10 +116,6 @@ SUITES = (
             *_runs("--shape 13b --batch 32 64", "bmtrain --recompute auto --warmup 6", "fsdp2 --recompute"),
             *_runs("--shape 13b --batch 32", "deepspeed --no-compile --recompute"),
         ),
-    ),
-    Suite(
-        name="13b-fp8", about="GPT 13B in FP8", gpus=(4, 8), seconds=95,
-        runs=_runs("--shape 13b --batch 8 24", "bmtrain --fp8", "bmtrain", "fsdp2 --recompute"),
     ),
     Suite(
         name="scaling", about="weak scaling of GPT 2.7B: the same batch on each GPU", gpus=(1, 2, 4, 8), seconds=40, scaling=True,

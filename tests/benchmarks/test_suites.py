@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 ONE = {"gpt2": [1], "2.7b-offload": [1]}
-FOUR = {**ONE, "2.7b": [4], "llama-8b": [4], "13b": [4], "13b-large": [4], "13b-fp8": [4], "scaling": [1, 2, 4]}
+FOUR = {**ONE, "2.7b": [4], "llama-8b": [4], "13b": [4], "13b-large": [4], "scaling": [1, 2, 4]}
 
 
 def test_words_of_all_suites_are_understood(bench: Any) -> None:

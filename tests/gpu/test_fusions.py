@@ -24,7 +24,9 @@ def test_gelu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
     grad, x = (2 * torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for _ in range(2))
     got, want = gelu_backward(grad, x), gelu_backward_reference(grad, x)
-    torch.testing.assert_close(got[0], want[0], rtol=torch.finfo(dtype).eps, atol=1e-5)
+    # One minus the logistic function is off by half an eps of 1, which its factor x u'(x), some 35 at x = 5, makes larger.
+    room = torch.finfo(dtype).eps * want[0].double().abs() + 20 * torch.finfo(torch.float32).eps * grad.double().abs()
+    assert ((got[0].double() - want[0].double()).abs() <= room).all()
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-3 + 8 * torch.finfo(dtype).eps)
     assert all(torch.equal(one, other) for one, other in zip(got, gelu_backward(grad, x), strict=True)), "other bits each time"
 

@@ -105,7 +105,8 @@ def test_gathers_are_bit_equal_and_sums_repeatable(level: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert not torch.equal(first[0], other[0])
         for a, b in zip(first, collectives[rank][1][0], strict=True):
-            torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-5)
+            # Collectives may round between ranks: elements whose terms cancel differ by much, all of them together do not.
+            assert (a - b).float().norm() < 2**-7 * b.float().norm()
 
 
 def test_a_reduction_does_not_queue_behind_a_gather() -> None:
@@ -185,6 +186,7 @@ def models_leave(num: int) -> int:
     return memory_in_use() - before
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
 def test_memory_comes_back_when_models_go() -> None:
     for left in on_gpus(models_leave, 8):
@@ -209,6 +211,7 @@ def taken_and_counted() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
 def test_the_account_of_shared_memory_is_the_drivers() -> None:
     for taken, counted in itertools.chain.from_iterable(on_gpus(taken_and_counted)):
@@ -252,6 +255,7 @@ def fill_one_gpu() -> tuple[bool, float]:
     return is_told, float(loss.detach())
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU shares nothing")
 def test_a_full_gpu_is_an_error_on_all_ranks_and_a_full_cache_is_none() -> None:
     found = on_gpus(fill_one_gpu)
