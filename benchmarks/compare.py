@@ -21,6 +21,7 @@ import math
 import os
 import pathlib
 import shlex
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -153,9 +154,15 @@ def jobs_of(args: argparse.Namespace, available: int) -> list[Job]:
     return [job_of(suite, available, args.repeat) for suite in suites]
 
 
+def stop(*_: object) -> None:
+    """Ended from outside: the run under way is ended too. Its ranks would go on and keep the GPUs from whoever comes next."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 def main() -> None:
     """Measure all that was asked for and save it, job by job."""
     args = parse()
+    signal.signal(signal.SIGTERM, stop)
     there = torch.cuda.device_count() if args.device == "cuda" else os.cpu_count() or 1
     if args.list:
         say_what_there_is(args.gpus or there)

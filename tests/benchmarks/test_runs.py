@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,37 @@ def test_what_does_not_fit_in_time_is_left_out(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "try.json").read_text())
     assert [record["failure"] for record in report["records"]] == 2 * ["not tried: the 7 s of --within were over"]
     assert report["command"].endswith("--repeat 2")
+
+
+def processes_that_name(text: str) -> set[int]:
+    """Of those that are there, the ones whose words hold it."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if text in path.read_text():
+                found.add(int(path.parent.name))
+    return found
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    pytest.fail(f"{what}: not within a minute")
+
+
+def test_who_ends_the_comparison_ends_its_ranks(tmp_path: Path) -> None:
+    """They are in a session of their own, which no signal to the program reaches."""
+    command = [sys.executable, "benchmarks/compare.py", *f"--device cpu --gpus 1 --name try --folder {tmp_path}".split()]
+    command += ["--run", "--backend bmtrain --device cpu --shape tiny --no-compile --batch 2 --steps 1000000"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "TMPDIR": str(tmp_path)}
+    name = f"--out {tmp_path}".replace(" ", "\0")  # of the file for records, which torchrun and its ranks are told
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: len(processes_that_name(name)) > 1, "torchrun and a rank")
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    wait_until(lambda: not processes_that_name(name), "the end of all ranks")
 
 
 def test_a_machine_without_gpus_is_told(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -99,10 +100,9 @@ class Gradient:
         """Add one full gradient, a tensor per slot or None for zeros. `defer` keeps it on this rank until a later call."""
         self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
         if not defer and self._deferred is None:
-            self._reduce(lambda out: self._concatenate(grads, out), [grad for grad in grads if grad is not None])
+            self._reduce(lambda: self._parts(grads), [grad for grad in grads if grad is not None])
             return
-        full = torch.empty(self.layout.numel, dtype=self.policy.reduce_dtype, device=self._device)
-        self._concatenate(grads, full)
+        full = torch.cat(self._parts(grads))
         self._deferred = full.to(self.policy.accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
         if not defer:
             self.flush()
@@ -115,7 +115,7 @@ class Gradient:
         """Reduce what was deferred."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
-            self._reduce(lambda out: out.copy_(deferred), [deferred])
+            self._reduce(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
         """End the pass: show the sum in `.grad` of parameters that got a gradient on any rank (`touched`) or had one before."""
@@ -198,23 +198,24 @@ class Gradient:
         if self._public is not self._total:
             self._slice(self._total, index).copy_(view)
 
-    def _concatenate(self, grads: Sequence[torch.Tensor | None], out: torch.Tensor) -> None:
-        """Fill `out` (layout.numel,) in reduce_dtype, with zeros in padding and in place of missing gradients."""
+    def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """One behind the other the full gradient (layout.numel,) in reduce_dtype, zeros in padding and in place of missing ones."""
+        zeros = functools.partial(torch.zeros, dtype=self.policy.reduce_dtype, device=self._device)
         parts, end = [], 0
         for slot, grad in zip(self.layout.slots, grads, strict=True):
             if slot.offset > end:
-                parts.append(out.new_zeros(slot.offset - end))
-            parts.append(out.new_zeros(slot.numel) if grad is None else _flat(grad, out.dtype))
+                parts.append(zeros(slot.offset - end))
+            parts.append(zeros(slot.numel) if grad is None else _flat(grad, self.policy.reduce_dtype))
             end = slot.end
         if self.layout.numel > end:
-            parts.append(out.new_zeros(self.layout.numel - end))
-        torch.cat(parts, out=out)
+            parts.append(zeros(self.layout.numel - end))
+        return parts
 
-    def _reduce(self, fill: Callable[[torch.Tensor], object], reads: Sequence[torch.Tensor]) -> None:
-        """Reduce the full gradient that `fill` writes, out of the tensors that it `reads`."""
+    def _reduce(self, parts: Callable[[], list[torch.Tensor]], reads: Sequence[torch.Tensor]) -> None:
+        """Reduce the full gradient that `parts` makes, out of the tensors that it `reads`."""
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
-        outgoing = Outgoing(self.policy.reduce_dtype, fill, reads)
+        outgoing = Outgoing(self.policy.reduce_dtype, parts, reads)
         self._transport.reduce(self._total, outgoing, self.axis, accumulate=not self._empty)
         self._empty, self._is_filled = False, True
 

@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import attempt
-from bmtrain.distributed.peers import GATHERS, REDUCTIONS, PeerGroups, PeerMemory, Peers
+from bmtrain.distributed.peers import GATHERS, PeerGroups, PeerMemory, Peers
 from bmtrain.distributed.streams import Streams
-from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
+from bmtrain.shard.exchange import Exchange, rotated
 
 # Smaller shards are left to collectives: mapping each other's memory takes whole pages of 2 MiB, and some milliseconds.
 SMALLEST_SHARED_BYTES = 2**16
@@ -31,10 +30,13 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A full gradient to be sent: `fill` writes it, in the dtype in which it travels, from what it `reads`."""
+    """A full gradient to be sent: `parts` makes flat tensors that are it, one behind the other, from what it `reads`.
+
+    dtype: that in which it travels, of the parts too.
+    """
 
     dtype: torch.dtype
-    fill: Callable[[torch.Tensor], object]
+    parts: Callable[[], list[torch.Tensor]]
     reads: Sequence[torch.Tensor]
 
 
@@ -130,7 +132,7 @@ class Transport:
         parts = () if memory is None else memory.parts
         peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
         pieces = full.chunk(axis.size)
-        self.streams.side_by_side([functools.partial(pieces[rank].copy_, parts[rank]) for rank in _rotated(axis) if parts])
+        self.streams.side_by_side([functools.partial(pieces[rank].copy_, parts[rank]) for rank in rotated(axis) if parts])
         peers.barrier(GATHERS)  # as after a collective, nobody reads this rank's shard any more
 
     def expect(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
@@ -152,17 +154,25 @@ class Transport:
             return
         self._make_room()
         exchange = self._exchanges.get((axis.ranks, total.numel() * axis.size, gradient.dtype))
-        # Made here, where memory belongs to the compute stream; filled beside it, where memory is the bottleneck and not products.
-        full = (
-            torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device) if exchange is None else exchange.full
-        )
+        if exchange is None:
+            self._reduce_by_collective(total, gradient, axis, accumulate)
+            return
         with self.streams.reducing():
-            gradient.fill(full)
+            exchange.sum(total, gradient.parts(), accumulate)
+            self._reductions.append(Pending(gradient.reads, self.streams.mark_current()))
+
+    def _reduce_by_collective(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, accumulate: bool) -> None:
+        # Made here, where memory belongs to the compute stream; filled beside it, where memory is the bottleneck and not products.
+        full = torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device)
+        with self.streams.reducing():
+            torch.cat(gradient.parts(), out=full)
             self._filling = Pending(gradient.reads, self.streams.mark_current())
-            if exchange is None:
-                self._sum_by_collective(total, full, axis, accumulate)
+            if not accumulate and full.dtype == total.dtype:
+                collectives.reduce_shards(total, full, axis)
             else:
-                exchange.sum(total, accumulate)
+                part = torch.empty(total.numel(), dtype=full.dtype, device=full.device)
+                collectives.reduce_shards(part, full, axis)
+                _add(total, part, accumulate)
             self._reductions.append(Pending([full], self.streams.mark_current()))
 
     def wait_for_reductions(self) -> None:
@@ -182,54 +192,9 @@ class Transport:
     def _keep(self, total: torch.Tensor, gradient: Outgoing, accumulate: bool) -> None:
         """One rank: its gradient is the sum, written where it belongs."""
         if gradient.dtype == total.dtype and not accumulate:
-            gradient.fill(total)
+            torch.cat(gradient.parts(), out=total)
             return
-        full = torch.empty_like(total, dtype=gradient.dtype)
-        gradient.fill(full)
-        _add(total, full, accumulate)
-
-    @staticmethod
-    def _sum_by_collective(total: torch.Tensor, full: torch.Tensor, axis: Axis, accumulate: bool) -> None:
-        if not accumulate and full.dtype == total.dtype:
-            collectives.reduce_shards(total, full, axis)
-            return
-        part = torch.empty(total.numel(), dtype=full.dtype, device=full.device)
-        collectives.reduce_shards(part, full, axis)
-        _add(total, part, accumulate)
-
-
-class Exchange:
-    """Full gradients of one size, one after the other, that ranks copy out of each other's memory, their own part each, and sum.
-
-    full: (numel,), to be filled on the reduce stream.
-
-    Raises:
-        torch.OutOfMemoryError, OSError: on all ranks, if one has no room.
-    """
-
-    def __init__(self, streams: Streams, peers: Peers, numel: int, dtype: torch.dtype) -> None:
-        self._streams, self._peers = streams, peers
-        with torch.inference_mode(False):
-            self.full, self._memory = peers.allocate(numel, dtype)
-            shape = peers.axis.size, numel // peers.axis.size
-            make = functools.partial(torch.empty, shape, dtype=dtype, device=peers.device)
-            self._incoming = attempt(make, peers.axis, torch.OutOfMemoryError)
-
-    def sum(self, total: torch.Tensor, accumulate: bool) -> None:
-        """Add this rank's part of what all ranks have in `full` into `total`, as `sum_parts` does. On the reduce stream."""
-        axis, peers = self._peers.axis, self._peers
-        own = slice(axis.index * total.numel(), (axis.index + 1) * total.numel())
-        peers.barrier(REDUCTIONS)  # all have filled theirs
-        self._streams.side_by_side(
-            [functools.partial(self._incoming[rank].copy_, self._memory.parts[rank][own]) for rank in _rotated(axis)]
-        )
-        peers.barrier(REDUCTIONS)  # all have copied: `full` may be filled anew
-        sum_parts(total, self._incoming, accumulate=accumulate)
-
-
-def _rotated(axis: Axis) -> list[int]:
-    """All places of the axis from this rank's on: no rank is read by all others at once."""
-    return [(axis.index + step) % axis.size for step in range(axis.size)]
+        _add(total, torch.cat(gradient.parts()), accumulate)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, accumulate: bool) -> None:

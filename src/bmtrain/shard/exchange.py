@@ -1,0 +1,86 @@
+"""Sums of full gradients by copies into each other's memory: no collective, and no processor of the device but for the sum."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from bmtrain.distributed.peers import REDUCTIONS, Peers
+from bmtrain.distributed.streams import Streams
+from bmtrain.kernels.sum_parts import sum_parts
+from bmtrain.runtime.mesh import Axis
+
+# Bytes. Larger parts of a gradient are copied from where they are. Smaller ones are joined first: a copy costs the host as long as
+# the device takes to join so much.
+LEAST_COPIED = 2**23
+
+
+class Exchange:
+    """Full gradients of one size, one after the other: every rank copies to each its part, and sums up what came from all.
+
+    Raises:
+        torch.OutOfMemoryError, OSError: on all ranks, if one has no room.
+    """
+
+    def __init__(self, streams: Streams, peers: Peers, numel: int, dtype: torch.dtype) -> None:
+        self._streams, self._peers = streams, peers
+        with torch.inference_mode(False):
+            own, self._memory = peers.allocate(numel, dtype)
+            self._incoming = own.view(peers.axis.size, -1)  # by sender
+        with streams.reducing():
+            peers.barrier(REDUCTIONS)  # all have theirs
+
+    def sum(self, total: torch.Tensor, parts: Sequence[torch.Tensor], accumulate: bool) -> None:
+        """Add this rank's part of what all ranks send into `total` (n,), as `sum_parts` does. On the reduce stream.
+
+        Args:
+            parts: flat, one behind the other the full gradient (n * ranks,) of this rank.
+        """
+        axis, peers = self._peers.axis, self._peers
+        own = slice(axis.index * total.numel(), (axis.index + 1) * total.numel())
+        shares = cut(joined(parts), axis.size)
+        self._streams.side_by_side(
+            [functools.partial(_copy, self._memory.parts[rank][own], shares[rank]) for rank in rotated(axis)]
+        )
+        peers.barrier(REDUCTIONS)  # all has arrived
+        sum_parts(total, self._incoming, accumulate=accumulate)
+        peers.barrier(REDUCTIONS)  # all have summed: what comes next may be copied
+
+
+def rotated(axis: Axis) -> list[int]:
+    """All places of the axis from this rank's on: no rank's memory is used by all others at once."""
+    return [(axis.index + step) % axis.size for step in range(axis.size)]
+
+
+def joined(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same, small neighbours in one tensor."""
+    found: list[torch.Tensor] = []
+    for is_small, run in itertools.groupby(parts, lambda part: part.nbytes < LEAST_COPIED):
+        pieces = list(run)
+        found += [torch.cat(pieces)] if is_small and len(pieces) > 1 else pieces
+    return found
+
+
+def cut(parts: Sequence[torch.Tensor], num_shares: int) -> list[list[torch.Tensor]]:
+    """What lies one behind the other, in shares of equal size."""
+    size = sum(part.numel() for part in parts) // num_shares
+    shares: list[list[torch.Tensor]] = [[] for _ in range(num_shares)]
+    begin = 0
+    for part in parts:
+        done = 0
+        while done < part.numel():
+            share, filled = divmod(begin + done, size)
+            end = min(part.numel(), done + size - filled)
+            shares[share].append(part[done:end])
+            done = end
+        begin += done
+    return shares
+
+
+def _copy(into: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Fill `into` with the pieces, one behind the other."""
+    for place, piece in zip(into.split([piece.numel() for piece in pieces]), pieces, strict=True):
+        place.copy_(piece)
