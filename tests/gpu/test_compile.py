@@ -19,6 +19,13 @@ from model_center.layer.mask import AttentionMask
 pytestmark = pytest.mark.gpu
 
 
+def assert_compiled(block: Any) -> None:
+    """There is compiled code for the block, and it has not been given up."""
+    structure = block._compiled._structure
+    assert structure._programs, "it was not tried"
+    assert not structure._is_refused, "it ran uncompiled"
+
+
 class Layer(torch.nn.Module):
     """Attention and a feed-forward part: (batch, length, dim) to the same."""
 
@@ -71,7 +78,7 @@ def exact() -> None:
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         x = torch.randn(2, 24, 64, device=bmt.device(), generator=torch.Generator(bmt.device()).manual_seed(7))
         blocks = check(plain, recompute, level, x)
-        assert not blocks[0]._compiled._structure._is_refused
+        assert_compiled(blocks[0])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 1
         check(plain, recompute, level, x[:, :17])  # other lengths
         check(plain, recompute, level, x[:, :11])
@@ -87,6 +94,7 @@ def language_model_layer() -> None:
     )
     bmt.init_parameters(block)
     block(torch.ones(2, 8, 64, device=bmt.device()), AttentionMask(causal=True)).sum().backward()
+    assert_compiled(block)
 
 
 def test_a_layer_of_a_language_model_compiles() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.gpu.test_compile import assert_compiled
 from tests.ranks import draws, models
 from tests.ranks.runner import run_ranks
 
@@ -52,7 +53,7 @@ def repeatable(level: Level, on_request: bool, *batches: int) -> None:
     what = f"{level}, {'on request' if on_request else 'by default'}, {bmt.world_size()} ranks"
     draws.assert_repeatable(blocks, [inputs(batch) for batch in batches], what, BF16)
     if not on_request:
-        assert not blocks[0]._compiled._structure._is_refused, f"{what}: ran uncompiled"
+        assert_compiled(blocks[0])
 
 
 @pytest.mark.parametrize("level", Level)
@@ -88,7 +89,7 @@ def planned() -> None:
     want = draws.step(blocks, inputs(4), draws.SEED)
     for number in range(1, 5):
         draws.assert_alike(draws.step(blocks, inputs(4), draws.SEED), want, f"pass {number} of planned blocks", BF16, BF16)
-    assert not blocks[0]._compiled._structure._is_refused, "measuring led to uncompiled code"
+    assert_compiled(blocks[0])
 
 
 def test_measuring_draws_nothing() -> None:

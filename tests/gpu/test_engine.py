@@ -162,7 +162,7 @@ def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
     """No synchronisation after warm-up, the same allocation after every later step, at most three full buffers."""
     for allocated, buffers in on_gpus(train_quietly):
         assert len(set(allocated[3:])) == 1, allocated
-        assert buffers <= 3
+        assert (torch.cuda.device_count() > 1) <= buffers <= 3
 
 
 def peaks_of_forward() -> tuple[int, int, int]:
@@ -210,10 +210,12 @@ def communicate() -> None:
     (gathered * (rank + 1)).sum().backward()
     models.assert_same(x.grad, torch.full((4,), size * (size + 1) / 2, device=device), "all_gather backward")
     assert float(bmt.sum_loss(torch.tensor(float(rank), device=device))) == (size - 1) / 2
-    assert bmt.gather_result(torch.full((rank + 1,), rank, device=device)).numel() == size * (size + 1) // 2
+    results = bmt.gather_result(torch.full((rank + 1,), rank, device=device)).tolist()
+    assert results == [other for other in range(size) for _ in range(other + 1)]
     assert float(bmt.distributed.all_reduce(torch.tensor(rank + 1.0, device=device), "max")) == size
     bmt.synchronize()
-    assert bmt.benchmark.all_gather(max_size=1 << 16)
+    rows = bmt.benchmark.all_gather(max_size=1 << 16)
+    assert rows and all(row.seconds > 0 for row in rows)
 
 
 def test_communication_over_nccl() -> None:

@@ -82,12 +82,13 @@ def found(layer: Any, scale: int) -> list[torch.Tensor]:
     layer.zero_grad()
     out = layer(x)
     (out.sin().sum() / scale).backward()
-    return [out.detach(), x.grad * scale]
+    return [out.detach() - x.detach(), x.grad * scale]  # without the residual, beside which the branch is small
 
 
-def near(mine: torch.Tensor, plain: torch.Tensor, what: str) -> None:
+def near(mine: torch.Tensor, plain: torch.Tensor, what: str, least: float = 0.0) -> None:
+    """Off by no more than eight bits are, and by `least`, which 16 bits are not."""
     error = ((mine.cpu() - plain.cpu()).norm() / plain.cpu().norm()).item()
-    assert error < 0.1, f"{what}: off by {error:.3f}"
+    assert least <= error < 0.1, f"{what}: off by {error:.3f}"
 
 
 def blocks() -> None:
@@ -99,9 +100,10 @@ def blocks() -> None:
         what = f"ZeRO-{zero}, {level}, compiled={compiles}"
         block = bmt.Block(copy.deepcopy(plain), use_checkpoint=level, zero_level=zero, compile=compiles, fp8=True)
         for mine, theirs in zip(found(block, bmt.world_size()), want, strict=True):
-            near(mine, theirs, what)
+            near(mine, theirs, what, least=1e-2)
         for name, grad in models.full_gradients(block).items():
-            near(grad, gradients[name], f"{what}: {name}")  # type: ignore[arg-type]
+            least = 1e-2 if name in ("up.weight", "down.weight") else 0.0
+            near(grad, gradients[name], f"{what}: {name}", least)  # type: ignore[arg-type]
 
 
 def test_blocks_are_near_plain_ones() -> None:

@@ -186,13 +186,14 @@ def test_errors_inside_a_capture_leave_everything_usable() -> None:
 def count_memory() -> None:
     run = graph_programs.Run(True)
     used = []
-    for number in range(12):
+    for number in range(18):  # three kinds of calls, each twice as they are, then captured, then replayed
         run.step(run.rows(number, 4 + number % 3))
         run.update()
         run.manager.zero_grad()
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
-    assert used[-1] == used[-4], used
+    assert used[-1] == used[-4] == used[-7], used
+    assert run.num_calls == 9, "it was not captured"
 
 
 def test_replays_take_no_memory() -> None:
@@ -210,6 +211,7 @@ def never_wait() -> None:
         run.step(x)
         run.manager.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
+    assert run.num_calls == 3, "it was not captured"
 
 
 def test_replays_never_make_the_host_wait() -> None:

@@ -145,8 +145,10 @@ def test_trains_as_one_process(
         close(result["losses"], expected["losses"])
         for index, (name, param) in enumerate(model.named_parameters()):
             close(result["full"][name], param.detach())
-            for key in ("exp_avg", "exp_avg_sq"):
-                close(result["state"][index][key], optimizer.state[param][key])
+            state = optimizer.state[param]
+            close(result["state"][index]["exp_avg"], state["exp_avg"])
+            largest = float(state["exp_avg_sq"].max())  # far below what `close` takes for nothing
+            torch.testing.assert_close(result["state"][index]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-4, atol=1e-5 * largest)
             assert float(result["state"][index]["step"]) == 3
     for name, param in model.named_parameters():
         assert sum(result["sizes"][name] for result in results) == param.numel(), name

@@ -26,6 +26,7 @@ import bmtrain as bmt
 from bmtrain.block.offload import Host
 from bmtrain.block.recompute import Level
 from bmtrain.shard import exchange, transport
+from bmtrain.shard.exchange import joined
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.transport import Transport
 
@@ -105,9 +106,19 @@ class Layer(nn.Module):
 @contextlib.contextmanager
 def checked() -> Iterator[Order]:
     """Small shards travel as big ones do, and of gradients some parts are copied from where they are, some joined before."""
-    bounds = mock.patch.object(transport, "SMALLEST_SHARED_BYTES", 0), mock.patch.object(exchange, "LEAST_COPIED", 64)
-    with bounds[0], bounds[1], watching() as order:
-        yield order
+    numbers: list[tuple[int, int]] = []
+
+    def counting(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = joined(parts)
+        numbers.append((len(parts), len(found)))
+        return found
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(transport, "SMALLEST_SHARED_BYTES", 0))
+        stack.enter_context(mock.patch.object(exchange, "LEAST_COPIED", 256))
+        stack.enter_context(mock.patch.object(exchange, "joined", counting))
+        yield stack.enter_context(watching())
+    assert not numbers or any(1 < after < before for before, after in numbers)
 
 
 def accumulate(model: nn.Module, manager: bmt.optim.OptimManager, num_batches: int, *, reduce_each: bool) -> None:

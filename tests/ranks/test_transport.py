@@ -54,10 +54,14 @@ class Layer(torch.nn.Module):
         return y
 
 
-def layers(dtype: torch.dtype = torch.float32, num: int = 3, level: int = 3) -> torch.nn.Sequential:
+def layers(
+    dtype: torch.dtype = torch.float32, num: int = 3, level: int = 3, reduce_dtype: torch.dtype | None = None
+) -> torch.nn.Sequential:
     torch.manual_seed(3)
     made = [Layer().to(dtype) for _ in range(num)]
-    return torch.nn.Sequential(*(bmt.Block(layer, use_checkpoint=False, zero_level=level) for layer in made))
+    return torch.nn.Sequential(
+        *(bmt.Block(layer, use_checkpoint=False, zero_level=level, reduce_dtype=reduce_dtype) for layer in made)
+    )
 
 
 def gathered() -> list[torch.Tensor]:
@@ -83,8 +87,9 @@ def test_gathers_are_bit_equal_to_collectives(world_size: int) -> None:
 
 
 def gradients_of(reduce_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's slices of gradients, twice, with other numbers in between."""
-    model = layers(torch.bfloat16)
+    """This rank's slices of gradients, twice, with other numbers in between. The weights are copied from where they are."""
+    exchange.LEAST_COPIED = 2**16
+    model = layers(torch.bfloat16, reduce_dtype=reduce_dtype)
     found = []
     for seed in (1, 2, 1):
         torch.manual_seed(seed * 10 + bmt.rank())
@@ -106,9 +111,10 @@ def full_gradients_of_each_rank(num_ranks: int) -> list[list[torch.Tensor]]:
     return found
 
 
-def test_reductions_are_exact_sums_in_rank_order() -> None:
-    """bf16 on the wire, one rounding: bit for bit what fp32 gives, from run to run."""
-    ranks = run_ranks(gradients_of, 3, None, init=COPIES)
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+def test_reductions_are_exact_sums_in_rank_order(reduce_dtype: torch.dtype | None) -> None:
+    """bf16 or fp32 on the wire, one rounding: bit for bit what fp32 gives, from run to run."""
+    ranks = run_ranks(gradients_of, 3, reduce_dtype, init=COPIES)
     alone = full_gradients_of_each_rank(3)
     for block in range(3):
         total = alone[0][block].float()

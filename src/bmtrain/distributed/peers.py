@@ -1,4 +1,4 @@
-"""Memory that all ranks of an axis can read: copies between them need no collective, and no processor of the device.
+"""Memory that all ranks of an axis can read and write: copies between them need no collective, and no processor of the device.
 
 On GPUs of one host it is symmetric memory, mapped into every process and moved by copy engines; on CPUs files that every
 process maps, so that whatever is built on it runs and is tested there too.

@@ -21,6 +21,8 @@ LEAST_COPIED = 2**23
 class Exchange:
     """Full gradients of one size, one after the other: every rank copies to each its part, and sums up what came from all.
 
+    `send` and `sum` are called in turn, on the reduce stream.
+
     Raises:
         torch.OutOfMemoryError, OSError: on all ranks, if one has no room.
     """
@@ -33,21 +35,18 @@ class Exchange:
         with streams.reducing():
             peers.barrier(REDUCTIONS)  # all have theirs
 
-    def sum(self, total: torch.Tensor, parts: Sequence[torch.Tensor], accumulate: bool) -> None:
-        """Add this rank's part of what all ranks send into `total` (n,), as `sum_parts` does. On the reduce stream.
-
-        Args:
-            parts: flat, one behind the other the full gradient (n * ranks,) of this rank.
-        """
-        axis, peers = self._peers.axis, self._peers
-        own = slice(axis.index * total.numel(), (axis.index + 1) * total.numel())
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
+        """Copy `parts`, flat and one behind the other this rank's full gradient (n * ranks,), to the ranks that sum them."""
+        axis = self._peers.axis
         shares = cut(joined(parts), axis.size)
-        self._streams.side_by_side(
-            [functools.partial(_copy, self._memory.parts[rank][own], shares[rank]) for rank in rotated(axis)]
-        )
-        peers.barrier(REDUCTIONS)  # all has arrived
+        places = [memory.view(axis.size, -1)[axis.index] for memory in self._memory.parts]
+        self._streams.side_by_side([functools.partial(_copy, places[rank], shares[rank]) for rank in rotated(axis)])
+
+    def sum(self, total: torch.Tensor, accumulate: bool) -> None:
+        """Add this rank's part of what all ranks have sent into `total` (n,), as `sum_parts` does."""
+        self._peers.barrier(REDUCTIONS)  # all has arrived
         sum_parts(total, self._incoming, accumulate=accumulate)
-        peers.barrier(REDUCTIONS)  # all have summed: what comes next may be copied
+        self._peers.barrier(REDUCTIONS)  # all have summed: what comes next may be copied
 
 
 def rotated(axis: Axis) -> list[int]:

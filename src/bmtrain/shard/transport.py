@@ -158,8 +158,10 @@ class Transport:
             self._reduce_by_collective(total, gradient, axis, accumulate)
             return
         with self.streams.reducing():
-            exchange.sum(total, gradient.parts(), accumulate)
-            self._reductions.append(Pending(gradient.reads, self.streams.mark_current()))
+            exchange.send(gradient.parts())
+            self._filling = Pending(gradient.reads, self.streams.mark_current())
+            exchange.sum(total, accumulate)
+            self._reductions.append(Pending([], self.streams.mark_current()))
 
     def _reduce_by_collective(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, accumulate: bool) -> None:
         # Made here, where memory belongs to the compute stream; filled beside it, where memory is the bottleneck and not products.
