@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SLEEPY = (
@@ -27,12 +27,8 @@ def test_what_takes_too_long_is_ended_with_all_it_started(bench: Any, tmp_path: 
     assert not bench.runs.finishes([sys.executable, "-c", f"{SLEEPY}; time.sleep(99)"], log, 3.0)
     assert time.monotonic() - began < 20
     child = int(log.read_text())
-    for _ in range(100):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().split()[2] == "Z":
-            return
-        time.sleep(0.1)
-    pytest.fail(f"process {child} is still there")
+    state = Path(f"/proc/{child}/stat")
+    wait_for(lambda: not state.exists() or state.read_text().split()[2] == "Z", f"the end of process {child}", seconds=10)
 
 
 def test_what_ends_in_time(bench: Any, tmp_path: Path) -> None:
@@ -100,22 +96,13 @@ def test_what_does_not_fit_in_time_is_left_out(tmp_path: Path) -> None:
     assert report["command"].endswith("--repeat 2")
 
 
-def processes_that_name(text: str) -> set[int]:
-    """Of those that are there, the ones whose words hold it."""
-    found = set()
+def num_processes_that_name(text: str) -> int:
+    """How many there are whose words hold it."""
+    number = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # ended meanwhile
-            if text in path.read_text():
-                found.add(int(path.parent.name))
-    return found
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    for _ in range(600):
-        if condition():
-            return
-        time.sleep(0.1)
-    pytest.fail(f"{what}: not within a minute")
+            number += text in path.read_text()
+    return number
 
 
 def test_who_ends_the_comparison_ends_its_ranks(tmp_path: Path) -> None:
@@ -125,10 +112,10 @@ def test_who_ends_the_comparison_ends_its_ranks(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": "", "TMPDIR": str(tmp_path)}
     name = f"--out {tmp_path}".replace(" ", "\0")  # of the file for records, which torchrun and its ranks are told
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: len(processes_that_name(name)) > 1, "torchrun and a rank")
+        wait_for(lambda: num_processes_that_name(name) > 1, "torchrun and a rank")
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
-    wait_until(lambda: not processes_that_name(name), "the end of all ranks")
+    wait_for(lambda: num_processes_that_name(name) == 0, "the end of all ranks")
 
 
 def test_a_machine_without_gpus_is_told(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.waiting import wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]
 SIZES = ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "512", "--seq-len", "32", "--batch-size", "4"]
@@ -106,23 +105,15 @@ def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
     with (folder / "said").open("w+") as said:
         launcher = subprocess.Popen([*TORCHRUN, *arguments], env=environment(), stdout=said, stderr=subprocess.STDOUT)
         try:
-            wait_for((out / "metrics.jsonl").exists)
+            wait_for((out / "metrics.jsonl").exists, "the first step")
         finally:
             launcher.kill()
             launcher.wait()
-        wait_for(lambda: "run the same command to go on" in (folder / "said").read_text(encoding="utf-8"))
+        wait_for(lambda: "run the same command to go on" in (folder / "said").read_text(encoding="utf-8"), "the last words")
     found = re.search(r"stopped after step (\d+)", (folder / "said").read_text(encoding="utf-8"))
     assert found is not None
     step = int(found[1])
     assert f"this run had finished before: {step} steps" in launch(*arguments, "--steps", str(step), "--warmup", "0")
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    """AssertionError when it has not happened after a minute."""
-    end = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < end, "waited for a minute"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [0, 1])

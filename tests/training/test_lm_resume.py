@@ -8,12 +8,12 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, PROGRAMS, ROOT, TINY, learning, losses, main, same_learning, tiny, train
+from tests.waiting import wait_for
 
 import bmtrain as bmt
 from bmtrain.optim import OptimManager
@@ -95,10 +95,8 @@ def test_a_killed_run_goes_on(folder: pathlib.Path) -> None:
 
 def wait_for_step(run: pathlib.Path, step: int) -> None:
     """AssertionError when the run has not come there after a minute."""
-    end = time.monotonic() + 60
-    while not any(record["step"] >= step for record in read_metrics(run / "metrics.jsonl")):
-        assert time.monotonic() < end, "waited for a minute"
-        time.sleep(0.002)
+    path = run / "metrics.jsonl"
+    wait_for(lambda: any(record["step"] >= step for record in read_metrics(path)), f"step {step}", pause=0.002)
 
 
 def test_it_goes_on_with_other_ranks(folder: pathlib.Path) -> None:

@@ -32,6 +32,8 @@ class Exchange:
         with torch.inference_mode(False):
             own, self._memory = peers.allocate(numel, dtype)
             self._incoming = own.view(peers.axis.size, -1)  # by sender
+            # For what this rank sends, with each of the ranks.
+            self._places = [part.view(peers.axis.size, -1)[peers.axis.index] for part in self._memory.parts]
         with streams.reducing():
             peers.barrier(REDUCTIONS)  # all have theirs
 
@@ -39,8 +41,7 @@ class Exchange:
         """Copy `parts`, flat and one behind the other this rank's full gradient (n * ranks,), to the ranks that sum them."""
         axis = self._peers.axis
         shares = cut(joined(parts), axis.size)
-        places = [memory.view(axis.size, -1)[axis.index] for memory in self._memory.parts]
-        self._streams.side_by_side([functools.partial(_copy, places[rank], shares[rank]) for rank in rotated(axis)])
+        self._streams.side_by_side([functools.partial(_copy, self._places[rank], shares[rank]) for rank in rotated(axis)])
 
     def sum(self, total: torch.Tensor, accumulate: bool) -> None:
         """Add this rank's part of what all ranks have sent into `total` (n,), as `sum_parts` does."""
