@@ -1,4 +1,4 @@
-"""Kernels of GELU's and norms' gradients on a GPU beside their twins, and layers compiled with them beside plain PyTorch."""
+"""Kernels of norms and of GELU's and norms' gradients on a GPU, and layers compiled with them beside plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from tests.kernels import test_norm as norms
 from tests.unit import test_fusions as layers
 
+from bmtrain.block import fusions
 from bmtrain.kernels.gelu import gelu_backward, gelu_backward_reference
-from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm_backward, norm_backward_reference
+from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm, norm_backward, norm_backward_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's remarks on TF32 and on itself
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,9 +56,30 @@ def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
     assert all(torch.equal(one, other) for one, other in zip(got, norm_backward(*arguments), strict=True)), "other bits each time"
 
 
+FORWARD: list[dict[str, Any]] = [
+    *norms.FORWARD,
+    {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 3000, "n": 5120},
+    {"num_inputs": 1, "centered": False, "has_bias": False, "rows": 40000, "n": 1025},
+    {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 70, "n": MOST_COLUMNS},
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_forward_of_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
+    """Beside plain PyTorch in fp64, the sum of two inputs bit for bit."""
+    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), norms.forward_arguments(dtype, **case))
+    got = norm(*arguments)
+    norms.check_norm(arguments, got)
+    assert all(torch.equal(one, other) for one, other in zip(got, norm(*arguments), strict=True)), "other bits each time"
+
+
+@pytest.mark.parametrize("narrow", [0, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_layers(norm: type[torch.nn.Module], dtype: torch.dtype) -> None:
+def test_layers(norm: type[torch.nn.Module], dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With norms as for long rows, whose sums join, and as for short ones, which the compiler makes."""
+    monkeypatch.setattr(fusions, "NARROW", narrow)
     torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = layers.PreNorm(norm).to(DEVICE, dtype), torch.randn(40, 8, layers.N, device=DEVICE, dtype=dtype)

@@ -172,10 +172,13 @@ def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("batches", [[8, 32, 64, 16], [64, 8]])
+@pytest.mark.parametrize("batches", [[16, 64, 128, 32], [128, 16]])
 def test_plans_stay_within_the_limit(batches: list[int]) -> None:
-    """Whether batches grow or the first is the largest: the peak of all tensors never exceeds the limit, and uses it."""
-    limit = 700 * MIB
+    """Whether batches grow or the first is the largest: the peak of all tensors never exceeds the limit, and uses it.
+
+    Some 100 MiB of it are what torch's allocator has left over, most of them for the stream of reductions.
+    """
+    limit = 1400 * MIB
     ranks = run_ranks(planned, torch.cuda.device_count(), batches, device=None, init={"memory_limit": limit})
     for results in zip(*ranks, strict=True):
         rows, peak, levels = results[0]

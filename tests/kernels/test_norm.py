@@ -1,4 +1,4 @@
-"""Gradients of layer norm and RMS norm in one pass: kernel against twin, twin against plain PyTorch in fp64."""
+"""Layer norm and RMS norm, and their gradients, in one pass: kernels against twins, twins against plain PyTorch in fp64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from bmtrain.kernels import norm
-from bmtrain.kernels.norm import WIDE, Terms, norm_backward, norm_backward_by_triton, norm_backward_reference
+from bmtrain.kernels.norm import (
+    WIDE,
+    Norm,
+    Terms,
+    norm_backward,
+    norm_backward_by_triton,
+    norm_backward_reference,
+    norm_by_triton,
+    norm_reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
@@ -20,6 +29,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes its time for each."""
     monkeypatch.setattr(norm, "PARTS", 10)
     monkeypatch.setattr(norm, "PARTS_OF_WIDE", 3)
+    monkeypatch.setattr(norm, "FORWARD_PARTS", 4)
 
 
 class Case:
@@ -107,3 +117,75 @@ def test_only_the_sums_that_are_asked_for(asked: tuple[bool, bool]) -> None:
 
 def test_the_operator_is_well_declared() -> None:
     torch.library.opcheck(torch.ops.bmtrain.norm_backward.default, Case(torch.float32, **CASES[2]).arguments)
+
+
+FORWARD = [
+    {"num_inputs": 1, "centered": True, "has_bias": True, "rows": 5, "n": 7},
+    {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 30, "n": 48},
+    {"num_inputs": 2, "centered": False, "has_bias": False, "rows": 3, "n": 1030},
+    {"num_inputs": 1, "centered": False, "has_bias": False, "rows": 1, "n": 1},
+    {"num_inputs": 1, "centered": True, "has_bias": False, "rows": 0, "n": 16},
+    {"num_inputs": 1, "centered": True, "has_bias": True, "rows": 2, "n": 5000},
+]
+
+
+def forward_arguments(dtype: torch.dtype, *, num_inputs: int, centered: bool, has_bias: bool, rows: int, n: int) -> tuple[Any, ...]:
+    """What `norm` takes: numbers far from 0, so that a spread that is the difference of two large sums would be wrong."""
+    generator = torch.Generator().manual_seed(n)
+    inputs = [(3 + torch.randn(2, rows, n, generator=generator)).to(dtype) for _ in range(num_inputs)]
+    weight, bias = (torch.randn(n, generator=generator).to(dtype) for _ in range(2))
+    return inputs, weight, bias if has_bias else None, EPS, centered
+
+
+def true_norm(inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centered: bool) -> Any:
+    """By plain PyTorch in fp64 of the sum as it is rounded: result, one over the spread, mean, sum."""
+    total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
+    x, n = total.double(), weight.shape[0]
+    mean = x.mean(-1, keepdim=True)
+    spread = (x - mean if centered else x).square().mean(-1, keepdim=True)
+    shift = None if bias is None else bias.double()
+    out = F.layer_norm(x, (n,), weight.double(), shift, eps) if centered else F.rms_norm(x, (n,), weight.double(), eps)
+    return out, (spread + eps).rsqrt(), mean, total
+
+
+def check_norm(arguments: tuple[Any, ...], got: tuple[torch.Tensor, ...], room: int = 1) -> None:
+    """`room`: how many roundings of the dtype a result may be off."""
+    inputs, centered = arguments[0], arguments[4]
+    out, rstd, mean, total = true_norm(*arguments)
+    dtype = inputs[0].dtype
+    assert got[0].dtype == got[3].dtype == dtype and got[1].dtype == got[2].dtype == torch.float32
+    torch.testing.assert_close(got[0].double(), out, rtol=room * torch.finfo(dtype).eps, atol=2e-5)
+    torch.testing.assert_close(got[1].double(), rstd, rtol=2e-6, atol=0)
+    if centered:
+        torch.testing.assert_close(got[2].double(), mean, rtol=1e-6, atol=1e-6)
+    assert got[2].numel() == (rstd.numel() if centered else 0)
+    assert torch.equal(got[3], total) if len(inputs) > 1 else got[3].numel() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_norm_is_that_of_pytorch(case: dict[str, Any], dtype: torch.dtype) -> None:
+    arguments = forward_arguments(dtype, **case)
+    check_norm(arguments, norm.norm(*arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", FORWARD, ids=str)
+def test_kernel_of_a_norm_equals_twin(case: dict[str, Any], dtype: torch.dtype) -> None:
+    arguments = forward_arguments(dtype, **case)
+    got, want = norm_by_triton(Norm(*arguments)), norm_reference(Norm(*arguments))
+    if dtype != torch.bfloat16:
+        check_norm(arguments, got)
+        assert torch.equal(got[3], want[3])
+        return
+    # Triton's interpreter cuts bf16 off where the device rounds: the sum, and with it the rest.
+    torch.testing.assert_close(got[3], want[3], rtol=2 * torch.finfo(dtype).eps, atol=0)
+    if case["num_inputs"] == 2:
+        arguments = ([got[3]], *arguments[1:])
+        got = (*got[:3], got[3][:0].flatten())
+    check_norm(arguments, got, room=2)
+
+
+def test_the_operator_of_a_norm_is_well_declared() -> None:
+    for case in FORWARD[:3]:
+        torch.library.opcheck(torch.ops.bmtrain.norm.default, forward_arguments(torch.float32, **case))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bmtrain.block import backend, fusions, joining
 
@@ -99,8 +100,9 @@ class Everywhere:
         self.names: list[str] = []
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        fusions.rewrite(graph, lambda _: True)
         parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        for part in parts:
+            fusions.rewrite(part, lambda _: True)
         nodes = [node for part in parts for node in part.graph.nodes if node.op == "call_function"]
         self.names += [node.target.__name__ for node in nodes if getattr(node.target, "__module__", "").startswith("bmtrain")]
         return backend.inductor(graph, inputs, **options)
@@ -127,6 +129,12 @@ def equal_to_plain(module: nn.Module, x: torch.Tensor) -> list[str]:
     return sorted(lower.names)
 
 
+@pytest.fixture
+def wide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if rows were too long for the compiler."""
+    monkeypatch.setattr(fusions, "NARROW", N - 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layer_of_a_gpt(joined: list[Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -141,6 +149,65 @@ def test_layer_with_rms_norms(joined: list[Any]) -> None:
     torch.manual_seed(0)
     assert equal_to_plain(PreNorm(nn.RMSNorm), torch.randn(3, 8, N)) == ["linear_gelu", "rms_norm", "rms_norm"]
     assert [(len(grads), len(inputs), mean) for grads, inputs, _, mean, *_ in joined] == [(1, 2, None), (3, 1, None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_norms_of_wide_rows_make_the_sum_that_they_normalise(
+    joined: list[Any], wide_rows: None, norm: type[nn.Module], dtype: torch.dtype
+) -> None:
+    """The second norm gets the residual and what is added to it; its backward pass gets their sum."""
+    torch.manual_seed(0)
+    graphs: list[list[int]] = []
+    join = joining.join  # that of `joined`
+
+    def noting(graph: torch.fx.Graph) -> None:
+        join(graph)
+        nodes = graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default)
+        graphs.append([len(node.args[0]) for node in nodes])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joining, "join", noting)
+        equal_to_plain(PreNorm(norm).to(dtype), torch.randn(3, 8, N, dtype=dtype))
+    assert graphs == [[1, 2]]
+    assert [(len(grads), len(inputs)) for grads, inputs, *_ in joined] == [(1, 1), (3, 1)]
+
+
+class Early(nn.Module):
+    """What is normalised is read before its norm comes, for another norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.first, self.second = nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x + self.out(x)
+        early = self.first(total * 2)
+        return self.second(total) + early + total
+
+
+def test_a_sum_that_is_needed_before_the_norm_is_made_before_it(joined: list[Any], wide_rows: None) -> None:
+    torch.manual_seed(0)
+    assert equal_to_plain(Early(), torch.randn(3, 8, N)) == ["layer_norm", "layer_norm"]
+
+
+def test_what_wide_norms_add_up_is_computed_again(joined: list[Any], wide_rows: None) -> None:
+    """With recomputation nothing is kept but inputs: the sum inherits that from the one whose place it takes."""
+    torch.manual_seed(0)
+    module, x, sizes = PreNorm(), torch.randn(3, 8, N), []
+    run = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend=Everywhere(), fullgraph=True)
+    known = {p.data_ptr() for p in module.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in known:
+            sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        got = passed(run, module, x)
+    for ours, plain in zip(got, passed(module, module, x), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
+    assert sizes == [x.numel()] and joined
 
 
 def test_layer_of_a_bert(joined: list[Any]) -> None:

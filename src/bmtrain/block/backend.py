@@ -69,7 +69,8 @@ def _joint_pass() -> Any:
 
     base = torch._inductor.custom_graph_pass.CustomGraphPass  # by attribute: torch loads its compiler when it is first named
     # For torch's caches: another one with each change, sizes that compiled code knows of kernels among them.
-    said = f"bmtrain.block.backend: sums are joined, inputs are kept; {gelu.PART}, {norm.PARTS}, {norm.PARTS_OF_WIDE}, {norm.WIDE}"
+    sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
+    said = f"bmtrain.block.backend: sums are joined, those that are normalised too, inputs are kept; {sizes}"
     # Until torch 2.9 options are pickled: this one by the function that makes it.
     methods = {"__call__": change, "uuid": lambda _: said, "__reduce__": lambda _: (_joint_pass, ())}
     return type("JointPass", (base,), methods)()

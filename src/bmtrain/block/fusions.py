@@ -1,7 +1,7 @@
-"""What a compiled block computes otherwise than the compiler would: GELU, and the backward passes of GELU and of norms.
+"""What a compiled block computes otherwise than the compiler would: GELU and norms, and their backward passes.
 
 `rewrite` puts functions of this file in the place of torch's in the graph that the compiler's front has found. What is summed
-around them in backward shows later: see `joining.py`.
+around them shows later: see `joining.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from bmtrain.kernels.gelu import gelu, gelu_backward
-from bmtrain.kernels.norm import MOST_COLUMNS, norm_backward
+from bmtrain.kernels.norm import MOST_COLUMNS, NARROW, norm, norm_backward
 
 Wanted = Callable[[torch.Tensor], bool]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,7 +45,10 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-        out, mean, rstd = torch.native_layer_norm(input, weight.shape, weight, bias, eps)
+        if weight.shape[0] > NARROW:
+            out, rstd, mean, _ = norm([input], weight, bias, eps, True)
+        else:
+            out, mean, rstd = torch.native_layer_norm(input, weight.shape, weight, bias, eps)
         ctx.save_for_backward(input, weight, mean, rstd)
         return out
 
@@ -62,10 +65,15 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
-        wide = input.float()
-        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (torch.finfo(input.dtype).eps if eps is None else eps))
+        eps = torch.finfo(input.dtype).eps if eps is None else eps
+        if weight.shape[0] > NARROW:
+            out, rstd, _, _ = norm([input], weight, None, eps, False)
+        else:
+            wide = input.float()
+            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            out = (wide * rstd * weight.float()).to(input.dtype)
         ctx.save_for_backward(input, weight, rstd)
-        return (wide * rstd * weight.float()).to(input.dtype)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable

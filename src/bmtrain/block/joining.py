@@ -1,7 +1,8 @@
-"""Sums beside the backward passes of norms, in the graph of a compiled block's forward and backward together.
+"""Sums beside norms and their backward passes, in the graph of a compiled block's forward and backward together.
 
-Gradients that meet where a tensor was used twice are added up, biases want column sums of gradients: each is a pass over memory.
-The kernel of a norm's gradient reads or makes those tensors anyway, so it is given the terms, and asked for sums of columns.
+Residuals are added to what is normalised, gradients that meet where a tensor was used twice are added up, biases want column sums
+of gradients: each is a pass over memory. The kernels of norms and of their gradients read or make those tensors anyway, so they are
+given the terms, and asked for their sum or for sums of columns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 def join(graph: Graph) -> None:
     """Change a graph in place. Numbers stay what they are, but for sums that are rounded once instead of term by term."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default):
+        _join_inputs(graph, node)
+        node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm_backward.default):
         grads, inputs, *rest = node.args
         node.args = (_terms(grads[0], MOST_GRADS, node), _terms(inputs[0], MOST_INPUTS, None), *rest)
@@ -28,6 +32,21 @@ def join(graph: Graph) -> None:
         _join_column_sums(graph, node)
         # What the compiler fits the arguments to: as many as there are now.
         node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
+
+
+def _join_inputs(graph: Graph, node: Node) -> None:
+    """If a sum of two is normalised, the kernel makes the sum, for whoever else reads it too."""
+    inputs = cast(list[Node], node.args[0])
+    addends = _addends(inputs[0])
+    if addends is None or not all(_comes_before(graph, node, user) for user in inputs[0].users if user is not node):
+        return
+    node.args = (list(addends), *node.args[1:])
+    node.meta["val"] = _computed(node)
+    with graph.inserting_after(node):
+        total = _call(graph, operator.getitem, node, 3)
+    total.meta = dict(inputs[0].meta)  # whether it is kept for backward or computed again
+    inputs[0].replace_all_uses_with(total)
+    graph.erase_node(inputs[0])
 
 
 def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:

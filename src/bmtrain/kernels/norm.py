@@ -1,8 +1,9 @@
-"""The gradients of layer norm and RMS norm in one pass over what they are made of.
+"""Layer norm and RMS norm, and their gradients, each in one pass over what they are made of.
 
-A norm's gradient is a sum over each row, those of its weight and bias are sums over each column: the compiler reads everything once
-for each of the two. It is handed gradients that are sums of several, its own is added to another one, and biases beside it want
-column sums again. All of that is read and written once here.
+A norm of a long row is read twice by the compiler's code, first for its mean and spread. A norm's gradient is a sum over each row,
+those of its weight and bias are sums over each column: the compiler reads everything once for each of the two. What is normalised
+is often the sum of two tensors, its gradient is handed over as several, is added to another one, and biases beside it want column
+sums again. All of that is read and written once here.
 
 Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
 """
@@ -20,16 +21,104 @@ from bmtrain.kernels.chunks import launching_on
 
 #: columns that a program can hold
 MOST_COLUMNS = 8192
+#: rows of up to so many columns the compiler's own forward pass holds as well
+NARROW = 1024
 #: gradients and inputs that are added up on the way
 MOST_GRADS, MOST_INPUTS = 3, 2
 # Programs: some for each processor of a GPU, fewer where one fills a processor. This and the rest by trial on an H200.
 PARTS, PARTS_OF_WIDE = 528, 264
+FORWARD_PARTS = 2112
 #: beyond so many columns sums of the gradient and of `residual` cost more than they save: registers run out
 WIDE = 2048
 STAGES = 3  # rows that a program has on the way
 _SPARE = 4096  # bytes of a processor's shared memory for sums
 
+Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """What is normalised, and how; dtypes fp32, fp16 or bf16, arithmetic in fp32.
+
+    inputs: at most MOST_INPUTS tensors (..., n) whose sum, rounded to their dtype, is normalised.
+    weight, bias: (n,), at most MOST_COLUMNS; a norm without bias has None.
+    eps: added to the variance or the mean square.
+    centered: a layer norm; else an RMS norm.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    centered: bool
+
+
+@torch.library.custom_op(
+    "bmtrain::norm",
+    mutates_args=(),
+    schema="(Tensor[] inputs, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Normed:
+    """`(x - mean) * rstd * weight + bias`, where mean and rstd are those of the rows of x.
+
+    Takes what `Norm` has, in its order.
+
+    Returns:
+        The result (..., n) in the dtype of the inputs; one over the standard deviation or over the root of the mean square (..., 1)
+        in fp32; the mean (..., 1) in fp32, of a layer norm; and x (..., n), if it is the sum of several inputs. Without these
+        the last two are empty.
+    """
+    case = Norm(inputs, weight, *rest)
+    return norm_reference(case) if weight.device.type == "cpu" else norm_by_triton(case)
+
+
+@norm.register_fake
+def _(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Normed:
+    return _normed(Norm(inputs, weight, *rest))
+
+
+def _normed(case: Norm) -> Normed:
+    first = case.inputs[0]
+    of_rows = (*first.shape[:-1], 1)
+    return (
+        first.new_empty(first.shape),
+        first.new_empty(of_rows, dtype=torch.float32),
+        first.new_empty(of_rows if case.centered else 0, dtype=torch.float32),
+        first.new_empty(first.shape if len(case.inputs) > 1 else 0),
+    )
+
+
+def norm_reference(case: Norm) -> Normed:
+    """The same by the formula."""
+    result, rstd, mean, total = _normed(case)
+    x = functools.reduce(torch.add, case.inputs)
+    if len(case.inputs) > 1:
+        total.copy_(x)
+    wide = x.float()
+    if case.centered:
+        mean.copy_(wide.mean(-1, keepdim=True))
+        wide = wide - mean
+    rstd.copy_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.eps))
+    normed = wide * rstd * case.weight.float()
+    result.copy_(normed if case.bias is None else normed + case.bias.float())
+    return result, rstd, mean, total
+
+
+def norm_by_triton(case: Norm) -> Normed:
+    """The same in one kernel."""
+    n, (result, rstd, mean, total) = case.weight.shape[0], _normed(case)
+    inputs = [tensor.contiguous() for tensor in case.inputs]
+    block = 1 << (n - 1).bit_length()
+    num_rows = rstd.numel()
+    if num_rows:
+        with launching_on(result.device):
+            _triton().norm_kernel[(min(num_rows, FORWARD_PARTS),)](
+                *_filled(inputs, MOST_INPUTS), case.weight, case.bias, result, total, mean, rstd, num_rows, n, case.eps,
+                NUM_INPUTS=len(inputs), CENTERED=case.centered, HAS_BIAS=case.bias is not None, BLOCK=block,
+                num_warps=max(1, min(8, block // 256)),
+            )  # fmt: skip
+    return result, rstd, mean, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +220,7 @@ def norm_backward_by_triton(terms: Terms) -> Results:
     block = 1 << (n - 1).bit_length()
     read = sum(tensor.element_size() for tensor in (*grads, *inputs, *([] if residual is None else [residual])))
     with launching_on(result.device):
-        _triton_kernel()[(_parts(n),)](
+        _triton().norm_backward_kernel[(_parts(n),)](
             *_filled(grads, MOST_GRADS), *_filled(inputs, MOST_INPUTS), residual, terms.weight, mean, terms.rstd.contiguous(),
             result, sums, more, result.numel() // n, n, NUM_GRADS=len(grads), NUM_INPUTS=len(inputs), CENTERED=mean is not None,
             HAS_RESIDUAL=residual is not None, SUMS_RESULT=terms.sums_result, SUMS_RESIDUAL=terms.sums_residual, BLOCK=block,
@@ -154,8 +243,8 @@ def _filled(tensors: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | 
 
 
 @functools.cache
-def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first backward pass on a GPU."""
-    from bmtrain.kernels.norm_triton import norm_backward_kernel
+def _triton() -> Any:
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm on a GPU."""
+    from bmtrain.kernels import norm_triton
 
-    return norm_backward_kernel
+    return norm_triton

@@ -1,4 +1,4 @@
-"""The kernel of the gradients of norms. Imported only where there is a GPU: see kernels/norm.py."""
+"""The kernels of norms and of their gradients. Imported only where there is a GPU: see kernels/norm.py."""
 
 from __future__ import annotations
 
@@ -17,6 +17,37 @@ def _sum(
     if COUNT > 2:
         total += tl.load(third + i, inside, other=0.0).to(tl.float32)
     return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def norm_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    input_0: tl.tensor, input_1: tl.tensor, weight: tl.tensor, bias: tl.tensor, result: tl.tensor, total: tl.tensor,
+    mean: tl.tensor, rstd: tl.tensor, num_rows: tl.tensor, n: tl.tensor, eps: tl.tensor, NUM_INPUTS: tl.constexpr,
+    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """Every program takes one row in so many as there are programs, and holds all of it."""
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n
+    scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, inside, other=0.0).to(tl.float32)
+    for row in tl.range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        i = tl.cast(row, tl.int64) * n + columns
+        x = _sum(input_0, input_1, input_1, i, inside, NUM_INPUTS)
+        if NUM_INPUTS > 1:
+            rounded = x.to(total.dtype.element_ty)
+            tl.store(total + i, rounded, inside)
+            x = rounded.to(tl.float32)
+        if CENTERED:
+            center = tl.sum(x, 0) / n
+            tl.store(mean + row, center)
+            x = tl.where(inside, x - center, 0.0)
+        factor = 1 / tl.sqrt_rn(tl.sum(x * x, 0) / n + eps)
+        tl.store(rstd + row, factor)
+        normed = x * factor * scale
+        if HAS_BIAS:
+            normed += shift
+        tl.store(result + i, normed.to(result.dtype.element_ty), inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
