@@ -159,9 +159,18 @@ def loads_of(records: Sequence[Record]) -> list[str]:
 
 
 def ends_of(records: Sequence[Record]) -> list[str]:
-    """One Markdown row per loss at the end of training in bf16 and FP8."""
-    rows = [(name, r[name]) for r in records for name in ("training", "validation")]
-    return [f"| {name} | {end['bf16']:.4f} | {end['fp8']:.4f} | {end['more']:+.2%} |" for name, end in rows]
+    """One Markdown row per loss at the end of training in bf16 and FP8: the mean of all seeds, and how sure the difference is."""
+    rows = []
+    for name in ("training", "validation") if records else ():
+        bf16, fp8, more = ([record[name][kind] for record in records] for kind in ("bf16", "fp8", "more"))
+        said, error = name, ""
+        if len(records) > 1:
+            said += f", mean of {len(records)} seeds"
+            error = f" (standard error {statistics.stdev(more) / len(more) ** 0.5:.2%})"
+        rows.append(
+            f"| {said} | {statistics.fmean(bf16):.4f} | {statistics.fmean(fp8):.4f} | {statistics.fmean(more):+.2%}{error} |"
+        )
+    return rows
 
 
 def table(columns: Sequence[str], rows: Sequence[str]) -> str:

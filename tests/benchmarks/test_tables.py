@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,27 @@ def test_losses_in_fp8(bench: Any) -> None:
         f"| training | {mean:.4f} | {mean + 0.1:.4f} | {0.1 / mean:+.2%} |",
         "| validation | 4.0000 | 4.1000 | +2.50% |",
     ]
+    other = {"what": "fp8 losses", **found, "validation": {"bf16": 4.2, "fp8": 4.2, "more": 0.0}}
+    lines = bench.tables.tables_of(report({"what": "fp8 losses", **found}, other)).splitlines()
+    assert lines[3] == "| validation, mean of 2 seeds | 4.1000 | 4.1500 | +1.25% (standard error 1.25%) |"
+
+
+def test_losses_in_fp8_of_several_seeds(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each GPU runs one at a time, and all of them have work."""
+    under_way: set[str] = set()
+    used: set[str] = set()
+
+    def train(kind: str, seed: int, folder: Any, arguments: Any, gpu: str) -> Any:
+        assert gpu not in under_way
+        under_way.add(gpu)
+        used.add(gpu)
+        time.sleep(0.02)
+        under_way.remove(gpu)
+        return [(kind, seed)]
+
+    monkeypatch.setattr(bench.fp8_losses, "train", train)
+    found = bench.fp8_losses.train_all([3, 5, 7], [], ["0", "1"])
+    assert found == {seed: {kind: [(kind, seed)] for kind in ("bf16", "fp8")} for seed in (3, 5, 7)} and used == {"0", "1"}
 
 
 def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
