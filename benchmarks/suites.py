@@ -105,9 +105,9 @@ SUITES = (
         name="13b", about="GPT 13B of the BMTrain README, 512 tokens, bf16 and FP8", gpus=(4, 8), seconds=95,
         runs=_runs(
             "--shape 13b", "bmtrain --batch 8 24", "fsdp2 --recompute --batch 8 24", "fsdp2 --batch 8",
-            "bmtrain --fp8 --recompute auto --warmup 6 --batch 24", "deepspeed --no-compile --recompute --batch 24",
             "bmtrain --recompute auto --warmup 6 --batch 32 64",
-            "bmtrain --recompute auto --memory-limit 68 --warmup 6 --batch 8", "fsdp2 --recompute selective --batch 8 24",
+            "bmtrain --recompute auto --memory-limit 68 --warmup 6 --batch 8", "deepspeed --no-compile --recompute --batch 24",
+            "bmtrain --fp8 --recompute auto --warmup 6 --batch 24", "fsdp2 --recompute selective --batch 8 24",
         ),
     ),
     Suite(
