@@ -186,6 +186,21 @@ def test_kernel_of_a_norm_equals_twin(case: dict[str, Any], dtype: torch.dtype) 
     check_norm(arguments, got, room=2)
 
 
+def test_strides_do_not_matter() -> None:
+    """Of inputs, weights and gradients: each second number of larger ones."""
+
+    def strided(tensor: Any) -> Any:
+        return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
+
+    for arguments, kernel, case in (
+        (forward_arguments(torch.float32, **FORWARD[1]), norm_by_triton, Norm),
+        (Case(torch.float32, **CASES[1]).arguments, norm_backward_by_triton, Terms),
+    ):
+        spread = torch.utils._pytree.tree_map_only(torch.Tensor, strided, arguments)
+        for got, want in zip(kernel(case(*spread)), kernel(case(*arguments)), strict=True):
+            assert torch.equal(got, want)
+
+
 def test_the_operator_of_a_norm_is_well_declared() -> None:
     for case in FORWARD[:3]:
         torch.library.opcheck(torch.ops.bmtrain.norm.default, forward_arguments(torch.float32, **case))

@@ -109,13 +109,14 @@ def norm_by_triton(case: Norm) -> Normed:
     """The same in one kernel."""
     n, (result, rstd, mean, total) = case.weight.shape[0], _normed(case)
     inputs = [tensor.contiguous() for tensor in case.inputs]
+    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (case.weight, case.bias))
     block = 1 << (n - 1).bit_length()
     num_rows = rstd.numel()
     if num_rows:
         with launching_on(result.device):
             _triton().norm_kernel[(min(num_rows, FORWARD_PARTS),)](
-                *_filled(inputs, MOST_INPUTS), case.weight, case.bias, result, total, mean, rstd, num_rows, n, case.eps,
-                NUM_INPUTS=len(inputs), CENTERED=case.centered, HAS_BIAS=case.bias is not None, BLOCK=block,
+                *_filled(inputs, MOST_INPUTS), weight, bias, result, total, mean, rstd, num_rows, n, case.eps,
+                NUM_INPUTS=len(inputs), CENTERED=case.centered, HAS_BIAS=bias is not None, BLOCK=block,
                 num_warps=max(1, min(8, block // 256)),
             )  # fmt: skip
     return result, rstd, mean, total
@@ -217,11 +218,12 @@ def norm_backward_by_triton(terms: Terms) -> Results:
     n, (result, sums, more) = terms.weight.shape[0], _results(terms)
     grads, inputs = ([tensor.contiguous() for tensor in tensors] for tensors in (terms.grads, terms.inputs))
     residual, mean = (None if tensor is None else tensor.contiguous() for tensor in (terms.residual, terms.mean))
+    weight, rstd = terms.weight.contiguous(), terms.rstd.contiguous()
     block = 1 << (n - 1).bit_length()
     read = sum(tensor.element_size() for tensor in (*grads, *inputs, *([] if residual is None else [residual])))
     with launching_on(result.device):
         _triton().norm_backward_kernel[(_parts(n),)](
-            *_filled(grads, MOST_GRADS), *_filled(inputs, MOST_INPUTS), residual, terms.weight, mean, terms.rstd.contiguous(),
+            *_filled(grads, MOST_GRADS), *_filled(inputs, MOST_INPUTS), residual, weight, mean, rstd,
             result, sums, more, result.numel() // n, n, NUM_GRADS=len(grads), NUM_INPUTS=len(inputs), CENTERED=mean is not None,
             HAS_RESIDUAL=residual is not None, SUMS_RESULT=terms.sums_result, SUMS_RESIDUAL=terms.sums_residual, BLOCK=block,
             STAGES=_stages(read * block, result.device), num_warps=max(1, min(16, block // 256)),
