@@ -176,7 +176,7 @@ def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
 def test_plans_stay_within_the_limit(batches: list[int]) -> None:
     """Whether batches grow or the first is the largest: the peak of all tensors never exceeds the limit, and uses it.
 
-    Some 100 MiB of it are what torch's allocator has left over, most of them for the stream of reductions.
+    Some 100 MiB of it go to what torch's allocator has left over, in pools of the compute stream and of reductions.
     """
     limit = 1400 * MIB
     ranks = run_ranks(planned, torch.cuda.device_count(), batches, device=None, init={"memory_limit": limit})
