@@ -45,14 +45,15 @@ def train(kind: str, seed: int, folder: pathlib.Path, arguments: Sequence[str], 
 
 def gpus() -> list[str]:
     """Names of those that this program may use; without any, one that is none."""
-    names = [str(index) for index in range(torch.cuda.device_count())]
-    return os.environ["CUDA_VISIBLE_DEVICES"].split(",") if names and "CUDA_VISIBLE_DEVICES" in os.environ else names or [""]
+    count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if visible is None else visible.split(",")[:count]
+    return list(names) or [""]
 
 
-def train_all(seeds: Sequence[int], arguments: Sequence[str], gpus: Sequence[str]) -> dict[int, dict[str, Metrics]]:
-    """By seed and kind; as many at a time as there are GPUs."""
+def train_all(seeds: Sequence[int], arguments: Sequence[str], names: Sequence[str]) -> dict[int, dict[str, Metrics]]:
+    """By seed and kind; one at a time on each of the GPUs of these names."""
     free: queue.Queue[str] = queue.Queue()
-    for gpu in gpus:
+    for gpu in names:
         free.put(gpu)
 
     def one(seed: int, kind: str) -> Metrics:
@@ -62,7 +63,7 @@ def train_all(seeds: Sequence[int], arguments: Sequence[str], gpus: Sequence[str
         finally:
             free.put(gpu)
 
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(gpus)) as pool:
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
         under_way = {seed: {kind: pool.submit(one, seed, kind) for kind in KINDS} for seed in seeds}
         return {seed: {kind: run.result() for kind, run in runs.items()} for seed, runs in under_way.items()}
 

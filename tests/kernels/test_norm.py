@@ -138,27 +138,27 @@ def forward_arguments(dtype: torch.dtype, *, num_inputs: int, centered: bool, ha
 
 
 def true_norm(inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centered: bool) -> Any:
-    """By plain PyTorch in fp64 of the sum as it is rounded: result, one over the spread, mean, sum."""
+    """By plain PyTorch in fp64 of the sum as it is rounded: result, mean, one over the spread, sum."""
     total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
     x, n = total.double(), weight.shape[0]
     mean = x.mean(-1, keepdim=True)
     spread = (x - mean if centered else x).square().mean(-1, keepdim=True)
     shift = None if bias is None else bias.double()
     out = F.layer_norm(x, (n,), weight.double(), shift, eps) if centered else F.rms_norm(x, (n,), weight.double(), eps)
-    return out, (spread + eps).rsqrt(), mean, total
+    return out, mean, (spread + eps).rsqrt(), total
 
 
 def check_norm(arguments: tuple[Any, ...], got: tuple[torch.Tensor, ...], room: int = 1) -> None:
     """`room`: how many roundings of the dtype a result may be off."""
     inputs, centered = arguments[0], arguments[4]
-    out, rstd, mean, total = true_norm(*arguments)
+    out, mean, rstd, total = true_norm(*arguments)
     dtype = inputs[0].dtype
     assert got[0].dtype == got[3].dtype == dtype and got[1].dtype == got[2].dtype == torch.float32
     torch.testing.assert_close(got[0].double(), out, rtol=room * torch.finfo(dtype).eps, atol=2e-5)
-    torch.testing.assert_close(got[1].double(), rstd, rtol=2e-6, atol=0)
     if centered:
-        torch.testing.assert_close(got[2].double(), mean, rtol=1e-6, atol=1e-6)
-    assert got[2].numel() == (rstd.numel() if centered else 0)
+        torch.testing.assert_close(got[1].double(), mean, rtol=1e-6, atol=1e-6)
+    assert got[1].numel() == (rstd.numel() if centered else 0)
+    torch.testing.assert_close(got[2].double(), rstd, rtol=2e-6, atol=0)
     assert torch.equal(got[3], total) if len(inputs) > 1 else got[3].numel() == 0
 
 

@@ -76,18 +76,23 @@ class Frozen(PreNorm):
         self.requires_grad_(False)
 
 
-@pytest.fixture
-def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The arguments of kernels of norms, as the compiler is given them."""
+def noted(monkeypatch: pytest.MonkeyPatch, operator: Any) -> list[Any]:
+    """The arguments of an operator, as the compiler will be given them."""
     found: list[Any] = []
     join = joining.join
 
     def noting(graph: torch.fx.Graph) -> None:
         join(graph)
-        nodes = graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm_backward.default)
-        found.extend(node.args for node in nodes)
+        found.extend(node.args for node in graph.find_nodes(op="call_function", target=operator))
 
     monkeypatch.setattr(joining, "join", noting)
+    return found
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The arguments of kernels of norms' gradients."""
+    found = noted(monkeypatch, torch.ops.bmtrain.norm_backward.default)
     torch._dynamo.reset()
     with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         yield found
@@ -154,22 +159,13 @@ def test_layer_with_rms_norms(joined: list[Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_norms_of_wide_rows_make_the_sum_that_they_normalise(
-    joined: list[Any], wide_rows: None, norm: type[nn.Module], dtype: torch.dtype
+    joined: list[Any], wide_rows: None, norm: type[nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second norm gets the residual and what is added to it; its backward pass gets their sum."""
     torch.manual_seed(0)
-    graphs: list[list[int]] = []
-    join = joining.join  # that of `joined`
-
-    def noting(graph: torch.fx.Graph) -> None:
-        join(graph)
-        nodes = graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default)
-        graphs.append([len(node.args[0]) for node in nodes])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joining, "join", noting)
-        equal_to_plain(PreNorm(norm).to(dtype), torch.randn(3, 8, N, dtype=dtype))
-    assert graphs == [[1, 2]]
+    normalised = noted(monkeypatch, torch.ops.bmtrain.norm.default)
+    equal_to_plain(PreNorm(norm).to(dtype), torch.randn(3, 8, N, dtype=dtype))
+    assert [len(inputs) for inputs, *_ in normalised] == [1, 2]
     assert [(len(grads), len(inputs)) for grads, inputs, *_ in joined] == [(1, 1), (3, 1)]
 
 

@@ -46,7 +46,7 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.shape[0] > NARROW:
-            out, rstd, mean, _ = norm([input], weight, bias, eps, True)
+            out, mean, rstd, _ = norm([input], weight, bias, eps, True)
         else:
             out, mean, rstd = torch.native_layer_norm(input, weight.shape, weight, bias, eps)
         ctx.save_for_backward(input, weight, mean, rstd)
@@ -67,7 +67,7 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
         eps = torch.finfo(input.dtype).eps if eps is None else eps
         if weight.shape[0] > NARROW:
-            out, rstd, _, _ = norm([input], weight, None, eps, False)
+            out, _, rstd, _ = norm([input], weight, None, eps, False)
         else:
             wide = input.float()
             rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -24,29 +24,33 @@ def join(graph: Graph) -> None:
     """Change a graph in place. Numbers stay what they are, but for sums that are rounded once instead of term by term."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default):
         _join_inputs(graph, node)
-        node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
+        _note_arguments(node)
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm_backward.default):
         grads, inputs, *rest = node.args
         node.args = (_terms(grads[0], MOST_GRADS, node), _terms(inputs[0], MOST_INPUTS, None), *rest)
         _join_residual(graph, node)
         _join_column_sums(graph, node)
-        # What the compiler fits the arguments to: as many as there are now.
-        node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
+        _note_arguments(node)
+
+
+def _note_arguments(node: Node) -> None:
+    """What the compiler fits the arguments to: as many as there are now."""
+    node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
 
 
 def _join_inputs(graph: Graph, node: Node) -> None:
-    """If a sum of two is normalised, the kernel makes the sum, for whoever else reads it too."""
-    inputs = cast(list[Node], node.args[0])
-    addends = _addends(inputs[0])
-    if addends is None or not all(_comes_before(graph, node, user) for user in inputs[0].users if user is not node):
+    """If a sum is normalised, the kernel makes the sum, for whoever else reads it too."""
+    (total,) = cast(list[Node], node.args[0])
+    terms = _terms(total, MOST_INPUTS, None)
+    if terms == [total] or not all(_comes_before(graph, node, user) for user in total.users if user is not node):
         return
-    node.args = (list(addends), *node.args[1:])
+    node.args = (terms, *node.args[1:])
     node.meta["val"] = _computed(node)
     with graph.inserting_after(node):
-        total = _call(graph, operator.getitem, node, 3)
-    total.meta = dict(inputs[0].meta)  # whether it is kept for backward or computed again
-    inputs[0].replace_all_uses_with(total)
-    graph.erase_node(inputs[0])
+        made = graph.call_function(operator.getitem, (node, 3))
+    made.meta = dict(total.meta)  # its shape, and whether it is kept for backward or computed again
+    total.replace_all_uses_with(made)
+    graph.erase_node(total)
 
 
 def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:

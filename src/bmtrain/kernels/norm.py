@@ -65,9 +65,9 @@ def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> No
     Takes what `Norm` has, in its order.
 
     Returns:
-        The result (..., n) in the dtype of the inputs; one over the standard deviation or over the root of the mean square (..., 1)
-        in fp32; the mean (..., 1) in fp32, of a layer norm; and x (..., n), if it is the sum of several inputs. Without these
-        the last two are empty.
+        The result (..., n) in the dtype of the inputs; the mean (..., 1) in fp32, empty for an RMS norm; one over the standard
+        deviation or over the root of the mean square (..., 1) in fp32; and x (..., n) if it is the sum of several inputs, else
+        an empty tensor.
     """
     case = Norm(inputs, weight, *rest)
     return norm_reference(case) if weight.device.type == "cpu" else norm_by_triton(case)
@@ -83,15 +83,15 @@ def _normed(case: Norm) -> Normed:
     of_rows = (*first.shape[:-1], 1)
     return (
         first.new_empty(first.shape),
-        first.new_empty(of_rows, dtype=torch.float32),
         first.new_empty(of_rows if case.centered else 0, dtype=torch.float32),
+        first.new_empty(of_rows, dtype=torch.float32),
         first.new_empty(first.shape if len(case.inputs) > 1 else 0),
     )
 
 
 def norm_reference(case: Norm) -> Normed:
     """The same by the formula."""
-    result, rstd, mean, total = _normed(case)
+    result, mean, rstd, total = _normed(case)
     x = functools.reduce(torch.add, case.inputs)
     if len(case.inputs) > 1:
         total.copy_(x)
@@ -102,12 +102,12 @@ def norm_reference(case: Norm) -> Normed:
     rstd.copy_(torch.rsqrt(wide.square().mean(-1, keepdim=True) + case.eps))
     normed = wide * rstd * case.weight.float()
     result.copy_(normed if case.bias is None else normed + case.bias.float())
-    return result, rstd, mean, total
+    return result, mean, rstd, total
 
 
 def norm_by_triton(case: Norm) -> Normed:
     """The same in one kernel."""
-    n, (result, rstd, mean, total) = case.weight.shape[0], _normed(case)
+    n, (result, mean, rstd, total) = case.weight.shape[0], _normed(case)
     inputs = [tensor.contiguous() for tensor in case.inputs]
     weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (case.weight, case.bias))
     block = 1 << (n - 1).bit_length()
@@ -119,7 +119,7 @@ def norm_by_triton(case: Norm) -> Normed:
                 NUM_INPUTS=len(inputs), CENTERED=case.centered, HAS_BIAS=bias is not None, BLOCK=block,
                 num_warps=max(1, min(8, block // 256)),
             )  # fmt: skip
-    return result, rstd, mean, total
+    return result, mean, rstd, total
 
 
 @dataclasses.dataclass(frozen=True)
