@@ -12,13 +12,14 @@ from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
 from bmtrain.checkpoint import load, save
 from bmtrain.distributed import nccl
-from bmtrain.distributed.results import gather_result, sum_loss, synchronize
+from bmtrain.distributed.results import sum_loss, synchronize
 from bmtrain.optim import optim_step
 from bmtrain.runtime.config import config
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.world import device, init_distributed, is_initialized, rank, world_size
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
+from bmtrain.shard.whole import gather_result
 from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.version import __version__
 

@@ -128,10 +128,11 @@ def gathering() -> None:
         torch.manual_seed(2)
         value = torch.randn(shape)
         param, plain = bmt.DistributedParameter(value), nn.Parameter(value.clone())
-        assert param.dim() == 1 and tuple(param._original_shape) == shape
+        assert tuple(param.shape) == tuple(param._original_shape) == shape and param.dim() == plain.dim()
+        assert param.numel() == plain.numel() and param.local.dim() == 1
         full = param.gather()
         assert full.shape == plain.shape and torch.equal(full, plain), shape
-        assert torch.equal(param.gather_all(), plain) and param.tp_gather() is param
+        assert torch.equal(param.gather_all(), plain) and torch.equal(param.tp_gather(), param.local)
         (full.sin() * (bmt.rank() + 1)).sum().backward()
         (plain.sin() * sum(range(1, bmt.world_size() + 1))).sum().backward()
         assert param.grad is not None and plain.grad is not None
@@ -169,12 +170,12 @@ def modules() -> None:
     models.assert_same_dicts(models.full_gradients(model), {n: w.grad for n, w in weights.items()}, "gradients")
     groups = dict(bmt.grouped_parameters(model))
     assert {name: len(params) for name, params in groups.items()} == {"weights": 2, "biases": 2, None: 2}
-    assert groups["weights"][0] is model[0].get_parameter("weight")
+    assert groups["weights"][0] is model[0].get_parameter("weight") is model[0].weight
     tied = Layer(5, 3)
-    tied.weight = model[0].get_parameter("weight")
-    assert tied.get_parameter("weight") is model[0].get_parameter("weight")
-    with pytest.raises(ParameterError, match="get_parameter"):
-        tied.bias = model[0].bias
+    tied.weight, tied.bias = model[0].weight, model[0].bias
+    assert tied.get_parameter("weight") is model[0].weight and tied.bias is model[0].bias
+    with pytest.raises(ParameterError, match="to tie two parameters"):
+        tied.bias = model[0].bias.gather()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

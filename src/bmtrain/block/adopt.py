@@ -55,11 +55,16 @@ class Converted:
 
 
 def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]:
-    """Every parameter slot of the modules, tied ones at each of their places."""
+    """Every parameter slot of the modules, tied ones at each of their places; not those that every rank keeps whole."""
     for path, module in modules:
         for name, param in module._parameters.items():
-            if param is not None:
+            if param is not None and not stays_whole(param):
                 yield Place(module, name, path + name)
+
+
+def stays_whole(param: torch.nn.Parameter) -> bool:
+    """Whether every rank keeps all of a parameter, as of a buffer: whole numbers, truth values and the like, which nobody trains."""
+    return not param.dtype.is_floating_point and not param.requires_grad
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +91,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         param = place.value
         if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
             continue
-        _check_device(place.path, param, converted.engine.device)
+        _check_adoptable(place.path, param, converted.engine)
         placement = param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
         groups.setdefault(_Kind(param.dtype, param.requires_grad, placement), {}).setdefault(param, place.path)
     for kind, members in groups.items():
@@ -104,7 +109,7 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         params = storage.params
         strangers = [param for param in params if param is not None and param not in members]
         if strangers or storage.placement.stage not in (None, stage):
-            name = next(path for param, path in members.items() if param in params)
+            name = next(path for param, path in members.items() if any(param is other for other in params))
             raise ParameterError(
                 f"parameter {name!r} is shared with another pipeline stage or with the rest of the model: tie only inside a "
                 "layer, or use TransformerBlockList."
@@ -126,7 +131,13 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         new.attach([DistributedParameter.at(new, index, False) if param is None else param for index, param in enumerate(params)])
 
 
-def _check_device(path: str, param: torch.nn.Parameter, device: torch.device) -> None:
+def _check_adoptable(path: str, param: torch.nn.Parameter, engine: Engine) -> None:
+    device = engine.device
+    if engine.backward.replicated.knows(param):
+        raise ParameterError(
+            f"parameter {path!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model first, then "
+            "make the optimizer."
+        )
     if param.device.type not in ("cpu", "meta") and param.device != device:
         raise ParameterError(
             f"parameter {path!r} is on {param.device}, this rank computes on {device}: build the module on the CPU, on meta, or on "
@@ -153,16 +164,25 @@ def _build(
             params.append(param)
             continue
         storage.fill(index, param)
-        new = DistributedParameter.at(storage, index, param.requires_grad)
-        if param.is_meta:
-            new.mark_unset()
-        converted.remember(param, new)
-        replaced[param] = new
+        new = replace(param, DistributedParameter.at(storage, index, param.requires_grad), converted)
+        if new is not param:
+            replaced[param] = new
         params.append(new)
     storage.attach(params)
     for place in places:
         if place.value in replaced:
             place.module._parameters[place.name] = replaced[place.value]
+
+
+def replace(old: torch.nn.Parameter, new: DistributedParameter, converted: Converted) -> DistributedParameter:
+    """What stands for `old`, an ordinary parameter, from now on: the same object where that can be."""
+    if old.is_meta:
+        new.mark_unset()
+    used = new.take_the_place_of(old)
+    if used is not old:
+        converted.remember(old, new)
+        converted.engine.backward.replicated.retire(old)
+    return used
 
 
 def storages_at(places: Sequence[Place]) -> list[Storage]:
@@ -176,7 +196,13 @@ def storages_at(places: Sequence[Place]) -> list[Storage]:
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    """Buffers of `module` itself follow the rank's device; one on meta becomes NaN there, to be seen if nothing fills it."""
+    """Buffers of `module` itself, and parameters that every rank keeps whole, follow the rank's device.
+
+    A buffer on meta becomes NaN there, to be seen if nothing fills it.
+    """
+    for param in module._parameters.values():
+        if param is not None and not isinstance(param, DistributedParameter) and stays_whole(param) and not param.is_meta:
+            param.data = param.data.to(device)
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.device != device:
             unset = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TypeVar, cast
 
 import torch
 from torch.nn.utils.parametrize import ParametrizationList
 
-from bmtrain.block.adopt import Converted, move_buffers
+from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
 from bmtrain.block.block import Block
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
 from bmtrain.block.recompute import Level, level_of
@@ -17,6 +18,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard import initialize
+from bmtrain.shard.engine import Engine
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 
@@ -49,6 +51,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
         raise ConfigurationError(f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module.")
     level_of(use_checkpoint)
     _check(model)
+    _check_memory(model, current.service(Engine))
     unset = _unset_buffers(model)
     if unset:
         warn(
@@ -147,10 +150,12 @@ class _Wrapping:
         for name, param in module._parameters.items():
             if param is None or isinstance(param, DistributedParameter):
                 continue
+            if stays_whole(param):
+                continue
             new = self._converted.find(param)
             if new is None:
-                new = DistributedParameter(param.data, requires_grad=param.requires_grad)
-                self._converted.remember(param, new)
+                new = replace(param, DistributedParameter.unattached(param.data, param.requires_grad), self._converted)
+                new.storage_of.attach([new])
             module._parameters[name] = new
         move_buffers(module, self._world.device)
 
@@ -163,12 +168,38 @@ def _check(model: torch.nn.Module) -> None:
         if isinstance(param, torch.nn.parameter.UninitializedParameter):
             raise ParameterError(f"parameter {name!r} is lazy and has no shape yet: run the model once before it is sharded.")
         kind = type(param.detach())
+        if stays_whole(param) and kind is torch.Tensor:
+            continue
         if not param.dtype.is_floating_point or kind is not torch.Tensor:
             what = str(param.dtype) if kind is torch.Tensor else f"a {kind.__name__}"
             raise ParameterError(
                 f"parameter {name!r} is {what}: only plain floating point tensors are sharded. Load the model without "
                 "quantisation, or register what is not trained as a buffer, which every rank keeps whole."
             )
+
+
+def _check_memory(model: torch.nn.Module, engine: Engine) -> None:
+    """ParameterError for parameters that are different objects over the same memory, and for those that train already."""
+    ranges: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, DistributedParameter) or param.is_meta or param.numel() == 0:
+            continue
+        if engine.backward.replicated.knows(param):
+            raise ParameterError(
+                f"parameter {name!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model first, "
+                "then make the optimizer."
+            )
+        begin = param.data_ptr()
+        last = sum((size - 1) * abs(stride) for size, stride in zip(param.shape, param.stride(), strict=True))
+        ranges.setdefault(param.untyped_storage().data_ptr(), []).append((begin, begin + last * param.element_size(), name))
+    for members in ranges.values():
+        members.sort()
+        for (_, end, name), (begin, _, other) in itertools.pairwise(members):
+            if begin <= end:
+                raise ParameterError(
+                    f"parameters {name!r} and {other!r} share memory without being the same parameter: tie them by assigning one object "
+                    "to both modules, or give each its own memory, param.data = param.data.clone()."
+                )
 
 
 def _unset_buffers(model: torch.nn.Module) -> list[str]:

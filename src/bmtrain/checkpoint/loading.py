@@ -145,13 +145,13 @@ def fill(plan: Plan, source: Source) -> None:
 def _as_read(copy: Copy, source: Source) -> Read | None:
     """What to read into this rank's values of a tensor; None if they do not lie together and have been copied already."""
     tensor, name = copy.entry.tensor, copy.name
-    values = tensor.detach()
     if not isinstance(tensor, DistributedParameter):
+        values = tensor.detach()
         if values.is_contiguous():
             return Read(values.view(-1), name, 0, values.numel())
         values.copy_(source.whole(name))
         return None
-    storage, index = tensor.storage_of, tensor.index_in_storage
+    storage, index, values = tensor.storage_of, tensor.index_in_storage, tensor.local
     slot, piece = storage.layout.slots[index], storage.piece(index)
     begin = 0
     if slot.split is not None and piece.numel > 0:

@@ -15,6 +15,7 @@ from bmtrain.inspect.summary import entry
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
 
 
 def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> list[dict[str, Any]]:
@@ -40,7 +41,8 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     current = world.current("inspect_model")
     found = matching_parameters(model, pattern, prefix, what="inspect_model")
     _agree(found, pattern, current.mesh.world)
-    rows = measure((x for param in found.values() for x in (param, param.grad)), current.device)
+    tensors = [x for param in found.values() for x in (param, param.grad)]
+    rows = measure((None if x is None else local_of(x) for x in tensors), current.device)
     sharded = [2 * place + half for place, param in enumerate(found.values()) if _is_sharded(param) for half in range(2)]
     rows[sharded] = add_ranks(rows[sharded], current.mesh.world)
     statistics = statistics_of(rows)

@@ -13,6 +13,7 @@ from bmtrain.inspect.parameters import matching_parameters, whole_shape
 from bmtrain.inspect.table import print_table
 from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def _settings(param: torch.nn.Parameter) -> ParameterRow:
     return ParameterRow(
         shape=whole_shape(param),
         dtype=param.dtype,
-        num_local=param.numel(),
+        num_local=local_of(param).numel(),
         sharded=isinstance(param, DistributedParameter),
         trainable=param.requires_grad,
         group=param.group if isinstance(param, DistributedParameter) else None,

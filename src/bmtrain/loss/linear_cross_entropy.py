@@ -25,6 +25,7 @@ from bmtrain.kernels.scale_to import scale_to
 from bmtrain.loss.columns import columns_of
 from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, describe, names
 from bmtrain.loss.row_loss import RowLoss
+from bmtrain.shard.parameter import computed_with
 
 # A chunk has this many rows, or more if its logits fit into so many bytes. For each chunk the weight's gradient is read and written
 # once, and products end with processors idle: beside many rows that is little.
@@ -199,6 +200,7 @@ class FusedLinearCrossEntropy(ClassLoss):
         Raises:
             ConfigurationError: shapes, dtypes, devices or targets that do not fit.
         """
+        weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
         for name, value in (("hidden", hidden), ("weight of the linear map", weight), ("bias", hidden if bias is None else bias)):
             check_tensor(name, value)
         head = _as_linear_casts([hidden, weight, *([] if bias is None else [bias])])

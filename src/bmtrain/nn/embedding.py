@@ -11,7 +11,7 @@ from bmtrain.nn.linear import check_sizes, part_of
 from bmtrain.nn.parallel_linear import OpParallelLinear
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
+from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, computed_with
 
 
 class VPEmbedding(DistributedModule):
@@ -68,7 +68,7 @@ class VPEmbedding(DistributedModule):
             raise ConfigurationError(f"VPEmbedding got ids of {x.dtype}: expected integers; projection=True takes hidden states.")
         if self._num_ranks == 1:
             self._check_range(x)
-            return F.embedding(x, self.weight)
+            return F.embedding(x, computed_with(self.weight))
         return tensor_parallel.scatter_rows(self._look_up(tensor_parallel.gather_rows(x.reshape(-1)))).view(
             *x.shape, self.embedding_size
         )
@@ -80,7 +80,7 @@ class VPEmbedding(DistributedModule):
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows (ids, embedding_size) of those ids (ids,) that this rank holds, zeros for the others."""
         self._check_range(ids)
-        weight = self.weight
+        weight = computed_with(self.weight)
         local = ids - self._first
         here = (local >= 0) & (local < weight.shape[0])
         exists = (ids >= 0) & (ids < self.vocab_size)

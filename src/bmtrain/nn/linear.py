@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.parameter import DistributedParameter, Initializer, ParameterInitializer
+from bmtrain.shard.parameter import DistributedParameter, Initializer, ParameterInitializer, computed_with
 
 
 class OpLinear:
@@ -19,7 +19,7 @@ class OpLinear:
     @staticmethod
     def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x @ weight.T + bias`: x (..., n), weight (m, n), bias (m,) -> (..., m)."""
-        return F.linear(x, weight, bias)
+        return F.linear(x, computed_with(weight), None if bias is None else computed_with(bias))
 
 
 class Linear(DistributedModule):

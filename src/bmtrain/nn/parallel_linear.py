@@ -16,7 +16,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.nn.linear import check_sizes, fan_in_uniform, part_of, zeros
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.parameter import DistributedParameter, Initializer
+from bmtrain.shard.parameter import DistributedParameter, Initializer, computed_with
 
 
 class ReduceType(enum.Enum):
@@ -55,6 +55,7 @@ class OpParallelLinear:
         Raises:
             ConfigurationError: on every rank, for shapes or dtypes that do not fit together or differ between ranks.
         """
+        weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
         if reduce_output_type is not None and not isinstance(reduce_output_type, ReduceType):
             raise ConfigurationError(f"reduce_output_type is {reduce_output_type!r}: expected None or one of {list(ReduceType)}.")
         if reduce_output_type is None and split_input:

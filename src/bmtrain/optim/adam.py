@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class AdamBase(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, scale: float, verdict: torch.Tensor | None) -> Any:
         self.dynamic_scale.settle()
+        self._engine.backward.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,6 +95,8 @@ class AdamBase(torch.optim.Optimizer):
         self._stepped = [state for update in updates for state in update.cohort.states]
         for state in self._stepped:
             state["step"] += 1
+        for update in updates:
+            update.cohort.count_writes()
         self._apply([(update, _settings(self.param_groups, update.cohort, scale)) for update in updates], verdict)
         layout.close()
         return loss
@@ -102,6 +106,17 @@ class AdamBase(torch.optim.Optimizer):
         for state in self._stepped:
             state["step"] -= 1
         self._stepped = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdamBase:
+        """With its own state, for the parameters that `memo` has copies of; copy the model in the same call."""
+        self.dynamic_scale.settle()
+        self._lay_out()
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        shared = {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+        for name, value in vars(self).items():
+            vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
+        return new
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         """Do the updates; none of them where `verdict` is NaN or infinite."""
@@ -125,7 +140,7 @@ class AdamBase(torch.optim.Optimizer):
         self._lay_out()
         state: dict[str, Any] = super().state_dict()
         if not gather:
-            return state
+            return {**state, "state": gathered.local_values(state["state"])}
         flat = parameters_of(self.param_groups)
         return {**state, "state": gathered.gather_states(flat, state["state"])}
 

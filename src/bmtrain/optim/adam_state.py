@@ -10,7 +10,10 @@ import torch
 
 from bmtrain.kernels.adam import AdamTensors
 from bmtrain.optim.gradients import Gradients, Parts
-from bmtrain.optim.runs import Run, contiguous_runs
+from bmtrain.optim.runs import Run, contiguous_runs, local_numel
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.sharded import Sharded
+from bmtrain.shard.slices import local_of
 
 
 class RunState:
@@ -49,6 +52,7 @@ class Cohort:
         self.number = number
         self.states: list[dict[str, Any]] = []  # of the parameters
         self.numel = 0  # of the parameters, without the padding between them
+        self._sharded: list[DistributedParameter] = []
         self._members: list[tuple[int, Run, Callable[[torch.Tensor], AdamTensors]]] = []
 
     @property
@@ -59,8 +63,14 @@ class Cohort:
 
     def add(self, place: int, piece: Run, tensors: Callable[[torch.Tensor], AdamTensors]) -> None:
         """A piece of the part number `place`, and what makes the tensors of its update from its gradient."""
-        self.numel += sum(param.numel() for param in piece.params)
+        self.numel += sum(local_numel(param) for param in piece.params)
+        self._sharded.extend(param for param in piece.params if isinstance(param, DistributedParameter))
         self._members.append((place, piece, tensors))
+
+    def count_writes(self) -> None:
+        """Their values change."""
+        for param in self._sharded:
+            param.count_write()
 
     def update(self, parts: Parts) -> Update:
         """The next step, with the gradients of these parts."""
@@ -132,7 +142,9 @@ class AdamLayout:
             views = state.views(*run.offset(param))
             for name, view in views.items():
                 if name in old:
-                    view.copy_(old[name].reshape(-1))
+                    view.copy_(local_of(old[name]).reshape(-1))
+            if isinstance(param, DistributedParameter):
+                views = {name: Sharded(view, param.cut) for name, view in views.items()}
             self._states[param] = {"step": int(old.get("step", 0)), **views}
 
     def _grouped(self, places: Sequence[tuple[Run, Run]]) -> list[Cohort]:

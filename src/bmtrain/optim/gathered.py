@@ -10,6 +10,7 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
 
@@ -33,7 +34,7 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
         elif index in states:
             whole[index] = {name: _copied(value) for name, value in states[index].items()}
     for storage, slots in by_storage.items():
-        described = _described(storage, slots, params, states)
+        described = _described(storage, slots, states)
         for index, values in described.items():
             whole[index] = {name: value for name, value in values.items() if not isinstance(value, _Slice)}
         names = {name: value.dtype for values in described.values() for name, value in values.items() if isinstance(value, _Slice)}
@@ -44,10 +45,10 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
     return dict(sorted(whole.items()))
 
 
-def _described(storage: Storage, slots: Iterable[int], params: Sequence[torch.nn.Parameter], states: States) -> States:
+def _described(storage: Storage, slots: Iterable[int], states: States) -> States:
     """The states of a storage's parameters without the slices, as the ranks have them where it lives."""
     own = {
-        index: {name: _Slice(v.dtype) if _is_slice(params[index], v) else _copied(v) for name, v in states[index].items()}
+        index: {name: _Slice(v.dtype) if isinstance(v, Sharded) else _copied(v) for name, v in states[index].items()}
         for index in slots
         if index in states
     }
@@ -64,7 +65,7 @@ def _gather_one(
     if storage.is_here:
         for index, slot in members.items():
             piece = storage.piece(slot)
-            shard[piece.begin : piece.end].copy_(states[index][name])
+            shard[piece.begin : piece.end].copy_(states[index][name].local)
     whole = Whole(storage, shard)
     for index, slot in members.items():
         yield index, whole[slot].cpu().clone()
@@ -74,6 +75,9 @@ def _copied(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _is_slice(param: torch.nn.Parameter, value: object) -> bool:
-    """State that goes element by element with the parameter, as opposed to a step count."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == param.numel()
+def local_values(states: States) -> States:
+    """The same states with this rank's slices, 1-D, in the place of what is sharded."""
+    return {
+        index: {name: value.local if isinstance(value, Sharded) else value for name, value in state.items()}
+        for index, state in states.items()
+    }

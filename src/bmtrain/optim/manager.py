@@ -113,8 +113,10 @@ class OptimManager:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, those too that wait on this rank for their reduction."""
-        self._engine.backward.discard_deferred()
         for optimizer in self.optimizers:
+            for param in parameters_of(optimizer.param_groups):
+                if isinstance(param, DistributedParameter):
+                    param.storage_of.gradient.discard_deferred(param.index_in_storage)
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6) -> torch.Tensor:
@@ -247,7 +249,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str
         return optimizer.state_dict(gather=gather)
     state = optimizer.state_dict()
     if not gather:
-        return state
+        return {**state, "state": gathered.local_values(state["state"])}
     return {**state, "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"])}
 
 

@@ -11,9 +11,10 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
 from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.gathered import States
+from bmtrain.optim.gathered import States, local_values
 from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.sharded import Sharded
 
 # What BMTrain calls the fp32 weights of a half-precision parameter, and what they are called here.
 NAMES = {"_param_fp32": "master"}
@@ -48,7 +49,8 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     axis = world.current("load_state_dict").mesh.world
     params = parameters_of(groups)
     error = _wrong_groups(groups, saved)
-    own = {} if error else {index: {NAMES.get(n, n): v for n, v in state.items()} for index, state in saved["state"].items()}
+    states = {} if error else local_values(saved["state"])
+    own = {index: {NAMES.get(n, n): v for n, v in state.items()} for index, state in states.items()}
     everyone = collectives.gather_objects(error or _described(params, own), axis)
     _raise_first([found for found in everyone if isinstance(found, str)])
     slots = {index: param for index, param in enumerate(params) if isinstance(param, DistributedParameter)}
@@ -73,7 +75,10 @@ def _described(params: Sequence[torch.nn.Parameter], states: States) -> States:
 def _goes_along(param: torch.nn.Parameter, name: str, value: object) -> bool:
     if not isinstance(value, torch.Tensor) or name in NUMBERS:
         return False
-    return value.dim() > 0 or (isinstance(param, DistributedParameter) and param._tp_original_shape == torch.Size([]))
+    whole = param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
+    if value.dim() == len(whole) > 1 and value.shape != whole and all(a in (1, b) for a, b in zip(value.shape, whole, strict=True)):
+        return False  # statistics of rows or columns, as Adafactor keeps them: every rank has them whole
+    return value.dim() > 0 or whole == torch.Size([])
 
 
 def _on_axis(param: DistributedParameter, everyone: Sequence[States]) -> list[States]:
@@ -113,7 +118,8 @@ def _local_state(param: DistributedParameter, own: dict[str, Any], held: Sequenc
     for name, value in described.items():
         if isinstance(value, _Held):
             ranks = [state.get(name, NOTHING) for state in held]
-            out[name] = _own_slice(param, own.get(name, torch.empty(0, dtype=value.dtype, device="cpu")), ranks, value.dtype)
+            values = _own_slice(param, own.get(name, torch.empty(0, dtype=value.dtype, device="cpu")), ranks, value.dtype)
+            out[name] = Sharded(values, param.cut)
         else:
             out[name] = own.get(name, value)
     return out

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
 from bmtrain.shard.storage import Storage
 
 
@@ -55,7 +56,7 @@ class Run:
 
     def with_gradient(self) -> list[Run]:
         """The parts of the run that have a gradient, each of them one `gradient()`."""
-        return [part for part in self.split(gradient_kind) if part.params[0].grad is not None]
+        return [part for part in self.split(gradient_kind) if gradient_of(part.params[0]) is not None]
 
     def split(self, key: Callable[[torch.nn.Parameter], object]) -> list[Run]:
         """Cut where `key` changes from one parameter to the next."""
@@ -68,12 +69,13 @@ class Run:
 
     def gradient(self) -> torch.Tensor:
         """Of a part that has one: (numel,), unless the program put it elsewhere, strided: then of the parameter's shape."""
-        grad, flat = self.params[0].grad, None if self.storage is None else self.storage.gradient.flat
+        grad, flat = gradient_of(self.params[0]), None if self.storage is None else self.storage.gradient.flat
         if grad is None:
             raise ValueError("a part without a gradient was asked for it")
         if flat is not None and is_shown(self.params[0]):
             return flat[self.begin : self.end]
-        return grad.view(-1) if grad.is_contiguous() else grad
+        own = local_of(grad)
+        return own.view(-1) if own.is_contiguous() else own
 
 
 def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
@@ -108,11 +110,22 @@ def _run_of(storage: Storage | None, params: Sequence[torch.nn.Parameter]) -> Ru
 
 def is_shown(param: torch.nn.Parameter) -> bool:
     """Whether the gradient of a parameter is where its storage has put it."""
-    return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(param, param.index_in_storage)
+    return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(param.shown_grad, param.index_in_storage)
+
+
+def gradient_of(param: torch.nn.Parameter) -> torch.Tensor | None:
+    """`.grad`, where nothing is kept back."""
+    grad: torch.Tensor | None = param.shown_grad if isinstance(param, DistributedParameter) else param.grad
+    return grad
+
+
+def local_numel(param: torch.nn.Parameter) -> int:
+    """Elements on this rank."""
+    return local_of(param).numel()
 
 
 def gradient_kind(param: torch.nn.Parameter) -> object:
     """Equal for neighbours whose gradients are one flat tensor, or that have none."""
-    if param.grad is None:
+    if gradient_of(param) is None:
         return "none"
     return "shown" if is_shown(param) else id(param)

@@ -50,7 +50,7 @@ class Backward:
     @property
     def has_deferred(self) -> bool:
         """Whether gradients wait on this rank for a later reduction."""
-        return bool(self._waiting)
+        return any(gradient.has_deferred for gradient in self._waiting)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -87,6 +87,14 @@ class Backward:
             self._gradients.append(gradient)
         gradient.add(grads, defer=self._deferring)
 
+    def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
+        """Take the gradient of this rank's slice of slot `index`, summed over ranks already."""
+        self._join()
+        if not gradient.is_open:
+            gradient.open()
+            self._gradients.append(gradient)
+        gradient.add_slice(index, grad, defer=self._deferring)
+
     def is_replicated(self, param: torch.nn.Parameter) -> bool:
         """Whether gradients of an ordinary parameter are summed over ranks."""
         return self._world.size == 1 or param in self.replicated
@@ -105,6 +113,7 @@ class Backward:
     def flush(self) -> None:
         """Reduce what `deferring` kept back, when no later backward pass did. Collective."""
         self._taping.refuse("gradients were clipped or applied inside: call clip_grad_norm and step after the function")
+        self._waiting = [gradient for gradient in self._waiting if gradient.has_deferred]
         if self._waiting:
             self._flush_deferred()
             self._close()
@@ -119,7 +128,7 @@ class Backward:
 
     def _close(self) -> None:
         """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""
-        self._waiting += [gradient for gradient in self._gradients if gradient.has_deferred]
+        self._waiting += [gradient for gradient in self._gradients if gradient.has_deferred and gradient not in self._waiting]
         done = [gradient for gradient in self._gradients if not gradient.has_deferred]
         for gradient in self._gradients:
             gradient.is_open = False
@@ -147,18 +156,12 @@ class Backward:
         for use in self._uses:
             use.drop()
         for gradient in self._gradients:
-            gradient.is_open = False
+            gradient.abandon()
         self._uses.clear()
         self._gradients.clear()
         self.replicated.discard()
         self._transport.wait_for_reductions()
         self._on_finish()
-
-    def discard_deferred(self) -> None:
-        """Forget gradients that `deferring` kept back: the program clears its gradients."""
-        for gradient in self._waiting:
-            gradient.discard_deferred()
-        self._waiting.clear()
 
     def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:
         """For each slot of each gradient, whether any rank that shares it has touched it.

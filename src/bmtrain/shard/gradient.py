@@ -6,11 +6,14 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.layout import Layout
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.transport import Outgoing, Transport
 
 # Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the host 50 us, and a small model waits
@@ -27,6 +30,23 @@ class GradientPolicy:
     accumulate_dtype: torch.dtype
 
 
+class Trained(Protocol):
+    """What a parameter is to its gradient."""
+
+    shown_grad: Slices | None  # what `.grad` shows
+    requires_grad: bool
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether `hooked` or `run_post_hooks` do anything."""
+
+    def hooked(self, grad: Slices) -> Slices:
+        """What its hooks make of the gradient of one pass."""
+
+    def run_post_hooks(self) -> None:
+        """`.grad` is complete."""
+
+
 class Gradient:
     """Collects full gradients of a storage during backward passes; afterwards each parameter's `.grad` is its slice.
 
@@ -39,17 +59,22 @@ class Gradient:
     def __init__(
         self,
         layout: Layout,
-        params: Sequence[weakref.ref[torch.nn.Parameter]],
+        params: Sequence[weakref.ref[Any]],
         policy: GradientPolicy,
         device: torch.device,
         transport: Transport,
         axis: Axis,
+        show: Callable[[torch.Tensor, int], Slices],
     ) -> None:
         self.layout, self.policy, self.axis = layout, policy, axis
-        self._params, self._device, self._transport = params, device, transport
+        self._params: Sequence[weakref.ref[Trained]] = params  # type: ignore[assignment]  # filled later, with parameters
+        self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         self._public: torch.Tensor | None = None  # the same in the parameters' dtype: what `.grad` shows
-        self._views: list[torch.Tensor] = []
+        self._views: list[Slices] = []  # of it
+        self._before: dict[int, torch.Tensor] = {}  # of parameters with hooks: what `.grad` showed before the pass
+        self._slices: list[tuple[int, torch.Tensor]] = []  # gradients of this rank's slices, to be added
+        self._keeps_slices = False  # for a later reduction
         self._versions: list[int] = []
         self._live = [False] * len(layout.slots)
         self._touched = [False] * len(layout.slots)
@@ -72,7 +97,7 @@ class Gradient:
     @property
     def has_deferred(self) -> bool:
         """Whether gradients wait on this rank for a later reduction."""
-        return self._deferred is not None
+        return self._deferred is not None or self._keeps_slices
 
     def expect(self) -> None:
         """A backward pass may come. Collective the first time."""
@@ -93,12 +118,15 @@ class Gradient:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
                     self._slice(self._total, index).zero_()
-        if self._deferred is None:
+        if not self.has_deferred:
             self._touched = [False] * len(self._live)
+        self._set_aside(grads)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> None:
         """Add one full gradient, a tensor per slot or None for zeros. `defer` keeps it on this rank until a later call."""
         self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
+        self._check_deferring(defer)
+        grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
         if not defer and self._deferred is None:
             self._reduce(lambda: self._parts(grads), [grad for grad in grads if grad is not None])
             return
@@ -107,13 +135,37 @@ class Gradient:
         if not defer:
             self.flush()
 
-    def discard_deferred(self) -> None:
-        """Forget what was deferred."""
-        self._deferred = None
+    def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
+        """Add the gradient of this rank's slice of slot `index`, which is summed over ranks already."""
+        self._check_deferring(defer)
+        self._touched[index] = True
+        self._slices.append((index, grad))
+        self._keeps_slices = self._keeps_slices or defer
+
+    def discard_deferred(self, index: int) -> None:
+        """Forget what was deferred for slot `index`: the program clears its gradient."""
+        if not self.has_deferred:
+            return
+        self._touched[index] = False
+        self._slices = [(place, grad) for place, grad in self._slices if place != index]
+        self._keeps_slices = bool(self._slices)
+        slot = self.layout.slots[index]
+        if self._deferred is not None:
+            self._deferred[slot.offset : slot.end].zero_()
+        if not any(self._touched):
+            self._deferred = None
+
+    def abandon(self) -> None:
+        """Leave a pass that an exception has ended."""
+        self.is_open = False
+        self._slices.clear()
+        for index, before in self._before.items():
+            self._views[index].local.copy_(before)
+        self._before.clear()
 
     def flush(self) -> None:
         """Reduce what was deferred."""
-        deferred, self._deferred = self._deferred, None
+        deferred, self._deferred, self._keeps_slices = self._deferred, None, False
         if deferred is not None:
             self._reduce(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
 
@@ -122,13 +174,61 @@ class Gradient:
         self.is_open = False
         if self._total is None or self._public is None:
             return
+        self._add_slices()
         if self._public is not self._total:
             self._public.copy_(self._total)
+        shown = []
         for index, reference in enumerate(self._params):
             param = reference()
             if param is not None and param.requires_grad and (self._live[index] or touched[index]):
-                param.grad = self._views[index]
-                self._versions[index] = self._views[index]._version
+                self._run_hooks(index, param, is_touched=touched[index])
+                param.shown_grad = self._views[index]
+                shown.append((index, param))
+        for index, _ in shown:
+            self._views[index].mark_written()
+            self._versions[index] = self._views[index].local._version
+        for index, param in shown:
+            if touched[index] and param.has_hooks:
+                param.run_post_hooks()
+
+    def _check_deferring(self, defer: bool) -> None:
+        if (defer or self.has_deferred) and any(p is not None and p.has_hooks for p in (r() for r in self._params)):
+            raise ParameterError(
+                "a parameter with hooks got a gradient under reduce_gradients=False: hooks see the gradient of every pass, summed over "
+                "ranks. Call backward without it."
+            )
+
+    def _set_aside(self, grads: Sequence[Slices | None]) -> None:
+        """Hooks see what a pass adds, not the sum: of parameters that have some, the sum begins at zero."""
+        for index, (reference, grad) in enumerate(zip(self._params, grads, strict=True)):
+            param = reference()
+            if param is not None and param.has_hooks and grad is not None and self._total is not None:
+                self._before[index] = grad.local.clone()
+                self._slice(self._total, index).zero_()
+
+    def _run_hooks(self, index: int, param: Trained, *, is_touched: bool) -> None:
+        before = self._before.pop(index, None)
+        if not param.has_hooks and before is None:
+            return
+        view, own = self._views[index].local, self._show(self._views[index].local.clone(), index)
+        with torch.no_grad():
+            if is_touched:
+                view.copy_(param.hooked(own).local)
+            if before is not None:
+                view.add_(before)
+            if self._public is not self._total and self._total is not None:
+                self._slice(self._total, index).copy_(view)
+
+    def _add_slices(self) -> None:
+        """What has come for slices joins what has been reduced."""
+        if self._total is None or not self._slices or self._keeps_slices:
+            return
+        if self._empty:  # nothing was reduced, and there may be anything
+            self._total.zero_()
+            self._empty, self._is_filled = False, True
+        for index, grad in self._slices:
+            self._slice(self._total, index).add_(grad)
+        self._slices.clear()
 
     def settle(self) -> tuple[bool, ...]:
         """Between passes: `.grad` moves to where `close` leaves it, for good, whatever the user has put there.
@@ -151,15 +251,15 @@ class Gradient:
         for reference, had in zip(self._params, given, strict=True):
             param = reference()
             if param is not None and not had:
-                param.grad = None
+                param.shown_grad = None
 
-    def shows(self, param: torch.nn.Parameter, index: int) -> bool:
-        """True if `param.grad` is the slice that this object wrote."""
-        return bool(self._views) and param.grad is self._views[index]
+    def shows(self, grad: object, index: int) -> bool:
+        """True if `grad`, of the parameter of slot `index`, is the slice that this object wrote."""
+        return bool(self._views) and grad is self._views[index]
 
-    def _grads(self) -> list[torch.Tensor | None]:
-        """What is in `.grad` of the parameters."""
-        return [None if param is None else param.grad for param in (reference() for reference in self._params)]
+    def _grads(self) -> list[Slices | None]:
+        """What `.grad` of the parameters shows."""
+        return [None if param is None else param.shown_grad for param in (reference() for reference in self._params)]
 
     def _free_if_cleared(self) -> None:
         if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open:
@@ -177,7 +277,7 @@ class Gradient:
                 self._total = torch.empty(numel, dtype=policy.accumulate_dtype, device=self._device)
                 same = policy.accumulate_dtype == policy.dtype
                 self._public = self._total if same else torch.empty(numel, dtype=policy.dtype, device=self._device)
-                self._views = [self._slice(self._public, index) for index in range(len(self._params))]
+                self._views = [self._show(self._slice(self._public, index), index) for index in range(len(self._params))]
             self._versions, self._is_filled = [-1] * len(self._params), False
         if not (self._empty or self._is_filled):
             self._total.zero_()
@@ -187,14 +287,14 @@ class Gradient:
         piece = self.layout.piece(index, self.axis.index)
         return flat[piece.begin : piece.end]
 
-    def _take_over(self, index: int, grad: torch.Tensor) -> None:
+    def _take_over(self, index: int, grad: Slices) -> None:
         """Make the sum equal to what the user left in `.grad`, if that is not what `close` put there."""
-        view = self._views[index]
-        untouched = grad is view and view._version == self._versions[index]
+        view = self._views[index].local
+        untouched = grad is self._views[index] and view._version == self._versions[index]
         if untouched or self._total is None:
             return
-        if grad is not view:
-            view.copy_(grad)
+        if grad.local is not view:
+            view.copy_(grad.local)
         if self._public is not self._total:
             self._slice(self._total, index).copy_(view)
 

@@ -9,26 +9,16 @@ import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter, full_values
+from bmtrain.shard.window import Gathered, Window
 
 
 class DistributedModule(torch.nn.Module):
-    """An nn.Module whose attribute of a DistributedParameter is the gathered, differentiable full tensor.
+    """An nn.Module with distributed parameters that saves and loads them as full tensors.
 
-    Inside a running Block the attribute is the block's view and costs nothing. `state_dict()` is collective and returns full
-    tensors on the CPU on every rank; `load_state_dict` takes full tensors.
+    Its attributes are the parameters: they can be frozen, written, hooked and tied, and are gathered by functions that compute with
+    them; inside a running Block they are the block's gathered views. `state_dict()` is collective and returns full tensors on the CPU
+    on every rank: copies, but what is written into one in place is written into the model. `load_state_dict` takes full tensors.
     """
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        return value.gather() if isinstance(value, DistributedParameter) else value
-
-    def get_parameter(self, target: str) -> torch.nn.Parameter:
-        """The parameter object itself, to tie or inspect it, not its gathered value."""
-        path, _, name = target.rpartition(".")
-        found = self.get_submodule(path)._parameters.get(name)
-        if found is None:
-            raise AttributeError(f"{type(self).__name__} has no parameter {target!r}")
-        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         registered = self.__dict__.get("_parameters", {}).get(name)
@@ -38,8 +28,8 @@ class DistributedModule(torch.nn.Module):
             and not isinstance(value, torch.nn.Parameter)
         ):
             raise ParameterError(
-                f"cannot assign a tensor to the distributed parameter {name!r}: to tie two parameters, assign the object that "
-                f"other.get_parameter({name!r}) returns; other.{name} is its gathered value."
+                f"cannot assign a tensor to the distributed parameter {name!r}: to tie two parameters, assign the parameter of the other "
+                f"module; to change its values, write them, module.{name}.data.copy_(values)."
             )
         super().__setattr__(name, value)
 
@@ -51,12 +41,6 @@ class DistributedModule(torch.nn.Module):
         """Make this module's buffers ready to be saved by rank 0. Collective."""
         return None
 
-    def _own_parameters(self) -> Iterator[tuple[str, DistributedParameter]]:
-        for prefix, module in self.sharded_modules():
-            for name, param in module._parameters.items():
-                if isinstance(param, DistributedParameter):
-                    yield prefix + name, param
-
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
         """Full tensors on the CPU under plain names. Collective; arguments as in nn.Module.state_dict."""
         self.settle_buffers()
@@ -67,7 +51,7 @@ class DistributedModule(torch.nn.Module):
         fresh = [name for name in out if name not in known]
         sharded = ((name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter))
         for name, value in full_values(sharded):
-            out[name] = value
+            out[name] = Window.onto(value, Gathered(value, out[name], is_snapshot=True))
         for name in fresh:
             if isinstance(out[name], torch.Tensor) and not keep:
                 out[name] = out[name].detach()
@@ -79,38 +63,13 @@ class DistributedModule(torch.nn.Module):
             raise ParameterError("load_state_dict(assign=True) would replace the shards of a distributed module: use assign=False.")
         return super().load_state_dict(state_dict, strict=strict)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: Any,
-        unexpected_keys: Any,
-        error_msgs: list[str],
-    ) -> None:
-        for name, param in self._own_parameters():
-            key = prefix + name
-            value = state_dict.get(key)
-            if value is None:
-                continue
-            if tuple(value.shape) != tuple(param._tp_original_shape):
-                error_msgs.append(
-                    f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param._tp_original_shape)}."
-                )
-                state_dict[key] = param.detach()  # reported above; keep nn.Module from comparing with the slice
-                continue
-            state_dict[key] = param.storage_of.slice_of_whole(param.index_in_storage, value)
-            param.mark_set()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModule:
         """Move or cast everything but the shards, which stay in their storage: a cast of those is an error."""
         hidden: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         for _, module in self.sharded_modules():
             sharded = {name: param for name, param in module._parameters.items() if isinstance(param, DistributedParameter)}
             for name, param in sharded.items():
-                probe = fn(param.detach()[:0])
+                probe = fn(param.local[:0])
                 if probe.dtype != param.dtype or probe.device != param.device:
                     raise ParameterError(
                         f"parameter {name!r} is sharded as {param.dtype} on {param.device} and cannot become {probe.dtype} on "

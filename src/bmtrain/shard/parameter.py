@@ -1,12 +1,15 @@
-"""DistributedParameter: a parameter of which this rank holds a slice of the flattened tensor."""
+"""DistributedParameter: a parameter of which this rank stores a slice of the flattened tensor, and which looks whole."""
 
 from __future__ import annotations
 
+import collections
 import copy
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
@@ -15,12 +18,14 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.layout import Split
 from bmtrain.shard.placement import Placement
+from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, run
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
 from bmtrain.shard.whole import Whole
 
 Initializer = Callable[[torch.Tensor], object]
-_DATA: Any = torch.Tensor.data  # torch's descriptor of what a tensor shows as its values
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class ParameterInitializer:
@@ -33,11 +38,11 @@ class ParameterInitializer:
         self.fn(tensor, *self.args, **self.kwargs)
 
 
-class DistributedParameter(torch.nn.Parameter):
-    """An nn.Parameter whose data is this rank's 1-D slice of the flattened full tensor.
+class DistributedParameter(Sharded, torch.nn.Parameter):
+    """An nn.Parameter of which this rank stores a slice of the flattened tensor, and which looks whole.
 
-    Element-wise optimizers, parameter groups and clipping work on it as on any parameter; `.grad` is the same slice of the
-    gradient, summed over ranks.
+    Shape, dim and numel are the whole's, `local` is the slice. What a program does with it is right or refused (see `Sharded`).
+    `.grad` is of the same kind: the gradient summed over ranks.
 
     Args:
         data: the full tensor, on any device, the same on every rank; a meta tensor allocates only the slice. With `tp_mode`
@@ -47,6 +52,9 @@ class DistributedParameter(torch.nn.Parameter):
         group: a name under which `grouped_parameters` lists it.
         tp_mode: whether the whole tensor is cut along `tp_split_dim` over the tensor-parallel ranks, in equal parts.
         tp_split_dim: the dim of that cut, from 0 on; -1 for none.
+
+    Raises:
+        ParameterError: for data that is no tensor or not floating point, and a `tp_split_dim` that it does not have.
     """
 
     _storage: Storage
@@ -55,6 +63,11 @@ class DistributedParameter(torch.nn.Parameter):
     _tp_original_shape: torch.Size
     _init_method: Initializer | None
     _never_set: bool
+    _shown: torch.Tensor | None  # what `.grad` shows
+    _hooks: collections.OrderedDict[int, Hook]
+    _post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
+    _aliases: dict[int, weakref.ref[Slices]]
+    _takes_whole_gradients: bool
     group: str | None
 
     def __new__(
@@ -66,6 +79,16 @@ class DistributedParameter(torch.nn.Parameter):
         tp_mode: bool = False,
         tp_split_dim: int = -1,
     ) -> DistributedParameter:
+        param = cls.unattached(data, requires_grad, tp_mode, tp_split_dim)
+        param._init_method, param.group = init_method, group
+        param._storage.attach([param])
+        return param
+
+    @classmethod
+    def unattached(
+        cls, data: torch.Tensor, requires_grad: bool = True, tp_mode: bool = False, tp_split_dim: int = -1
+    ) -> DistributedParameter:
+        """A parameter in a storage of its own, which does not know it yet: to be attached there."""
         current = world.current("DistributedParameter")
         if not isinstance(data, torch.Tensor):
             raise ParameterError(
@@ -80,40 +103,105 @@ class DistributedParameter(torch.nn.Parameter):
         )  # fmt: skip
         storage.fill(0, data)
         param = cls.at(storage, 0, requires_grad)
-        param._init_method, param.group = init_method, group
         param._never_set = data.is_meta
-        storage.attach([param])
         return param
 
     @classmethod
     def at(cls, storage: Storage, index: int, requires_grad: bool) -> DistributedParameter:
         """The parameter of one slot of a storage."""
-        param = torch.Tensor._make_subclass(cls, storage.local(index), requires_grad)
-        param._storage, param._index = storage, index
-        slot = storage.layout.slots[index]
-        param._original_shape, param._tp_original_shape = torch.Size(slot.shape), torch.Size(slot.whole_shape)
-        param._init_method, param.group = None, None
-        param._never_set = False
+        cut = storage.cut(index)
+        param = torch.Tensor._make_wrapper_subclass(
+            cls, cut.shape, dtype=storage.dtype, device=storage.shard.device, requires_grad=requires_grad
+        )
+        param._aliases, param._hooks, param._post_hooks = {}, collections.OrderedDict(), collections.OrderedDict()
+        param._shown, param._init_method, param.group = None, None, None
+        param._never_set = param._takes_whole_gradients = False
+        param.move_to(storage, index)
         return param
+
+    def take_the_place_of(self, old: torch.nn.Parameter) -> DistributedParameter:
+        """`old` lives on as a sharded parameter, with its attributes and hooks.
+
+        Returns the object that is to be used: `old` itself, which optimizers, lists and other modules may know, unless something
+        that cannot follow holds it (a graph, a weak reference); then this one.
+        """
+        for name, value in vars(old).items():
+            if name not in vars(type(self)) and name not in vars(self):
+                vars(self)[name] = value
+        self._hooks.update(old._backward_hooks or {})
+        self._post_hooks.update(getattr(old, "_post_accumulate_grad_hooks", None) or {})
+        try:
+            torch.utils.swap_tensors(old, self)
+        except RuntimeError:
+            return self
+        if not isinstance(old, DistributedParameter):
+            raise RuntimeError("a parameter was swapped with a sharded one and is none")
+        return old
 
     def move_to(self, storage: Storage, index: int) -> None:
         """Live in another storage from now on; its slot must already hold the values."""
-        _DATA.__set__(self, storage.local(index))
-        self.grad = None
-        self._storage, self._index = storage, index
+        slot = storage.layout.slots[index]
+        self._storage, self._index, self._shown = storage, index, None
+        self._local, self._cut = storage.local(index), storage.cut(index)
+        self._original_shape, self._tp_original_shape = torch.Size(slot.shape), torch.Size(slot.whole_shape)
+        for alias in self._living_aliases():
+            alias._local, alias._cut = self._local, self._cut
 
     @property
     def data(self) -> torch.Tensor:
-        """This rank's slice, outside of any graph. Can be written into, but not replaced: other ranks would not hear of it."""
-        values: torch.Tensor = _DATA.__get__(self)
-        return values
+        """The values outside of any graph: what is written there is written here.
+
+        Another tensor may be put there, whole or sharded: its values are taken, and tensors that were `.data` before keep theirs.
+        """
+        return self.alias()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        raise ParameterError(
-            f"the data of a sharded parameter cannot be replaced (by a tensor of shape {tuple(value.shape)}): write into this "
-            "rank's slice, param.data.copy_(...), or give all ranks the full tensor, param.set_full(...)."
-        )
+        if not isinstance(value, torch.Tensor) or value.dtype != self.dtype or value.shape != self.shape:
+            raise ParameterError(f"param.data of {tuple(self.shape)} {self.dtype} cannot become {_described(value)}: cast or reshape it.")
+        owner = value.owner if isinstance(value, Slices) else None
+        if owner is self:
+            return
+        if isinstance(owner, DistributedParameter):
+            raise ParameterError(
+                "param.data = other.data would tie two sharded parameters by their memory: tie them by assigning the parameter "
+                "object to the second module, or copy the values, param.data.copy_(other.data)."
+            )
+        values = cut_like(value, self)
+        for alias in self._living_aliases():  # in one process they keep the memory that they had
+            alias._local = alias._local.clone()
+        self._aliases.clear()
+        self._local.copy_(values.local)
+        self.mark_written()
+        if isinstance(value, Slices) and value.cut.is_like(self._cut):
+            value._local = self._local
+            self._aliases[id(value)] = weakref.ref(value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]  # torch's is an attribute
+        """The gradient, summed over ranks: sharded as the parameter. Collective where `reduce_gradients=False` kept some back."""
+        if self._storage.gradient.has_deferred:
+            self._storage.engine.backward.flush()
+        return self._shown
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self._storage.gradient.discard_deferred(self._index)
+            self._shown = None
+            return
+        if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
+            raise ParameterError(f"param.grad got {_described(value)}: expected a tensor of {self.dtype}.")
+        self._shown = cut_like(value, self)
+
+    @property
+    def shown_grad(self) -> Any:
+        """What `.grad` shows now, without waiting for what is kept back."""
+        return self._shown
+
+    @shown_grad.setter
+    def shown_grad(self, value: Any) -> None:
+        self._shown = value
 
     @property
     def storage_of(self) -> Storage:
@@ -135,6 +223,67 @@ class DistributedParameter(torch.nn.Parameter):
         """True while a parameter made from a meta tensor has no values yet."""
         return self._never_set
 
+    def register_hook(self, hook: Hook) -> RemovableHandle:
+        """`hook(grad)` at the end of each backward pass, with the gradient of that pass, summed over ranks; it may return another."""
+        if not self.requires_grad:
+            raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
+        """`hook(param)` at the end of each backward pass that has given this parameter a gradient, when `.grad` has it."""
+        if not self.requires_grad:
+            raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
+        handle = RemovableHandle(self._post_hooks)
+        self._post_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether backward passes have more to do than to add up gradients."""
+        return bool(self._hooks or self._post_hooks)
+
+    def hooked(self, grad: torch.Tensor) -> torch.Tensor:
+        """What the hooks make of the gradient of a pass, sharded as the parameter."""
+        for hook in list(self._hooks.values()):
+            result = hook(grad)
+            grad = grad if result is None else cut_like(result, self)
+        return grad
+
+    def run_post_hooks(self) -> None:
+        """`.grad` is complete."""
+        for hook in list(self._post_hooks.values()):
+            hook(self)
+
+    def alias(self) -> Slices:
+        alias = ParameterAlias(self._local, self._cut)
+        alias.param = self
+        self._aliases[id(alias)] = weakref.ref(alias)
+        if len(self._aliases) > 8:
+            self._aliases = {id(alias): weakref.ref(alias) for alias in self._living_aliases()}
+        return alias
+
+    def _living_aliases(self) -> list[Slices]:
+        return [alias for reference in self._aliases.values() if (alias := reference()) is not None]
+
+    def differentiable_local(self) -> torch.Tensor:
+        out: torch.Tensor = _Slice.apply(self)
+        return out
+
+    def differentiable_whole(self) -> torch.Tensor:
+        if self._storage.placement.stage is None and len(self._storage.layout.slots) == 1:
+            return self.gather_all()
+        return super().differentiable_whole()  # without the rest of its storage, which only some ranks may have
+
+    def read(self) -> torch.Tensor:
+        self._expect_whole_gradients()
+        return self._local
+
+    def whole(self) -> torch.Tensor:
+        self._expect_whole_gradients()
+        return super().whole()
+
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name, which torch uses for something else
         """The full tensor, differentiable: its gradient is summed over ranks into this slice. Collective."""
         use = Use([self._storage])
@@ -151,28 +300,36 @@ class DistributedParameter(torch.nn.Parameter):
     def tp_gather(self) -> torch.Tensor:
         """The slices of all tensor-parallel ranks, one after the other, 1-D: the split undone, the sharding kept. Collective."""
         split = self._storage.layout.slots[self._index].split
-        return self if split is None else autograd.all_gather(self, self._storage.engine.mesh.tp).view(-1)
+        local = self.differentiable_local()
+        return local if split is None else autograd.all_gather(local, self._storage.engine.mesh.tp).view(-1)
 
     def set_full(self, value: torch.Tensor) -> None:
         """Take this rank's slice of the whole tensor `value`."""
         if tuple(value.shape) != tuple(self._tp_original_shape):
             raise ParameterError(f"a parameter of shape {tuple(self._tp_original_shape)} got values of shape {tuple(value.shape)}.")
-        self.set_slice(self._storage.slice_of_whole(self._index, value))
+        self.set_slice(self._cut.own(value))
 
     def set_slice(self, values: torch.Tensor) -> None:
         """Take the values of this rank's slice, (numel of the slice,)."""
         with torch.no_grad():
-            self.copy_(values)
-        self.mark_set()
+            self._local.copy_(values)
+        self.mark_written()
 
     def mark_unset(self) -> None:
         """The parameter waits for `init_parameters` or a checkpoint."""
         self._never_set = True
 
-    def mark_set(self) -> None:
+    def mark_written(self) -> None:
         """The parameter has other values now. To be called by all who write it between gathers, alike on all ranks."""
-        self._never_set = False
+        self.count_write()
         self._storage.mark_written()
+
+    def count_write(self) -> None:
+        """The same, for those who write at the end of a pass, when nothing is gathered."""
+        self._never_set = False
+        self._num_written += 1
+
+    mark_set = mark_written
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedParameter:
         if id(self) not in memo:
@@ -180,10 +337,101 @@ class DistributedParameter(torch.nn.Parameter):
         found: DistributedParameter = memo[id(self)]
         return found
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        if func is torch.autograd.grad:
+            return _gradients(*args, **(kwargs or {}))
+        return run(func, args, kwargs or {})
+
+    def _expect_whole_gradients(self) -> None:
+        """A custom autograd function may be reading the parameter itself: what it returns in backward is a whole gradient.
+
+        Such gradients come to torch's own `.grad`, and go where all others go: they are reduced over ranks at the end of the pass.
+        """
+        if self._takes_whole_gradients or torch.is_grad_enabled() or not self.requires_grad:
+            return
+        self._takes_whole_gradients = True
+        reference = weakref.ref(self)
+
+        def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
+            param = reference()
+            if grad is None or param is None:
+                return None
+            storage = param._storage
+            grads: list[torch.Tensor | None] = [None] * len(storage.layout.slots)
+            part = grad if param._cut.split is None else autograd.all_reduce(grad, "sum", storage.engine.mesh.tp)
+            grads[param._index] = param._cut.part(part)
+            storage.engine.backward.add(storage.gradient, grads)
+            return grad.new_zeros(()).expand(grad.shape)
+
+        torch.Tensor.register_hook(self, collect)
+        torch.Tensor.register_post_accumulate_grad_hook(self, _forget_native_gradient)
+
+
+class ParameterAlias(Sharded):
+    """`.data` of a sharded parameter, or the parameter detached."""
+
+    param: DistributedParameter
+
+    @property
+    def owner(self) -> Slices:
+        return self.param if self._local is self.param.local else self  # the parameter may have left this memory
+
+    def mark_written(self) -> None:
+        if self.owner is self.param:
+            self.param.mark_written()
+        else:
+            super().mark_written()
+
+
+class _Slice(torch.autograd.Function):
+    """The slice of a parameter. Its gradient joins those that come over all ranks, instead of being added to `.grad` by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
+        ctx.param = param
+        return param.local.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> None:
+        storage = ctx.param.storage_of
+        storage.engine.backward.add_slice(storage.gradient, ctx.param.index_in_storage, grad)
+
+
+def _forget_native_gradient(param: torch.Tensor) -> None:
+    torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]  # zeros, in the place of what has been collected
+
+
+def _described(value: object) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def _gradients(  # noqa: PLR0913 (torch's arguments)
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    only_inputs: bool = True, allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """torch.autograd.grad with sharded parameters among the inputs: a backward pass that leaves `.grad` as it was."""
+    if create_graph or is_grads_batched:
         raise ParameterError(
-            "a DistributedParameter is one slice of a tensor and cannot be pickled: use bmtrain.save or state_dict()."
+            "torch.autograd.grad(create_graph=True) with respect to sharded parameters is not supported: take it with respect to "
+            "whole = param.gather(), and compute with that."
         )
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    before = [None if x.grad is None else x.grad.clone() for x in inputs]
+    for x in inputs:
+        x.grad = None
+    try:
+        torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=inputs)
+        found = [None if x.grad is None else x.grad.clone() for x in inputs]
+    finally:
+        for x, grad in zip(inputs, before, strict=True):
+            x.grad = grad
+    if materialize_grads:
+        found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
+    elif not allow_unused and any(grad is None for grad in found):
+        raise ParameterError("one of the inputs of torch.autograd.grad was not used in the graph: pass allow_unused=True if it may be.")
+    return tuple(found)
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
@@ -200,6 +448,9 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
         new = DistributedParameter.at(target, index, trainable)
         if isinstance(old, DistributedParameter):
             new._init_method, new.group, new._never_set = copy.copy(old._init_method), old.group, old._never_set
+            new._hooks, new._post_hooks = old._hooks.copy(), old._post_hooks.copy()
+            for name in set(vars(old)) - set(vars(new)):
+                vars(new)[name] = copy.deepcopy(vars(old)[name], memo)
             memo[id(old)] = new
         params.append(new)
     target.attach(params)
@@ -220,6 +471,11 @@ def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tu
             value = whole[index]
             yield name, value.clone() if value.device.type == "cpu" else value.cpu()
         del whole, value  # before the next is gathered
+
+
+def computed_with(x: torch.Tensor) -> torch.Tensor:
+    """What a layer computes with: the gathered tensor of a distributed parameter, this rank's part of a tensor-parallel one."""
+    return x.gather() if isinstance(x, DistributedParameter) else x
 
 
 def _split_of(data: torch.Tensor, dim: int, tp: Axis) -> Split | None:

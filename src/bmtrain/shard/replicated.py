@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.tape import Taping
 
@@ -25,6 +26,7 @@ class Replicated:
         self._world, self._taping, self._join = world, taping, join
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
+        self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         self._places: list[torch.Tensor] = []  # of gradients that graphs write, one per parameter
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
@@ -33,12 +35,24 @@ class Replicated:
     def __contains__(self, param: object) -> bool:
         return any(known is param for known in self)
 
+    knows = __contains__
+
+    def retire(self, param: torch.nn.Parameter) -> None:
+        """`param` has been replaced by a sharded parameter: whoever trains it from now on trains nothing."""
+        key = id(param)
+        self._retired[key] = weakref.ref(param, lambda _: self._retired.pop(key, None) and None)
+
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of these too from now on, and start all ranks from rank 0's values."""
         known = {id(param) for param in self}
         for param in params:
             if id(param) in known:
                 continue
+            if id(param) in self._retired:
+                raise ParameterError(
+                    f"an optimizer has a parameter of shape {tuple(param.shape)} that was replaced when its model was sharded: make the "
+                    "optimizer after bmtrain.BMTrainModelWrapper or Block."
+                )
             known.add(id(param))
             self._params.append(weakref.ref(param))
             if self._world.size > 1:

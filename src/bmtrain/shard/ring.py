@@ -10,13 +10,32 @@ class RingBuffer:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self._num_own = _num_references(tensor)
         self.owner: object | None = None
         self.free: torch.Event | None = None
         self.held = False
 
+    def part_from_readers(self) -> None:
+        """Leave the memory to those who have kept views of the old values, and get other.
+
+        A custom function may have kept a weight, a program may hold what a block returned, a graph made with create_graph=True
+        holds what backward read: filling the buffer under them would change their values in silence. Which memory a buffer has
+        is nobody's business on other ranks.
+        """
+        if _num_references(self.tensor) > self._num_own:
+            with torch.inference_mode(False):
+                self.tensor = torch.empty_like(self.tensor)
+            self.free, self._num_own = None, _num_references(self.tensor)
+
     def alias(self) -> torch.Tensor:
         """The same memory as a tensor with a version counter of its own: refilling it is not an in-place change to autograd."""
         return alias(self.tensor)
+
+
+def _num_references(tensor: torch.Tensor) -> int:
+    """Tensors, and what else, that share the memory of this one."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return count
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,6 +97,7 @@ class Ring:
                 buffer = RingBuffer(torch.empty(self._numel, dtype=self._dtype, device=self._device))
             self._buffers.append(buffer)
         buffer.owner, buffer.held = owner, True
+        buffer.part_from_readers()
         return buffer
 
     def give_back(self, buffer: RingBuffer, last_read: torch.Event | None) -> None:

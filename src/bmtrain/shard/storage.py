@@ -12,12 +12,15 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
+from bmtrain.shard.cut import Cut
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
 from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed
 from bmtrain.shard.ring import alias
+from bmtrain.shard.sharded import Sharded
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.transport import Source
 
 
@@ -65,16 +68,19 @@ class Storage:
         self.axis = placement.axis(engine.mesh)
         self.is_here = placement.is_here(engine.mesh)
         self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits)
+        self._cuts = [Cut.of(self.layout, i, self.axis, placement, engine.mesh) for i in range(len(self.layout.slots))]
         # Where nothing of the storage is, or a block may take it over, there is nothing for other ranks to read.
         numel = self.layout.shard_numel if self.is_here else 0
         self.shard, source = engine.transport.new_shard(numel, dtype, self.axis, shared=self.is_here and not adoptable)
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
-        self._counted_apart: list[weakref.ref[torch.nn.Parameter]] = []
         self._leaves: list[torch.Tensor] | None = None
         wire = GradientPolicy(
             dtype=dtype, reduce_dtype=policy.reduce_dtype or dtype, accumulate_dtype=policy.accumulate_dtype or dtype
         )
-        self.gradient = Gradient(self.layout, self._params, wire, engine.device, engine.transport, self.axis)
+        self.gradient = Gradient(
+            self.layout, self._params, wire, engine.device, engine.transport, self.axis,
+            functools.partial(_looking_whole, self._cuts),
+        )  # fmt: skip
         self.residence = self._make_residence(source)
         self.residence.is_pipelined = placement.stage is not None
         engine.register(self.residence, self.gradient)
@@ -91,13 +97,8 @@ class Storage:
         return Ringed(source, engine.transport, axis, version, engine.ring(self.layout.numel, self.dtype))
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Name the parameter objects of all slots, in order. Their `.data` must be the local slices."""
+        """Name the parameter objects of all slots, in order. They live here."""
         self._params.extend(weakref.ref(param) for param in params)
-        for param in params:
-            before = self.shard._version
-            torch.autograd.graph.increment_version(param)
-            if self.shard._version == before:  # it was made elsewhere, and counts writes by itself
-                self._counted_apart.append(weakref.ref(param))
 
     @property
     def params(self) -> list[torch.nn.Parameter | None]:
@@ -132,16 +133,15 @@ class Storage:
 
     def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's part, 1-D, of a tensor of slot `index`'s whole shape, tensor-parallel split undone."""
-        slot = self.layout.slots[index]
-        if slot.split is None:
-            return self.slice_of(index, value)
-        length = slot.shape[slot.split.dim]
-        return self.slice_of(index, value.narrow(slot.split.dim, slot.split.index * length, length))
+        return self.cut(index).own(value.detach())
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place."""
-        apart = [param._version for reference in self._counted_apart if (param := reference()) is not None]
-        return self.shard._version + sum(apart)
+        return 0 if self.shard.is_inference() else self.shard._version
+
+    def cut(self, index: int) -> Cut:
+        """How the parameter of slot `index` is cut into slices."""
+        return self._cuts[index]
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The full buffer's tensors, one per slot."""
@@ -172,6 +172,10 @@ class Storage:
         if self.placement.stage is not None:
             collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)
         return full
+
+
+def _looking_whole(cuts: Sequence[Cut], local: torch.Tensor, index: int) -> Slices:
+    return Sharded(local, cuts[index])
 
 
 def _version_of(storage: weakref.ref[Storage]) -> int:

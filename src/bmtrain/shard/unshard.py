@@ -20,12 +20,13 @@ from bmtrain.shard.storage import Storage
 class Unshard(torch.autograd.Function):
     """Gathered views of the slots of some storages. Backward reduces the gradients of all of them at once.
 
-    Full parameters are not leaves of the graph: autograd has nothing to accumulate and nothing keeps a full buffer alive.
+    Full parameters are not leaves of the graph: autograd has nothing to accumulate and nothing keeps a full buffer alive. The
+    sharded parameters are inputs, so that `backward(inputs=[parameter])` finds its way here; they get no gradient from autograd.
     """
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, use: Use) -> tuple[torch.Tensor, ...]:
-        ctx.use = use
+    def forward(ctx: Any, use: Use, leaf: torch.Tensor, *params: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        ctx.use, ctx.params_given = use, [param is not None for param in params]
         ctx.set_materialize_grads(False)
         views = use.views()
         ctx.mark_non_differentiable(*(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable))
@@ -33,9 +34,15 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        leaf, *nodes = [node for node, _ in ctx.next_functions]
+        if nodes and not torch._C._will_engine_execute_node(leaf):  # a pass for some inputs: the leaf is none of them
+            found = iter(nodes)
+            owners = [next(found) if is_given else None for is_given in ctx.params_given]
+            wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in owners]
+            grads = tuple([grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)])
         ctx.use.end(grads)
-        return None, None
+        return (None, None, *[None for _ in ctx.params_given])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +128,10 @@ class Use:
             return self._tied
         for storage, _ in self._trained():
             storage.gradient.expect()
-        views = list(Unshard.apply(self._storages[0].engine.leaf, self))
+        engine = self._storages[0].engine
+        # A captured pass must not meet the streams that autograd remembers of parameters which are in older graphs.
+        params = [] if engine.taping.is_taping else [param for storage in self._storages for param in storage.params]
+        views = list(Unshard.apply(self, engine.leaf, *params))
         if self._is_together:
             self._tied = views
         return views

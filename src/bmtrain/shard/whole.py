@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from bmtrain.distributed import collectives
+from bmtrain.distributed import collectives, results
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
+
+
+def gather_result(result: torch.Tensor) -> torch.Tensor:
+    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`. Collective.
+
+    Of a distributed parameter, its gradient or another tensor that is sharded: the whole tensor. Ranks may have different numbers
+    of rows; the other dims and the dtype must agree. 0-dim tensors give one row each.
+
+    Raises:
+        ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
+    """
+    return result.whole() if isinstance(result, Slices) else results.gather_result(result)
 
 
 class Whole:

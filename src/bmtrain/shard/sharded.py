@@ -1,0 +1,328 @@
+"""What torch's functions do with sharded tensors: on slices where that is all it takes, else on gathered whole tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from bmtrain.distributed import collectives
+from bmtrain.errors import ParameterError
+from bmtrain.shard import elementwise
+from bmtrain.shard.slices import Slices, is_vector_order, look_whole, norm, total
+from bmtrain.shard.window import Gathered, Window, shares_memory
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
+class Sharded(Slices):
+    """This rank's slice of the flattened tensor that looks whole: shape, dim, numel, dtype and device are the whole's.
+
+    Element-wise functions run on the slices; norms and sums are a local reduction and one collective; every other function gathers
+    its sharded arguments, differentiably, and runs on whole tensors. So a program computes what it computes in one process, or is
+    refused (ParameterError); all ranks must run it.
+    """
+
+    @classmethod
+    def kind(cls) -> type[Slices]:
+        return Sharded
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`func(*args, **kwargs)`, some of whose tensors are sharded, as one process computes it. Collective unless it says otherwise."""
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return _access(func, name, args)
+    if name in elementwise.OF_MEMORY:
+        raise ParameterError(
+            f"{name} of a sharded tensor: no memory holds all of it on one rank. Take param.gather(), a whole copy, or param.local, "
+            "this rank's slice; a module whose kernels read memory can be made a bmtrain.Block."
+        )
+    if name in elementwise.ABOUT or func is torch.autograd.backward:
+        return _natively(func, args, kwargs)
+    special = _SPECIAL.get(name)
+    out = NotImplemented if special is None else special(func, args, kwargs)
+    if out is NotImplemented and name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
+        out = _on_lists(func, name, args, kwargs)
+    if out is NotImplemented and _base(name) in elementwise.ELEMENTWISE:
+        out = _on_slices(func, name, args, kwargs)
+    return on_wholes(func, args, kwargs) if out is NotImplemented else out
+
+
+def _natively(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _access(func: Any, name: str, args: Args) -> Any:
+    """Attributes: those of values are gathered, the others are the whole's already."""
+    attribute = func.__self__.__name__
+    if name == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
+        return on_wholes(func, args, {})
+    if name == "__get__" and attribute == "_version":
+        return args[0].num_written
+    if name == "__set__" and attribute == "grad" and isinstance(args[1], torch.Tensor) and not isinstance(args[1], Slices):
+        args = (args[0], cut_like(args[1], args[0]))
+    return _natively(func, args, {})
+
+
+def cut_like(value: torch.Tensor, like: Slices) -> Slices:
+    """This rank's slice of `value`, a whole tensor or one that is sharded in another way, cut as `like`; without a graph.
+
+    Raises:
+        ParameterError: for another shape.
+    """
+    if isinstance(value, Slices) and value.cut.is_like(like.cut):
+        return value
+    if value.shape != like.shape:
+        raise ParameterError(f"got a tensor of shape {tuple(value.shape)} for a parameter of shape {tuple(like.shape)}.")
+    whole = value.whole() if isinstance(value, Slices) else _plain(value.detach())
+    return Sharded(like.cut.own(whole).to(like.device).clone(), like.cut)
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return _natively(x.as_subclass, (torch.Tensor,), {}) if isinstance(x, Window) else x
+
+
+def _base(name: str) -> str:
+    return name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name != "__invert__"
+    return name.endswith("_")
+
+
+def _tensors(args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+
+
+def refuse_leaf(x: torch.Tensor) -> None:
+    """ParameterError where autograd would raise in one process: `x` is about to be changed in place."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ParameterError("a sharded tensor that requires grad is changed in place: do it under torch.no_grad() or on param.data.")
+
+
+# On slices ------------------------------------------------------------------------------------------------------------------------
+
+
+def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """An element-wise function; NotImplemented if its operands do not lie alike."""
+    tensors = _tensors(args, kwargs)
+    writes = _writes(name)
+    like = args[0] if writes and args else next(x for x in tensors if isinstance(x, Slices))
+    if not isinstance(like, Slices) or "out" in kwargs or not all(_fits(x, like) for x in tensors):
+        return NotImplemented
+    if writes:
+        refuse_leaf(like)
+    own = {id(x): x.local if writes and x is like else _own(x, like) for x in tensors}
+    out = func(*_mapped(args, own), **_mapped(kwargs, own))
+    if writes:
+        like.mark_written()
+        return like
+    for x in tensors:
+        if out is own[id(x)]:
+            return x  # nothing was to be done
+    if name in ("detach", "alias"):
+        return like.alias()
+    return look_whole(out, like.cut, Sharded) if isinstance(out, torch.Tensor) else NotImplemented
+
+
+def _fits(x: torch.Tensor, like: Slices) -> bool:
+    """Whether this rank has what it needs of `x`, an operand beside `like`. The same on all ranks."""
+    if isinstance(x, Slices):
+        return x.shape == like.shape
+    # A 0-dim parameter is stored as a slice of one dim, which counts for more in the choice of the result's dtype.
+    return like.dim() > 0 and not x.is_sparse and _broadcasts(x.shape, like.shape)
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
+def _own(x: torch.Tensor, like: Slices) -> torch.Tensor:
+    """This rank's part of an operand, in the graph."""
+    if isinstance(x, Slices):
+        if not x.cut.is_like(like.cut):
+            return like.cut.own(gathered(x))
+        return x.differentiable_local() if x.requires_grad and torch.is_grad_enabled() else x.read()
+    if x.dim() == 0:
+        return _plain(x)
+    return like.cut.own(_plain(x).expand(like.shape)) if x.numel() != 1 else _plain(x).reshape(1)
+
+
+def _mapped(value: Any, own: Mapping[int, Any]) -> Any:
+    return tree_map_only(torch.Tensor, lambda x: own[id(x)], value)
+
+
+def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Functions of lists of tensors, as torch's optimizers call them."""
+    base = name.removeprefix("_foreach_").rstrip("_")
+    if base == "norm":
+        return _norms(args, kwargs)
+    is_known = base in elementwise.ELEMENTWISE or name in elementwise.FUSED or name == _UNSCALE
+    likes = _likes(args)
+    columns = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == len(likes)]
+    rows_fit = all(
+        _fits(x, like) if isinstance(like, Slices) else not isinstance(x, Slices)
+        for column in columns
+        for x, like in zip(column, likes, strict=True)
+        if isinstance(x, torch.Tensor)
+    )
+    if not is_known or not rows_fit or any(x.requires_grad and torch.is_grad_enabled() for x in _tensors(args, kwargs)):
+        return NotImplemented
+
+    def own(value: Any) -> Any:
+        if not any(value is column for column in columns):
+            return value
+        pairs = zip(value, likes, strict=True)
+        return [_own(x, like) if isinstance(x, torch.Tensor) and isinstance(like, Slices) else x for x, like in pairs]
+
+    out = func(*[own(value) for value in args], **{key: own(value) for key, value in kwargs.items()})
+    if name.endswith("_"):
+        written = [x for x in tree_leaves(args) if isinstance(x, Slices)] if name in elementwise.FUSED else likes
+        for x in {id(x.owner): x for x in written if isinstance(x, Slices)}.values():
+            x.mark_written()
+        if name == _UNSCALE:  # every rank hears of what one has found
+            collectives.all_reduce_(args[1], "max", next(x for x in likes if isinstance(x, Slices)).cut.mesh.world)
+        return None if out is None else likes
+    return [look_whole(x, like.cut, Sharded) if isinstance(like, Slices) else x for x, like in zip(out, likes, strict=True)]
+
+
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+
+
+def _likes(args: Args) -> Sequence[Any]:
+    """The first list: what the others go with."""
+    return next((x for x in args if isinstance(x, list | tuple)), ())
+
+
+def _norms(args: Args, kwargs: Kwargs) -> Any:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    return [torch.linalg.vector_norm(x, order, dtype=kwargs.get("dtype")) for x in args[0]]
+
+
+# On wholes ------------------------------------------------------------------------------------------------------------------------
+
+
+def gathered(x: Slices) -> torch.Tensor:
+    """The whole tensor, in the graph where gradients are wanted. Collective."""
+    return x.differentiable_whole() if x.requires_grad and torch.is_grad_enabled() else x.whole()
+
+
+def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = False) -> Any:
+    """Any function, on gathered tensors. What it writes into one is copied back; results that share its memory are windows.
+
+    Args:
+        same_on_all: it draws random numbers into a tensor: all ranks take rank 0's.
+    """
+    sharded = {id(x): x for x in _tensors(args, kwargs) if isinstance(x, Slices)}
+    wholes = {key: gathered(x) for key, x in sharded.items()}
+    before = {key: whole._version for key, whole in wholes.items()}
+    own = {id(x): wholes.get(id(x), x) for x in _tensors(args, kwargs)}
+    out = func(*_mapped(args, own), **_mapped(kwargs, own))
+    for key, whole in wholes.items():
+        if whole._version != before[key]:
+            refuse_leaf(sharded[key])
+            if same_on_all:
+                collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
+            sharded[key].take(whole.detach())
+    return tree_map_only(torch.Tensor, functools.partial(_as_result, sharded, wholes), out)
+
+
+def _as_result(sharded: Mapping[int, Slices], wholes: Mapping[int, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    for key, whole in wholes.items():
+        if out is whole:
+            return sharded[key]
+        if not isinstance(out, Slices) and shares_memory(out, whole):
+            return Window.onto(_plain(out), Gathered(whole.detach(), sharded[key]))
+    return out
+
+
+# Functions that are none of these -------------------------------------------------------------------------------------------------
+
+
+def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    given = {**dict(zip(("x", "order", "dim", "keepdim", "out", "dtype"), args, strict=False)), **kwargs}
+    x, order = given.get("x"), given.get("order", given.get("p", given.get("ord")))
+    if not isinstance(x, Slices) or (x.requires_grad and torch.is_grad_enabled()) or not x.is_floating_point():
+        return NotImplemented
+    if any(given.get(key) not in (None, False) for key in ("dim", "keepdim", "out", "dtype")):
+        return NotImplemented
+    if order is None or order == "fro":
+        return norm(x, 2.0)
+    of_matrix = func.__name__ == "linalg_norm" and x.dim() == 2
+    return norm(x, float(order)) if is_vector_order(order) and not of_matrix else NotImplemented
+
+
+def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    x = args[0] if args else None
+    if len(args) != 1 or kwargs or not isinstance(x, Slices) or not x.is_floating_point():
+        return NotImplemented
+    return total(x) if func.__name__ == "sum" else total(x) / x.numel()
+
+
+def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The sharded tensor lends its shape, dtype and device: nothing needs to be gathered."""
+
+    def stand_in(x: Slices) -> torch.Tensor:
+        return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+    if func.__name__.startswith("new_") or not isinstance(args[0], Slices):
+        own = {id(x): stand_in(x) if isinstance(x, Slices) else x for x in _tensors(args, kwargs)}
+        return func(*_mapped(args, own), **_mapped(kwargs, own))
+    return NotImplemented
+
+
+def _random(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return on_wholes(func, args, kwargs, same_on_all=True)
+
+
+def _initial(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """A function of torch.nn.init."""
+    with torch.no_grad():
+        return _random(func, args, kwargs)
+
+
+def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """One dim stays one dim."""
+    x = args[0] if args else None
+    is_flat = isinstance(x, Slices) and x.dim() == 1 and args[1:] in ((), (-1,), ((-1,),)) and not kwargs
+    return x if is_flat else NotImplemented
+
+
+def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """With `max_norm` rows of the weight are shortened before they are looked up: in the slices."""
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type")
+    if func is torch.nn.functional.embedding_bag:
+        names = ("input", "weight", "offsets", "max_norm", "norm_type")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    weight, max_norm = given.get("weight"), given.get("max_norm")
+    if max_norm is None or not isinstance(weight, Slices) or not isinstance(given.get("input"), torch.Tensor):
+        return NotImplemented
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, given["input"].contiguous().view(-1), max_norm, given.get("norm_type", 2.0))
+    place = names.index("max_norm")
+    args = (*args[:place], None, *args[place + 1 :]) if len(args) > place else args
+    return on_wholes(func, args, {key: value for key, value in kwargs.items() if key != "max_norm"})
+
+
+_SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "vector_norm"), _norm),
+    **dict.fromkeys(("sum", "mean"), _sum),
+    **dict.fromkeys(elementwise.SHAPED_LIKE, _shaped_like),
+    **dict.fromkeys(elementwise.RANDOM, _random),
+    **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flat),
+    **{name: _initial for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")},
+    **dict.fromkeys(("embedding", "embedding_bag"), _embedding),
+}

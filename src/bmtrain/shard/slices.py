@@ -1,0 +1,222 @@
+"""A tensor of which this rank stores a slice, and which looks whole; its place in autograd's graph.
+
+Gradients follow the rule of differentiable collectives: the loss of the run is the sum of all ranks' losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from bmtrain.distributed import autograd, collectives
+from bmtrain.errors import ParameterError
+from bmtrain.shard.cut import Cut
+
+
+class Slices(torch.Tensor):
+    """This rank's slice of the flattened tensor, with the shape of the whole. `Sharded` says what functions do with it.
+
+    To torch it is a tensor without memory: code that does not know of slices cannot read or write one by mistake.
+    """
+
+    _local: torch.Tensor  # (numel of the slice,), without a graph
+    _cut: Cut
+    _num_written: int = 0
+
+    def __new__(cls, local: torch.Tensor, cut: Cut) -> Slices:
+        """The slices `local`, cut like this."""
+        out = torch.Tensor._make_wrapper_subclass(cls, cut.shape, dtype=local.dtype, device=local.device)
+        out._local, out._cut = local, cut
+        return out
+
+    @classmethod
+    def kind(cls) -> type[Slices]:
+        """The class of results."""
+        raise NotImplementedError
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's slice of the flattened tensor, 1-D, without a graph. What is written into it is written into the tensor."""
+        return self._local
+
+    @property
+    def cut(self) -> Cut:
+        """Which slice that is."""
+        return self._cut
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same values outside of any graph: what is written there is written here."""
+        return self.alias()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        self.copy_(value)
+
+    def read(self) -> torch.Tensor:
+        """The slice, for a function that computes with it outside of any graph."""
+        return self._local
+
+    def alias(self) -> Slices:
+        """Another tensor with the same values in the same memory, outside of any graph."""
+        return self.kind()(self._local, self._cut)
+
+    def differentiable_local(self) -> torch.Tensor:
+        """The slice as part of the graph: its gradient is that of the slice, summed over the ranks' losses."""
+        out: torch.Tensor = _Slice.apply(self)
+        return out
+
+    def differentiable_whole(self) -> torch.Tensor:
+        """The whole tensor as part of the graph. Collective."""
+        out: torch.Tensor = _Gather.apply(self.differentiable_local(), self._cut)
+        return out
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, a copy outside of any graph. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._cut.whole(self._local)
+
+    def mark_written(self) -> None:
+        """The tensor has other values than it had. Called alike on all ranks, whether they own elements of it or not."""
+        self._num_written += 1
+
+    @property
+    def owner(self) -> Slices:
+        """Who counts writes into this memory."""
+        return self
+
+    @property
+    def num_written(self) -> int:
+        """How often the tensor was written: the same on all ranks."""
+        return self.owner._num_written
+
+    def take(self, whole: torch.Tensor) -> None:
+        """Take this rank's slice of `whole`. Called alike on all ranks."""
+        if whole.shape != self._cut.shape:
+            raise ParameterError(
+                f"a sharded tensor of shape {tuple(self._cut.shape)} cannot become one of shape {tuple(whole.shape)}."
+            )
+        with torch.no_grad():
+            self._local.copy_(self._cut.own(whole))
+        self.mark_written()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Needs no other rank."""
+        piece = self._cut.piece
+        return (
+            f"{type(self).__name__}(shape={tuple(self._cut.shape)}, dtype={self._local.dtype}, device='{self._local.device}', "
+            f"local=elements {piece.start} to {piece.stop})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec) if len(self._cut.shape) else format(self.item(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copied = self.kind()(self._local.clone(), self._cut)
+        return copied
+
+    def __copy__(self) -> Any:
+        return self.alias()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ParameterError(
+            f"a {type(self).__name__} is one slice of a tensor and cannot be pickled: use bmtrain.save or model.state_dict() for a "
+            "model, OptimManager.state_dict(gather_opt=True) for optimizers."
+        )
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up gradients, and little else."""
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        sharded = [x for x in tensors if isinstance(x, Slices)]
+        cut = sharded[0].cut
+        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 for x in tensors)
+        if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
+            raise ParameterError(f"{func} was called with a sharded parameter by code that cannot take one: pass param.gather().")
+        locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
+        out = func(*locals_[0], **locals_[1])
+        same = next((x for x in sharded if x.local is out), None)
+        return same if same is not None else cls.kind()(out, cut)
+
+
+_COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+
+
+def local_of(x: torch.Tensor) -> torch.Tensor:
+    """This rank's values: the slice, 1-D, of a tensor that is sharded, else the tensor itself."""
+    return x.local if isinstance(x, Slices) else x
+
+
+def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
+    """The sharded tensor of these slices, in the graph if they are."""
+    out: Slices = _Look.apply(local, cut, kind) if local.requires_grad and torch.is_grad_enabled() else kind(_without_graph(local), cut)
+    return out
+
+
+def _without_graph(local: torch.Tensor) -> torch.Tensor:
+    return local.detach() if local.requires_grad else local
+
+
+class _Look(torch.autograd.Function):
+    """A slice with a graph as a sharded tensor with a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
+        ctx.cut = cut
+        return kind(local.detach(), cut)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if isinstance(grad, Slices):
+            return grad.differentiable_local() if grad.requires_grad else grad.local, None, None
+        # Code that knows nothing of slices has computed with this tensor: the gradient is whole, of this rank's loss alone.
+        return ctx.cut.own(autograd.all_reduce(grad, "sum")), None, None
+
+
+class _Slice(torch.autograd.Function):
+    """The other way."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: Slices) -> torch.Tensor:
+        ctx.cut, ctx.kind = sharded.cut, sharded.kind()
+        return sharded.local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Slices:
+        return look_whole(grad, ctx.cut, ctx.kind)
+
+
+class _Gather(torch.autograd.Function):
+    """The whole tensor of slices. Every rank computes with all of it: gradients are summed over ranks, and cut."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        return cut.whole(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.cut.own(autograd.all_reduce(grad, "sum")), None
+
+
+def norm(x: Slices, order: float) -> torch.Tensor:
+    """The vector norm of all elements, 0-dim, outside of any graph. Collective."""
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    local = x.local.to(wide)
+    own = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
+    everyone = collectives.all_gather(own, x.cut.mesh.world)  # every element is owned by exactly one rank of the run
+    return torch.linalg.vector_norm(everyone, order).to(x.dtype)
+
+
+def total(x: Slices) -> torch.Tensor:
+    """The sum of all elements, 0-dim, differentiable. Collective."""
+    local = x.differentiable_local() if x.requires_grad and torch.is_grad_enabled() else x.local
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return autograd.all_reduce(local.sum(dtype=wide), "sum", x.cut.mesh.world).to(x.dtype)
+
+
+def is_vector_order(order: object) -> bool:
+    """Whether norms of slices of this order add up to that of the whole."""
+    return isinstance(order, int | float) and order > 0

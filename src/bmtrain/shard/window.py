@@ -1,0 +1,151 @@
+"""Window: a gathered tensor, or a view of one, through which a program may write into the sharded tensor behind it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from bmtrain.errors import ParameterError, StaleParameterError
+
+
+class Behind(Protocol):
+    """The sharded tensor behind a window."""
+
+    @property
+    def num_written(self) -> int:
+        """Changes, alike on all ranks, when it is written."""
+
+    def take(self, whole: torch.Tensor) -> None:
+        """Take this rank's slice of `whole`."""
+
+
+class Gathered:
+    """A gathered whole tensor, of which there are windows.
+
+    Args:
+        whole: all of it, without a graph.
+        behind: where it comes from.
+        is_snapshot: whether its values may be read when those behind it have changed.
+    """
+
+    def __init__(self, whole: torch.Tensor, behind: Behind, *, is_snapshot: bool = False) -> None:
+        self.whole, self._behind, self._is_snapshot = whole, behind, is_snapshot
+        self._num_written = behind.num_written
+
+    def check_read(self) -> None:
+        """StaleParameterError for old values."""
+        if not self._is_snapshot and self._behind.num_written != self._num_written:
+            raise _stale("was read")
+
+    def write_back(self) -> None:
+        """Copy what was written into `whole` to where it comes from. StaleParameterError for old values."""
+        if self._behind.num_written != self._num_written:
+            raise _stale("was written to")
+        self._behind.take(self.whole)
+        self._num_written = self._behind.num_written
+
+
+class Window(torch.Tensor):
+    """Whole values of a sharded tensor. What is computed from them is an ordinary tensor; views of them are windows too.
+
+    In one process a view of a parameter shares its memory. Here the whole is a copy: what is written into a window is copied to
+    the slice behind it, and a window onto values that have changed since is refused.
+
+    Raises:
+        StaleParameterError: when the values behind it have been changed in other ways since it was made. A snapshot, as
+            state_dict() gives them, can still be read then, but not written.
+        ParameterError: when a window that has a graph is written, as in one process the parameter itself could not be.
+    """
+
+    _gathered: Gathered  # this is a view of it
+
+    @classmethod
+    def onto(cls, view: torch.Tensor, gathered: Gathered) -> Window:
+        """The window `view`, which shares memory with what was gathered."""
+        with torch._C.DisableTorchFunctionSubclass():
+            window = view.as_subclass(cls)
+        window._gathered = gathered
+        return window
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        windows = list({id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Window)}.values())
+        for window in windows:
+            window._gathered.check_read()
+        if not all(issubclass(kind, Window) or kind is torch.nn.Parameter for kind in types if kind is not torch.Tensor):
+            # Another class has its say, with ordinary tensors in the place of these.
+            with torch._C.DisableTorchFunctionSubclass():
+                plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
+                before = [_version(window) for window in windows]
+            args, kwargs = tree_map_only(Window, lambda x: plain[id(x)], (args, kwargs))
+            out = func(*args, **kwargs)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                before = [_version(window) for window in windows]
+                out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [window for window, version in zip(windows, before, strict=True) if _version(window) != version]
+        for window in written:
+            window._write_back()
+        return tree_map_only(torch.Tensor, functools.partial(_shown, windows), out)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy of the values, with nothing behind it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(self)] = copied = self.detach().as_subclass(torch.Tensor).clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a file it is an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+    def __copy__(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return copy.copy(self.as_subclass(torch.Tensor))
+
+    def _write_back(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            has_graph = self.requires_grad and torch.is_grad_enabled()
+        if has_graph:
+            raise ParameterError(
+                "a view of a sharded parameter that requires grad was changed in place: do it under torch.no_grad() or on param.data."
+            )
+        self._gathered.write_back()
+
+
+def _stale(what: str) -> StaleParameterError:
+    return StaleParameterError(
+        f"a view or state dict of a sharded parameter {what} after the parameter had changed: it holds a copy of earlier values. Take "
+        "the view, or state_dict(), again."
+    )
+
+
+def _shown(windows: Sequence[Window], out: torch.Tensor) -> torch.Tensor:
+    """What the program gets in place of the result `out`: a window, if it shares memory with one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(out, Window) and any(out is window for window in windows):
+            return out
+        plain = out.as_subclass(torch.Tensor) if isinstance(out, Window) else out
+        for window in windows:
+            if shares_memory(plain, window):
+                return Window.onto(plain, window._gathered)
+    return plain
+
+
+def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two ordinary tensors are views of the same memory."""
+    try:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
+    except (RuntimeError, NotImplementedError):  # a layout that has no storage: sparse
+        return False
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
