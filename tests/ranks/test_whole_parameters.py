@@ -97,7 +97,7 @@ def train(make: Optimizers, model: nn.Module, is_plain: bool, *, extra: bool = F
             loss = loss + penalty * (1e-2 if is_plain else 1e-2 / bmt.world_size())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        return float(bmt.sum_loss(loss.detach()) * bmt.world_size()) if not is_plain else float(loss)
+        return float(loss.detach() if is_plain else bmt.sum_loss(loss.detach()) * bmt.world_size())
 
     for _ in range(steps):
         optimizer.step(closure)

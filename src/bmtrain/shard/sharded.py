@@ -143,7 +143,8 @@ def _fits(x: torch.Tensor, like: Slices) -> bool:
     if isinstance(x, Slices):
         return x.shape == like.shape
     # A 0-dim parameter is stored as a slice of one dim, which counts for more in the choice of the result's dtype.
-    return like.dim() > 0 and not x.is_sparse and _broadcasts(x.shape, like.shape)
+    same_dtype = like.dim() > 0 or x.dtype == like.dtype or not x.is_floating_point()
+    return same_dtype and not x.is_sparse and _broadcasts(x.shape, like.shape)
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
@@ -228,7 +229,9 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     """
     sharded = {id(x): x for x in _tensors(args, kwargs) if isinstance(x, Slices)}
     wholes = {key: gathered(x) for key, x in sharded.items()}
-    before = {key: whole._version for key, whole in wholes.items()}
+    # Functions of lists do not count what they write.
+    writes_lists = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_")) and func.__name__.endswith("_")
+    before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
     own = {id(x): wholes.get(id(x), x) for x in _tensors(args, kwargs)}
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
     for key, whole in wholes.items():
