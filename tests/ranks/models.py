@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from bmtrain.shard.slices import local_of
 
 VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36  # rows divide evenly over 1 to 4 ranks and 3 micro-batches
 MARK = 0  # rows that hold this token use the `sometimes` parameters
@@ -64,8 +65,8 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 def plain_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The same of a plain module."""
-    return {name: None if param.grad is None else param.grad.clone() for name, param in module.named_parameters()}
+    """The same of a plain module; of a sharded one this rank's slices."""
+    return {name: None if param.grad is None else local_of(param.grad).clone() for name, param in module.named_parameters()}
 
 
 @dataclasses.dataclass

@@ -87,8 +87,8 @@ def bad_modules() -> None:
     with pytest.raises(ConfigurationError, match="mode 'SPAM'"):
         bmt.Block(nn.Linear(2, 2), mode="SPAM")
     whole = nn.Linear(2, 2)
-    whole.register_parameter("index", nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False))
-    with pytest.raises(ParameterError, match=r"index.*int64.*buffer"):
+    whole.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(ParameterError, match=r"phase.*complex64.*buffer"):
         bmt.Block(whole)
     with pytest.raises(ParameterError, match="got list: expected a tensor"):
         bmt.DistributedParameter([1.0])  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ class NoReset(nn.Module):
 def loading() -> None:
     model = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
     before = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*\(5, 4\).*\(5, 3\)"):
+    with pytest.raises(RuntimeError, match=r"(?s)0\.weight.*\[5, 4\].*\[5, 3\]"):
         model.load_state_dict({**before, "0.weight": torch.ones(5, 4)})
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*1\.bias"):
         model.load_state_dict({name: value for name, value in before.items() if name != "1.bias"})

@@ -12,6 +12,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.shard.slices import local_of
 
 DIM = 17
 Gradients = list[torch.Tensor]
@@ -25,7 +26,7 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> Gradients:
-    return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return [local_of(param.grad).clone() for param in model.parameters() if param.grad is not None]
 
 
 def retained(model: nn.Module) -> Iterator[Gradients]:

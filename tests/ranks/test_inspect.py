@@ -150,9 +150,9 @@ def names_and_oddities() -> None:
 def bad_values() -> None:
     block = bmt.Block(nn.Linear(64, 16, bias=False))
     (weight,) = block.parameters()
-    assert weight.numel() == 1024 // bmt.world_size()
+    assert weight.local.numel() == 1024 // bmt.world_size()
     if bmt.rank() == bmt.world_size() - 1:
-        weight.data[3] = math.nan
+        weight.local[3] = math.nan
     summary = bmt.inspect.inspect_model(block, "weight")
     assert all(math.isnan(summary[0][key]) for key in VALUES)
     assert "nan" in bmt.inspect.format_summary(summary)

@@ -327,7 +327,7 @@ def parallel_states() -> None:
     theirs = copy.deepcopy(own)
     for index, param in enumerate(model.parameters()):
         axis = param.storage_of.axis
-        sizes = bmt.distributed.all_gather(torch.tensor([param.numel()]), axis).flatten().tolist()
+        sizes = bmt.distributed.all_gather(torch.tensor([param.local.numel()]), axis).flatten().tolist()
         assert sum(sizes) == param._original_shape.numel()
         share = -(-sum(sizes) // axis.size)
         cut = slice(axis.index * share, (axis.index + 1) * share)

@@ -50,7 +50,7 @@ def looked_for() -> None:
     params[1].grad = own
     replaced, _ = gradients.look()
     assert gradients.places is not places
-    assert any(part.grad.data_ptr() == own.data_ptr() for part in replaced.parts) or not own.numel()
+    assert any(part.grad.data_ptr() == own.local.data_ptr() for part in replaced.parts) or not own.local.numel()
     params[1].grad = None
     assert sum(len(part.piece.params) for part in gradients.look()[0].parts) == 3
     backward(manager, block, plain)

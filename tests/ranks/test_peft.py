@@ -58,7 +58,7 @@ def optimizer_states() -> None:
         manager.backward(model(**test_transformers.own_rows(test_transformers.batch(model, 0))).loss)
         manager.step()
         for name in ("exp_avg", "exp_avg_sq"):
-            own = sum(state[name].numel() for state in optimizer.state.values())
+            own = sum(state[name].local.numel() for state in optimizer.state.values())
             total = sum(bmt.gather_result(torch.tensor([own])).tolist())
             assert total == adapters, f"{kind.__name__}: {total} elements of {name} for {adapters} of the adapters"
 

@@ -12,6 +12,7 @@ from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, ParameterError
+from bmtrain.shard.slices import local_of
 
 WIDTH, LAYERS, ROWS, SEQ = 8, 5, 2, 3
 # world size, stages, tensor ranks, micro-batches
@@ -103,7 +104,7 @@ def train(use_checkpoint: bool, file: str, own_adam: bool, steps: int = 3) -> di
     bmt.save(model, file)
     out["full"] = on_cpu(model.state_dict())
     out["state"] = manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
-    out["sizes"] = {name: param.numel() for name, param in model.named_parameters()}
+    out["sizes"] = {name: local_of(param).numel() for name, param in model.named_parameters()}
     return {**out, "norms": norms, "losses": losses}
 
 
@@ -229,7 +230,7 @@ def pairs(frozen: tuple[int, ...], dropout: bool, use_checkpoint: bool = True) -
     for rows in (1, 2):  # another shape first: what was learned of one shape is not used for the other
         out, counted = blocks(x[:rows], count[:rows])
     (out * torch.arange(1.0, WIDTH + 1)).sum().backward()
-    engine_grads = {name: None if p.grad is None else p.grad.clone() for name, p in blocks.named_parameters()}
+    engine_grads = {name: None if p.grad is None else p.grad.local.clone() for name, p in blocks.named_parameters()}
     with torch.no_grad():
         quiet, _ = blocks(x, count)
     return {"x": x, "count": count, "out": out.detach(), "counted": counted, "grads": engine_grads, "quiet": quiet}
@@ -436,7 +437,8 @@ def shifted(users: tuple[int, ...], sharded: bool) -> dict[str, torch.Tensor | N
     manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     manager.backward(model(seeded(0).chunk(2)[bmt.rank()]))
     manager.step()
-    return {**model.state_dict(), "grad": dict(model.named_parameters())["shift"].grad}
+    grad = dict(model.named_parameters())["shift"].grad
+    return {**model.state_dict(), "grad": None if grad is None else local_of(grad)}
 
 
 @pytest.mark.parametrize("users", [(0,), (3,), ()])

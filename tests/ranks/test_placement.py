@@ -92,7 +92,7 @@ def run(blocked: bool, zero_level: int, folder: str, own_adam: bool) -> dict[str
     bmt.save(model, pathlib.Path(folder) / "model.pt")
     bmt.save(model, pathlib.Path(folder) / "model.safetensors")
     state = manager.state_dict(gather_opt=True)
-    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    sizes = {name: param.local.numel() for name, param in model.named_parameters()}
     whole = {name: param.gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
     return {"start": start, "norms": norms, "state": state, "whole": whole, "sizes": sizes}
 
@@ -168,7 +168,7 @@ def states() -> None:
     param = dict(model.named_parameters())["0.down"]
     assert param._original_shape == (WIDTH, FEATURES // 2) and param._tp_original_shape == (WIDTH, FEATURES)
     assert torch.equal(param.gather(), full["0.down"].chunk(2, 1)[bmt.config["tp_rank"]])
-    slices = bmt.distributed.all_gather(param.detach(), bmt.config["tp_comm"])
+    slices = bmt.distributed.all_gather(param.local, bmt.config["tp_comm"])
     assert torch.equal(param.tp_gather(), slices.view(-1))
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.down"):
         model.load_state_dict({**full, "0.down": full["0.down"].chunk(2, 1)[0]})

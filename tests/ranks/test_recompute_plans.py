@@ -203,14 +203,14 @@ def tensor_parallel() -> list[tuple[Level, ...]]:
         bmt.init_parameters(blocks)
         with torch.no_grad():
             for number, param in enumerate(blocks.parameters()):
-                param.copy_(torch.linspace(-0.2, 0.3, param.numel()) * (number + 1))
+                param.copy_(torch.linspace(-0.2, 0.3, param.numel()).view(param.shape) * (number + 1))
         for _ in range(5):
             blocks.zero_grad()
             x = inputs(8)
             out = run(blocks, x)
             plans.append(planner().levels)
         assert x.grad is not None
-        results.append([out, x.grad, *(param.grad.clone() for param in blocks.parameters() if param.grad is not None)])
+        results.append([out, x.grad, *(param.grad.local.clone() for param in blocks.parameters() if param.grad is not None)])
     for level, result in zip((*Level, "auto"), results, strict=True):
         for got, want in zip(result, results[0], strict=True):
             models.assert_same(got, want, str(level), 0.0)

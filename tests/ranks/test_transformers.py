@@ -301,9 +301,15 @@ def bad_input() -> None:
     quantised = gpt2()
     layer = quantised.transformer.h[1].mlp.c_fc
     layer.weight = nn.Parameter(layer.weight.detach().char(), requires_grad=False)
-    with pytest.raises(ParameterError, match=r"'transformer\.h\.1\.mlp\.c_fc\.weight' is torch\.int8.*quantisation"):
-        bmt.BMTrainModelWrapper(quantised)
-    assert not any(isinstance(param, bmt.DistributedParameter) for param in quantised.parameters()), "half a model was changed"
+    before = layer.weight.clone()
+    trained = gpt2()
+    layer = trained.transformer.h[1].mlp.c_fc
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.complex64))
+    with pytest.raises(ParameterError, match=r"'transformer\.h\.1\.mlp\.c_fc\.weight' is torch\.complex64.*Freeze it"):
+        bmt.BMTrainModelWrapper(trained)
+    assert not any(isinstance(param, bmt.DistributedParameter) for param in trained.parameters()), "half a model was changed"
+    kept = bmt.BMTrainModelWrapper(quantised).transformer.h[1].mlp.c_fc.weight
+    assert kept.dtype == torch.int8 and torch.equal(kept, before), "every rank keeps what nobody trains whole"
     with pytest.raises(ParameterError, match=r"'1\.weight' is lazy.*run the model once"):
         bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
     model = bmt.BMTrainModelWrapper(llama())

@@ -63,8 +63,10 @@ def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]
 
 
 def stays_whole(param: torch.nn.Parameter) -> bool:
-    """Whether every rank keeps all of a parameter, as of a buffer: whole numbers, truth values and the like, which nobody trains."""
-    return not param.dtype.is_floating_point and not param.requires_grad
+    """Whether every rank keeps all of a parameter, as of a buffer: frozen ones that are no plain floating point tensors."""
+    if isinstance(param, DistributedParameter) or param.requires_grad:
+        return False
+    return not param.dtype.is_floating_point or type(param.detach()) is not torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)

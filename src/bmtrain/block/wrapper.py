@@ -167,14 +167,14 @@ def _check(model: torch.nn.Module) -> None:
             continue
         if isinstance(param, torch.nn.parameter.UninitializedParameter):
             raise ParameterError(f"parameter {name!r} is lazy and has no shape yet: run the model once before it is sharded.")
-        kind = type(param.detach())
-        if stays_whole(param) and kind is torch.Tensor:
+        if stays_whole(param):
             continue
+        kind = type(param.detach())
         if not param.dtype.is_floating_point or kind is not torch.Tensor:
             what = str(param.dtype) if kind is torch.Tensor else f"a {kind.__name__}"
             raise ParameterError(
-                f"parameter {name!r} is {what}: only plain floating point tensors are sharded. Load the model without "
-                "quantisation, or register what is not trained as a buffer, which every rank keeps whole."
+                f"parameter {name!r} is {what}: only plain floating point tensors are sharded and trained. Freeze it, "
+                "param.requires_grad_(False), and every rank keeps it whole."
             )
 
 

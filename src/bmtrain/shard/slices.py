@@ -149,6 +149,11 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
     return x.local if isinstance(x, Slices) else x
 
 
+def memory_of(x: torch.Tensor) -> int:
+    """The address of the memory that `x` is a view of; 0 for a sharded tensor, which has none of its own, and a sparse one."""
+    return 0 if isinstance(x, Slices) or x.layout is not torch.strided else x.untyped_storage().data_ptr()
+
+
 def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
     """The sharded tensor of these slices, in the graph if they are."""
     out: Slices = _Look.apply(local, cut, kind) if local.requires_grad and torch.is_grad_enabled() else kind(_without_graph(local), cut)

@@ -14,6 +14,7 @@ import torch
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.schedule import Phase
+from bmtrain.shard.slices import memory_of
 from bmtrain.shard.storage import Storage
 
 
@@ -278,7 +279,7 @@ class Use:
         }
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
-            storage = owners.get(tensor.untyped_storage().data_ptr())
+            storage = owners.get(memory_of(tensor))
             if storage is None:
                 return tensor
             return Packed(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -295,7 +296,7 @@ class Use:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a buffer that is taken from this use when it ends."""
-        address = tensor.untyped_storage().data_ptr()
+        address = memory_of(tensor)
         return any(full.untyped_storage().data_ptr() == address for full in self._full.values())
 
     def _check_versions(self) -> None:
