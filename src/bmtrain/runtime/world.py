@@ -143,11 +143,11 @@ def launcher() -> int | None:
 def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     init_method: str = "env://",
     seed: int = 0,
-    zero_level: int = 3,
     pipe_size: int = -1,
     num_micro_batches: int | None = None,
     tp_size: int = 1,
     *,
+    zero_level: int = 3,
     device: str | torch.device | None = None,
     timeout: float = 1800.0,
     reduce_dtype: torch.dtype | None = None,
@@ -163,10 +163,10 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     Args:
         init_method: rendezvous as torch.distributed understands it; "env://" without a launcher is a world of one process.
         seed: seeds torch, random and numpy alike on every rank, so that all ranks initialise the same model.
-        zero_level: 2 or 3, the default of every Block.
         pipe_size: pipeline stages; -1 for no pipeline.
         num_micro_batches: micro-batches of the pipeline, by default as many as stages.
         tp_size: ranks that share each tensor-parallel layer.
+        zero_level: 2 or 3, the default of every Block.
         device: "cpu" or "cuda" to override the choice (CUDA where there is any).
         timeout: seconds a collective may wait for the other ranks.
         reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8: see `Defaults`.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
+from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.parameter import DistributedParameter, full_values
 
 
@@ -15,7 +16,7 @@ class DistributedModule(torch.nn.Module):
     """An nn.Module whose attribute of a DistributedParameter is the gathered, differentiable full tensor.
 
     Inside a running Block the attribute is the block's view and costs nothing. `state_dict()` is collective and returns full
-    tensors on the CPU on every rank; `load_state_dict` takes full tensors.
+    tensors on the CPU on every rank (`config["save_param_to_cpu"] = False`: on its device); `load_state_dict` takes full tensors.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +68,7 @@ class DistributedModule(torch.nn.Module):
         fresh = [name for name in out if name not in known]
         sharded = ((name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter))
         for name, value in full_values(sharded):
-            out[name] = value
+            out[name] = value.to(device_of_state_dicts())
         for name in fresh:
             if isinstance(out[name], torch.Tensor) and not keep:
                 out[name] = out[name].detach()
