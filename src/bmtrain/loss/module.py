@@ -63,7 +63,7 @@ class ClassLoss(torch.nn.Module):
         return torch.where(valid, target, 0), valid
 
     def average(self, loss_sum: torch.Tensor, row_loss: RowLoss, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """The mean over the weights of the rows; NaN where these have no weight, as in torch, with zero gradients if none is valid."""
+        """The mean over the weights of the rows; NaN where these have none, as in torch, with zero gradients if no row is valid."""
         total = row_loss.of_targets(target, valid).sum()
         # NaN is added, not divided by 0: the gradient of that quotient would be NaN too. Neither asks the GPU anything.
         divisor = torch.where(valid.any(), total, 1.0)
