@@ -117,8 +117,8 @@ class Inspector:
         """
         if any(key.is_pipelined for key in self._records):
             raise ConfigurationError(
-                "Inspector._summary: tensors of a pipelined pass cannot be taken into a loss; expected records of layers outside of "
-                "a PipelineTransformerBlockList. get_tensor(name) and get_summary() show these too."
+                "Inspector._summary: tensors of a pipelined pass cannot be taken into a loss; expected records of layers outside "
+                "of a PipelineTransformerBlockList. get_tensor(name) and get_summary() show these too."
             )
         unknown = dict.fromkeys(("min", "max", "mean", "std", "grad_mean", "grad_std", "inside_pipe"))
         return [
