@@ -445,6 +445,7 @@ CONFIG_NAMES = [
     "tp_rank", "tp_zero_rank", "tp_zero_size", "zero_rank", "zero_size", "micros", "topology", "comm",
     "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm", "load_stream", "calc_stream",
     "tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_event", "zero_level", "num_micro_batches", "save_param_to_cpu",
+    "loss_scale_factor", "loss_scale_steps",
 ]  # fmt: skip
 
 
@@ -477,7 +478,7 @@ def test_config_shows_the_run() -> None:
             "rank": rank, "local_rank": rank, "world_size": 4, "local_size": 4, "initialized": True, "pipe_size": 2,
             "pipe_enabled": True, "tp_size": 2, "tp_rank": rank % 2, "tp_zero_rank": rank // 2, "tp_zero_size": 2,
             "zero_rank": rank, "zero_size": 4, "micros": 2, "num_micro_batches": 2, "zero_level": 3, "save_param_to_cpu": True,
-            "pipe_idx": rank % 2,
+            "loss_scale_factor": 2, "loss_scale_steps": 1024, "pipe_idx": rank % 2,
         }  # fmt: skip
 
 

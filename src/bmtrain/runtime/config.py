@@ -115,6 +115,8 @@ _VALUES: dict[str, Callable[[World], Any]] = {
     "load_event": lambda current: current.service(_Streams).event,
     "zero_level": lambda current: current.defaults.zero_level,
     "num_micro_batches": lambda current: current.num_micro_batches,
+    "loss_scale_factor": lambda current: current.defaults.loss_scale_factor,
+    "loss_scale_steps": lambda current: current.defaults.loss_scale_steps,
     "save_param_to_cpu": lambda current: current.service(_Saving).to_cpu,
 }
 
@@ -137,6 +139,8 @@ _BEFORE: dict[str, Any] = {
     "num_micro_batches": 1,
     "zero_level": 3,
     "save_param_to_cpu": True,
+    "loss_scale_factor": 2,
+    "loss_scale_steps": 1024,
     "topology": Topology(rank=0, world_size=1),
 }
 
