@@ -526,3 +526,24 @@ def positions() -> list[Any]:
 
 def test_arguments_by_position() -> None:
     assert run_ranks(positions, 2, join=False) == [[2, True, 4, 1, 2]] * 2
+
+
+def old_loss_scale() -> None:
+    """CPM-Live's programs of 0.1.x give factor and steps to `init_distributed`, and "inf" to `clip_grad_norm`."""
+    torch.manual_seed(0)
+    model = bmt.Block(nn.Linear(3, 2))
+    optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.0, scale=32)
+    for _ in range(4):
+        optimizer.zero_grad()
+        optimizer.loss_scale(model(torch.ones(1, 3)).square().mean()).backward()
+        largest = max(float(x.abs().max()) for x in models.full_gradients(model).values() if x is not None) / optimizer.scale
+        norm_type: Any = "inf"
+        norm = bmt.optim.clip_grad_norm(optimizer.param_groups, 1e9, scale=optimizer.scale, norm_type=norm_type)
+        assert float(norm) == pytest.approx(largest)
+        bmt.optim_step(optimizer)
+    assert optimizer.scale == 32 * 8**2
+    assert bmt.config["loss_scale_factor"] == 8 and bmt.config["loss_scale_steps"] == 2
+
+
+def test_loss_scale_of_old_programs() -> None:
+    run_ranks(old_loss_scale, 2, init={"loss_scale_factor": 8, "loss_scale_steps": 2})
