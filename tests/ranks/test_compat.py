@@ -322,6 +322,7 @@ def distil(use_checkpoint: bool, zero_level: int) -> None:
             with torch.no_grad():
                 teacher(own(ids))
         records = inspector._summary
+        assert [record["summary_name"] for record in inspector.summary] == [f"{number}.hidden" for number in range(2 * LAYERS)]
         assert num_own == LAYERS and len(records) == 2 * LAYERS and records[0]["name"] == "hidden" and records[0]["group"] is None
         ours, theirs = records[:LAYERS], records[LAYERS:]
         assert all(x["requires_grad"] for x in ours) and not any(x["requires_grad"] for x in theirs)

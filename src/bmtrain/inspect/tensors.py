@@ -106,25 +106,36 @@ class Inspector:
             record.close()
 
     @property
-    def _summary(self) -> list[dict[str, Any]]:
+    def summary(self) -> list[dict[str, Any]]:
         """What was recorded on this rank, in order, as programs of BMTrain take it for losses of their own (distillation).
 
-        Each dict has name and group as recorded, `tensor`, which is the recorded tensor itself and not a copy, part of the graph
-        and with its gradient in `.grad`, its shape and whether it requires grad. The inspector keeps the graph alive with it.
+        Each dict has name and group as recorded, summary_name (`[group.]index.name`), `tensor`, its shape and requires_grad. The
+        tensor is the recorded one and not a copy, in the graph, with its gradient in `.grad`: the inspector keeps the graph alive.
 
         Raises:
             ConfigurationError: in a pipelined pass something was recorded: its graph belongs to the pipeline.
         """
         if any(key.is_pipelined for key in self._records):
             raise ConfigurationError(
-                "Inspector._summary: tensors of a pipelined pass cannot be taken into a loss; expected records of layers outside "
+                "Inspector.summary: tensors of a pipelined pass cannot be taken into a loss; expected records of layers outside "
                 "of a PipelineTransformerBlockList. get_tensor(name) and get_summary() show these too."
             )
         unknown = dict.fromkeys(("min", "max", "mean", "std", "grad_mean", "grad_std", "inside_pipe"))
+        names = {key: key.text(index) for key, index in number(in_order(self._in_graph)).items()}
         return [
-            {"name": key.name, "group": key.group, "tensor": x, "shape": x.shape, "requires_grad": x.requires_grad, **unknown}
+            {
+                "name": key.name,
+                "summary_name": names[key],
+                "group": key.group,
+                "tensor": x,
+                "shape": x.shape,
+                "requires_grad": x.requires_grad,
+                **unknown,
+            }
             for key, x in self._in_graph.items()
         ]
+
+    _summary = summary  # programs of BMTrain read either
 
     def get_summary(self) -> list[dict[str, Any]]:
         """Statistics over all ranks of everything recorded on any rank, in the order of recording. Collective.
