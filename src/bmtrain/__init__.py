@@ -4,7 +4,7 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 `optim.OptimManager`, keep with `save` and `load`.
 """
 
-from bmtrain import benchmark, distributed, inspect, loss, lr_scheduler, nn, optim, utils
+from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.graph import cuda_graph
 from bmtrain.block.pipeline import PipelineTransformerBlockList
@@ -12,7 +12,7 @@ from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
 from bmtrain.checkpoint import load, save
 from bmtrain.distributed import nccl
-from bmtrain.distributed.results import sum_loss, synchronize
+from bmtrain.distributed.results import sum_loss, synchronize, wait_loader
 from bmtrain.optim import optim_step
 from bmtrain.runtime.config import config
 from bmtrain.runtime.log import print_rank
@@ -60,5 +60,8 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "utils",
+    "wait_loader",
     "world_size",
 ]
+
+compat.make_importable()

@@ -22,5 +22,12 @@ class CheckpointError(RuntimeError):
     """A file that cannot be written, read or matched to the model. Raised on every rank when it failed on one."""
 
 
+class RemovedError(AttributeError):
+    """A name of BMTrain that has nothing to do here was used. An AttributeError, so that programs can ask whether it is there."""
+
+    def __init__(self, name: str, remedy: str) -> None:
+        super().__init__(f"{name} is a part of BMTrain that has no meaning here: {remedy}")
+
+
 class StaleParameterError(RuntimeError):
     """Parameters changed between the forward pass that used them and its backward pass."""

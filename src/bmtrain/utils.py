@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Mapping
-from typing import Any, SupportsFloat, TextIO
+from typing import Any, NoReturn, SupportsFloat, TextIO
 
 import rich.box
 import rich.console
@@ -15,9 +16,40 @@ import rich.text
 import torch
 
 from bmtrain.distributed.memory import DeviceMemory
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import print_rank
+
+
+def round_up(x: int, d: int) -> int:
+    """The smallest multiple of `d` that is at least `x`."""
+    return -(-x // d) * d
+
+
+def check_torch_version(version_str: str) -> int:
+    """Above 0 where torch is newer than "major.minor.patch", 0 where it is that version, below 0 where it is older."""
+    ours, theirs = (_version_number(text) for text in (torch.__version__, version_str))
+    return ours - theirs
+
+
+def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
+    """This tensor-parallel rank's equal part of `tensor` along `split_dim`, a copy.
+
+    Raises:
+        ConfigurationError: a dim that the tensor does not have or the ranks do not divide.
+    """
+    axis = world.current("tp_split_tensor").mesh.tp
+    if not -tensor.dim() <= split_dim < tensor.dim() or tensor.shape[split_dim] % axis.size:
+        raise ConfigurationError(
+            f"tp_split_tensor got shape {tuple(tensor.shape)} and split_dim={split_dim}: expected a dim that tp_size={axis.size} "
+            "divides."
+        )
+    return tensor.chunk(axis.size, dim=split_dim)[axis.index].clone(memory_format=torch.contiguous_format)
+
+
+def load_nccl_pypi() -> NoReturn:
+    """RemovedError: torch brings its NCCL along."""
+    raise RemovedError("bmtrain.utils.load_nccl_pypi", "torch.distributed brings its NCCL along; leave the call out.")
 
 
 class AverageRecorder:
@@ -98,6 +130,15 @@ def see_memory(message: str, detail: bool = False) -> None:
     print_rank(f"{message}: allocated {memory.held() / 2**30:.2f} GiB, peak {memory.shown.take() / 2**30:.2f} GiB")
     if detail:
         print_rank(torch.cuda.memory_summary(current.device))
+
+
+def _version_number(text: str) -> int:
+    """Of "2.8.0+cpu" 20800."""
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if found is None:
+        raise ConfigurationError(f"check_torch_version got {text!r}: expected a version such as '1.12.0'.")
+    major, minor, patch = (int(part or 0) for part in found.groups())
+    return major * 10000 + minor * 100 + patch
 
 
 def _print(what: rich.console.RenderableType, file: TextIO | None) -> None:

@@ -135,7 +135,7 @@ def collect_garbage_on_one_rank() -> float:
         with torch.no_grad():  # validation, twice, with another number of blocks than the training step
             models.loss_of(model, tokens, targets, step + 1)
             models.loss_of(model, tokens, targets, step + 2)
-    return float(bmt.sum_loss(loss))
+    return bmt.sum_loss(loss).item()
 
 
 def lose_a_block_between_forward_and_backward() -> torch.Tensor:

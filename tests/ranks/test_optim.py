@@ -488,7 +488,7 @@ def without_argument() -> None:
     manager.add_optimizer(AdamOptimizer(model.parameters()))
     loss = loss_of(model, mine(1), 1)
     whole = loss_of(plain, inputs(1), 1)
-    models.assert_same(bmt.sum_loss(loss), whole.detach(), "sum_loss")
+    models.assert_same(bmt.sum_loss(loss).detach(), whole.detach(), "sum_loss")
     manager.backward()
     whole.backward()
     models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), "backward()")

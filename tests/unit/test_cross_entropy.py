@@ -113,12 +113,22 @@ def test_ignored_rows_may_hold_anything(bad: float) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("rows", [ROWS, 0])
-def test_no_valid_target_gives_zero(reduction: str, rows: int) -> None:
+def test_no_valid_target_has_no_gradient(reduction: str, rows: int) -> None:
+    """As in torch: the mean is NaN, which says so, and the gradient zero, which changes nothing."""
     logits = torch.randn(rows, CLASSES, requires_grad=True)
     loss = FusedCrossEntropy(class_weights(), reduction=reduction, label_smoothing=0.1)(logits, torch.full((rows,), -100))
     loss.backward()
-    assert loss.item() == 0.0
+    assert loss.isnan() if reduction == "mean" else loss.item() == 0.0
     assert logits.grad is not None and not logits.grad.any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_valid_targets_without_weight_are_not_a_number(smoothing: float) -> None:
+    """As in torch, loss and gradient: classes of weight 0 are a mistake of the program, an empty batch is none."""
+    logits, weight = torch.randn(3, CLASSES, requires_grad=True), torch.ones(CLASSES).index_fill(0, torch.tensor(0), 0.0)
+    loss = FusedCrossEntropy(weight, label_smoothing=smoothing)(logits, torch.zeros(3, dtype=torch.long))
+    loss.backward()
+    assert loss.isnan() and logits.grad is not None and logits.grad.isnan().all()
 
 
 def test_large_logits_do_not_overflow() -> None:

@@ -61,8 +61,11 @@ def test_no_warmup_starts_at_the_top(schedule: type[WarmupLRScheduler]) -> None:
 
 @pytest.mark.parametrize("schedule", [Noam, NoDecay, Exponential])
 def test_no_end(schedule: type[WarmupLRScheduler]) -> None:
-    endless, ending = schedule(optimizer(), S, W, -1, 500), schedule(optimizer(), S, W, E, 500)
-    assert endless.current_lr == ending.current_lr > 0
+    ending = schedule(optimizer(), S, W, E, 500)
+    for end in (-1, None, -2):
+        endless = schedule(optimizer(), S, W, end, 500)
+        assert endless.current_lr == ending.current_lr > 0
+        endless.load_state_dict(endless.state_dict())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -123,7 +126,7 @@ def test_own_schedule_overrides_both_parts() -> None:
         (lambda: NoDecay(optimizer(), -S, 0, 1), ["start_lr", "got -0.3", "0 or more"]),
         (lambda: NoDecay(optimizer(), math.nan, 0, 1), ["start_lr", "got nan"]),
         (lambda: Noam(optimizer(), S, -1, 1), ["warmup_iter", "got -1", "no warm-up"]),
-        (lambda: Noam(optimizer(), S, 0, -2), ["end_iter", "got -2", "no end"]),
+        (lambda: Linear(optimizer(), S, 5, None), ["end_iter", "got None", "NoDecay"]),
         (lambda: Noam(optimizer(), S, 0, 9, -3), ["num_iter", "got -3"]),
         (lambda: Noam(optimizer(), S, 0, 9).step(-3), ["num_iter", "got -3"]),
         (lambda: Exponential(optimizer(), S, 0, 9, gamma=-1.0), ["gamma", "got -1.0"]),

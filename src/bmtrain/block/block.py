@@ -151,6 +151,8 @@ class Block(DistributedModule):
         hidden: list[torch.nn.Module] = self._hidden
         return hidden[0]
 
+    _module = _inner  # as BMTrain calls it
+
     @property
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""

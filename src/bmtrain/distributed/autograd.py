@@ -2,6 +2,9 @@
 
 Every rank of the communicator must call, with equal shapes and dtypes, and must run backward through the result if
 any does. A communicator is an `Axis` of the mesh; None is the whole world.
+
+`local_gradient=True` gives the gradients of BMTrain instead: those of this rank's own loss, as if the tensors of the other
+ranks were constants. Only `broadcast` communicates then in backward: there BMTrain adds up all ranks' gradients on every rank.
 """
 
 from __future__ import annotations
@@ -34,9 +37,13 @@ _DTYPES = (
 _MAX_DIMS = 16
 
 
-def all_gather(x: torch.Tensor, comm: Axis | None = None) -> torch.Tensor:
-    """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the sum."""
-    out: torch.Tensor = _AllGather.apply(x, _axis(comm, "all_gather"))
+def all_gather(x: torch.Tensor, comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
+    """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the sum.
+
+    Args:
+        local_gradient: backward takes this rank's part of its own gradient instead, as BMTrain's does.
+    """
+    out: torch.Tensor = _AllGather.apply(x, _axis(comm, "all_gather"), _checked_flag(local_gradient, "all_gather"))
     return out
 
 
@@ -58,36 +65,49 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
-def all_reduce(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str = "sum", comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
     """A new tensor of x's shape: the reduction of every rank's `x` by sum, avg, max, min or prod.
 
     Where several ranks have the same extremum its gradient is shared equally among them, as torch.amax does.
+
+    Args:
+        local_gradient: backward passes only this rank's gradient g on, as BMTrain's does: g for sum, g / ranks for avg, g times
+            the product of the other ranks' values for prod; for max and min, g where `x` is the extremum.
 
     Raises:
         ConfigurationError: for an unknown `op`.
     """
     axis = _axis(comm, "all_reduce")
     collectives.check_op(op)
+    local = _checked_flag(local_gradient, "all_reduce")
     out: torch.Tensor
     if op in ("sum", "avg"):
-        out = _Sum.apply(x, axis)
+        out = _Sum.apply(x, axis, local)
         return out / axis.size if op == "avg" else out
-    out = _Product.apply(x, axis) if op == "prod" else _Extremum.apply(x, op, axis)
+    out = _Product.apply(x, axis, local) if op == "prod" else _Extremum.apply(x, op, axis, local)
     return out
 
 
-def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None) -> torch.Tensor:
+def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
     """The `x` of the rank at place `root`, on every rank. Backward sums the gradients of all ranks at the root.
 
     Whether the result requires grad is decided by the root's `x`; that of the others gets a gradient of zeros.
+
+    Args:
+        local_gradient: backward gives that sum to every rank's `x`, as BMTrain's does. The result then requires grad on all
+            ranks if `x` does on any.
     """
     axis = _axis(comm, "broadcast")
     _check_place(root, axis, "broadcast")
+    local = _checked_flag(local_gradient, "broadcast")
     if torch.is_grad_enabled() and x.is_floating_point() and axis.size > 1:
         wanted = torch.tensor([x.requires_grad], dtype=torch.uint8, device="cpu")
-        collectives.broadcast_(wanted, root, axis)
+        if local:
+            collectives.all_reduce_(wanted, "max", axis)
+        else:
+            collectives.broadcast_(wanted, root, axis)
         x = (x if x.requires_grad else x.detach().requires_grad_()) if wanted.item() else x.detach()
-    out: torch.Tensor = _Broadcast.apply(x, root, axis)
+    out: torch.Tensor = _Broadcast.apply(x, root, axis, local)
     return out
 
 
@@ -142,6 +162,12 @@ def _axis(comm: Axis | None, what: str) -> Axis:
     return comm
 
 
+def _checked_flag(local_gradient: bool, what: str) -> bool:
+    if not isinstance(local_gradient, bool):
+        raise ConfigurationError(f"{what} got local_gradient={local_gradient!r}: expected True or False.")
+    return local_gradient
+
+
 def _check_place(place: int, axis: Axis, what: str) -> None:
     if not 0 <= place < axis.size:
         raise ConfigurationError(f"{what} got rank {place} of a communicator of {axis.size} ranks: expected 0 to {axis.size - 1}.")
@@ -149,13 +175,15 @@ def _check_place(place: int, axis: Axis, what: str) -> None:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis, ctx.shape = axis, x.shape
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
+        ctx.axis, ctx.shape, ctx.local = axis, x.shape, local
         return collectives.all_gather(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return reduce_scatter(grad, "sum", ctx.axis).reshape(ctx.shape), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.local:
+            return grad[ctx.axis.index], None, None
+        return reduce_scatter(grad, "sum", ctx.axis).reshape(ctx.shape), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -171,62 +199,71 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
+        ctx.axis, ctx.local = axis, local
         return collectives.all_reduce(x, "sum", axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, "sum", ctx.axis), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad if ctx.local else all_reduce(grad, "sum", ctx.axis), None, None
 
 
 class _Extremum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, op: str, axis: Axis, local: bool) -> torch.Tensor:
         out = collectives.all_reduce(x, op, axis)
-        ctx.axis = axis
+        ctx.axis, ctx.local = axis, local
         ctx.save_for_backward(x, out)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         x, out = ctx.saved_tensors
-        reached = (x == out).to(grad.dtype)
-        count = collectives.all_reduce(reached, "sum", ctx.axis)
+        reached = x == out
+        if ctx.local:
+            return torch.where(reached, grad, torch.zeros_like(grad)), None, None, None
+        count = collectives.all_reduce(reached.to(grad.dtype), "sum", ctx.axis)
         total = collectives.all_reduce(grad, "sum", ctx.axis)
-        return torch.where(reached.bool(), total / count, torch.zeros_like(total)), None, None
+        return torch.where(reached, total / count, torch.zeros_like(total)), None, None, None
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
+        ctx.axis, ctx.local = axis, local
+        # Ranks may run backward alone where gradients are local: nothing may be left for it to gather.
+        ctx.save_for_backward(_product_of_others(x, axis) if local else x)
         return collectives.all_reduce(x, "prod", axis)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The product of the other ranks' values, not product / x: a rank with the only zero has a gradient."""
-        (x,) = ctx.saved_tensors
-        parts = collectives.all_gather(x, ctx.axis)
-        parts[ctx.axis.index] = 1
-        return collectives.all_reduce(grad, "sum", ctx.axis) * parts.prod(0), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (saved,) = ctx.saved_tensors
+        if ctx.local:
+            return grad * saved, None, None
+        return collectives.all_reduce(grad, "sum", ctx.axis) * _product_of_others(saved, ctx.axis), None, None
+
+
+def _product_of_others(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Not product / x: a rank with the only zero has a gradient."""
+    parts = collectives.all_gather(x, axis)
+    parts[axis.index] = 1
+    return parts.prod(0)
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, root: int, axis: Axis) -> torch.Tensor:
-        ctx.root, ctx.axis = root, axis
+    def forward(ctx: Any, x: torch.Tensor, root: int, axis: Axis, local: bool) -> torch.Tensor:
+        ctx.reaches, ctx.axis = local or axis.index == root, axis
         out = x.clone(memory_format=torch.contiguous_format)
         collectives.broadcast_(out, root, axis)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = all_reduce(grad, "sum", ctx.axis)
-        return total if ctx.axis.index == ctx.root else torch.zeros_like(total), None, None
+        return total if ctx.reaches else torch.zeros_like(total), None, None, None
 
 
 class _Send(torch.autograd.Function):

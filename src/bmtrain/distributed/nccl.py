@@ -7,15 +7,18 @@ places in it.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import KINDS, Axis
 from bmtrain.runtime.world import World
 
 Buffer = torch.Tensor | torch.UntypedStorage | torch.TypedStorage
+NCCLCommunicator = Axis
 
 
 class _Batch:
@@ -137,6 +140,20 @@ def groupEnd() -> None:
     batch.depth -= 1
     if batch.depth == 0:
         batch.run()
+
+
+def getUniqueId() -> NoReturn:
+    """RemovedError: groups are made by `init_distributed`."""
+    raise RemovedError(
+        "bmtrain.nccl.getUniqueId", "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first."
+    )
+
+
+def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
+    """RemovedError: groups are made by `init_distributed`."""
+    raise RemovedError(
+        "bmtrain.nccl.commInitRank", "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first."
+    )
 
 
 def commCount(comm: Axis) -> int:

@@ -1,4 +1,4 @@
-"""Bringing ranks and their results together: a barrier, the mean loss, rows of all ranks. Outside autograd."""
+"""Bringing ranks and their results together: a barrier, the mean loss, rows of all ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import weakref
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.autograd import all_reduce
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.runtime.config import config
+from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
 
@@ -39,19 +42,33 @@ def synchronize() -> None:
     collectives.barrier(current.mesh.world)
 
 
-def sum_loss(loss: torch.Tensor | float) -> torch.Tensor:
-    """The mean of `loss` over ranks (the name is historical), for the log: detached, of the loss's shape and device.
+def sum_loss(loss: torch.Tensor | float, comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
+    """The mean of `loss` over ranks (the name is historical), of the loss's shape and device. Collective.
 
-    Collective. A number becomes a 0-dim float32 tensor on the rank's device. Half-precision losses are averaged in
-    float32 and returned in their dtype; integers give float32, as a mean is seldom whole.
+    Differentiable where `loss` is: backward through the mean on all ranks is backward through each rank's own loss. A number
+    becomes a 0-dim float32 tensor on the rank's device. Half-precision losses are averaged in float32 and returned in their
+    dtype; integers give float32, as a mean is seldom whole.
+
+    Args:
+        comm: the ranks, one of bmtrain.config such as config["comm"]; None is all.
+        local_gradient: backward divides by the number of ranks instead, as BMTrain's does (see `distributed.all_reduce`).
     """
     current = world.current("sum_loss")
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         current.service(LastLoss).remember(loss)
-    own = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
+    own = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
     wide = own.to(torch.promote_types(own.dtype, torch.float32))
-    mean = collectives.all_reduce(wide, "avg", current.mesh.world)
+    mean = all_reduce(wide, "avg", comm, local_gradient=local_gradient)
     return mean.to(own.dtype) if own.is_floating_point() else mean
+
+
+def wait_loader() -> None:
+    """Wait until the device has done what it had to do at the last call, so that the host is at most one step ahead of it."""
+    current = world.current("wait_loader")
+    event = config["load_event"]
+    if event is not None:
+        event.synchronize()
+        event.record(torch.cuda.current_stream(current.device))
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:

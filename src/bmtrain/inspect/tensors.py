@@ -86,6 +86,7 @@ class Inspector:
         self._records: dict[Key, Record] = {}
         self._counts: dict[tuple[str | None, str, Position], int] = {}
         self._agreed: dict[Key, int] = {}  # the indices, when the ranks last spoke of them
+        self._in_graph: dict[Key, torch.Tensor] = {}  # what was recorded itself, outside of pipelined passes
 
     def record(self, x: torch.Tensor, name: str, group: str | None, position: Position) -> None:
         """Keep a copy of `x`, and let its gradient come here."""
@@ -94,11 +95,47 @@ class Inspector:
         # Passes before this inspector was opened do not count: ranks may have had different numbers of them.
         key = Key(group, name, position.segment - self._begin, position.stage, count)
         self._records.setdefault(key, Record()).add(x, position.micro_batch)
+        if not key.is_pipelined:
+            self._in_graph[key] = x
+            if x.requires_grad:
+                x.retain_grad()
 
     def close(self) -> None:
         """Take no more gradients. What is there stays."""
         for record in self._records.values():
             record.close()
+
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        """What was recorded on this rank, in order, as programs of BMTrain take it for losses of their own (distillation).
+
+        Each dict has name and group as recorded, summary_name (`[group.]index.name`), `tensor`, its shape and requires_grad. The
+        tensor is the recorded one and not a copy, in the graph, with its gradient in `.grad`: the inspector keeps the graph alive.
+
+        Raises:
+            ConfigurationError: in a pipelined pass something was recorded: its graph belongs to the pipeline.
+        """
+        if any(key.is_pipelined for key in self._records):
+            raise ConfigurationError(
+                "Inspector.summary: tensors of a pipelined pass cannot be taken into a loss; expected records of layers outside "
+                "of a PipelineTransformerBlockList. get_tensor(name) and get_summary() show these too."
+            )
+        unknown = dict.fromkeys(("min", "max", "mean", "std", "grad_mean", "grad_std", "inside_pipe"))
+        names = {key: key.text(index) for key, index in number(in_order(self._in_graph)).items()}
+        return [
+            {
+                "name": key.name,
+                "summary_name": names[key],
+                "group": key.group,
+                "tensor": x,
+                "shape": x.shape,
+                "requires_grad": x.requires_grad,
+                **unknown,
+            }
+            for key, x in self._in_graph.items()
+        ]
+
+    _summary = summary  # programs of BMTrain read either
 
     def get_summary(self) -> list[dict[str, Any]]:
         """Statistics over all ranks of everything recorded on any rank, in the order of recording. Collective.

@@ -52,7 +52,7 @@ class CrossEntropyRows(torch.autograd.Function):
 class FusedCrossEntropy(ClassLoss):
     """As `torch.nn.CrossEntropyLoss` for class indices, with fp32 arithmetic and an fp32 result for every logits dtype.
 
-    A batch in which no target is valid gives 0 with a zero gradient (torch: NaN).
+    The mean over a batch in which no target is valid is NaN, as in torch, and its gradient is zero: such a batch changes nothing.
 
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.

@@ -63,10 +63,11 @@ class ClassLoss(torch.nn.Module):
         return torch.where(valid, target, 0), valid
 
     def average(self, loss_sum: torch.Tensor, row_loss: RowLoss, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """The mean over the weights of the rows."""
+        """The mean over the weights of the rows; NaN where these have none, as in torch, with zero gradients if no row is valid."""
         total = row_loss.of_targets(target, valid).sum()
-        # Without a valid row the sum is 0: dividing it by 1 keeps it, and asks the GPU nothing.
-        return loss_sum / torch.where(total == 0, 1.0, total)
+        # NaN is added, not divided by 0: the gradient of that quotient would be NaN too. Neither asks the GPU anything.
+        divisor = torch.where(valid.any(), total, 1.0)
+        return loss_sum / divisor + torch.where(total == 0, torch.nan, 0.0)
 
     def check_target(self, target: torch.Tensor, rows: torch.Tensor, num_classes: int) -> None:
         """ConfigurationError unless `target` and the class weights fit `rows` (rows, ...), the logits or hidden states."""

@@ -14,7 +14,7 @@ from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
 class Noam(WarmupLRScheduler):
     """Warm-up `s n / w**1.5`, then `s / sqrt(n)`: the schedule of "Attention is all you need" (2017), section 5.3.
 
-    Its highest learning rate is `s / sqrt(w)`. `end_iter` has no effect.
+    Its highest learning rate is `s / sqrt(w)`. `end_iter` has no effect and may be None.
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
@@ -27,7 +27,7 @@ class Noam(WarmupLRScheduler):
 
 
 class NoDecay(WarmupLRScheduler):
-    """Warm-up `s n / w`, then `s`. `end_iter` has no effect."""
+    """Warm-up `s n / w`, then `s`. `end_iter` has no effect and may be None."""
 
     def get_lr_decay(self, num_iter: int) -> float:
         """`s`."""
@@ -39,16 +39,26 @@ class _EndingScheduler(WarmupLRScheduler):
 
     def _progress(self, num_iter: int) -> float:
         """`(n - w) / (e - w)`: 0 at the end of the warm-up, 1 at `end_iter`."""
-        return (num_iter - self.warmup_iter) / (self.end_iter - self.warmup_iter)
+        return (num_iter - self.warmup_iter) / (self._end - self.warmup_iter)
+
+    @property
+    def _end(self) -> int:
+        """`end_iter`, which is a number here."""
+        if self.end_iter is None:
+            raise self._refused()
+        return self.end_iter
 
     def _check(self) -> None:
         super()._check()
-        if self.end_iter <= self.warmup_iter:
-            raise ConfigurationError(
-                f"end_iter of {type(self).__name__}: got {self.end_iter}, expected more than "
-                f"warmup_iter={self.warmup_iter}; give the iteration at which the decay ends, or take NoDecay or Noam, "
-                "which have no end."
-            )
+        if not self._end > self.warmup_iter:  # written so that NaN is refused too
+            raise self._refused()
+
+    def _refused(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"end_iter of {type(self).__name__}: got {self.end_iter}, expected more than "
+            f"warmup_iter={self.warmup_iter}; give the iteration at which the decay ends, or take NoDecay or Noam, "
+            "which have no end."
+        )
 
 
 class Linear(_EndingScheduler):
@@ -71,7 +81,7 @@ class Cosine(_EndingScheduler):
 
 
 class Exponential(WarmupLRScheduler):
-    """Warm-up `s n / w`, then `s gamma**(n - w)`. `end_iter` has no effect.
+    """Warm-up `s n / w`, then `s gamma**(n - w)`. `end_iter` has no effect and may be None.
 
     Args:
         optimizer: as for `WarmupLRScheduler`, like the four after it.
@@ -87,7 +97,7 @@ class Exponential(WarmupLRScheduler):
         optimizer: torch.optim.Optimizer,
         start_lr: float,
         warmup_iter: int,
-        end_iter: int,
+        end_iter: int | None,
         num_iter: int = 0,
         gamma: float = 0.95,
     ) -> None:

@@ -21,7 +21,7 @@ class WarmupLRScheduler(abc.ABC):
         optimizer: any `torch.optim.Optimizer`.
         start_lr: the highest learning rate, reached at the end of the warm-up; 0 or more.
         warmup_iter: length of the warm-up in iterations; 0 means none.
-        end_iter: iteration at which the decay ends; -1 means no end, where the decay allows that.
+        end_iter: iteration at which the decay ends; of no effect, whatever it is, where the decay has no end.
         num_iter: iteration to start from.
 
     Raises:
@@ -29,7 +29,7 @@ class WarmupLRScheduler(abc.ABC):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, start_lr: float, warmup_iter: int, end_iter: int, num_iter: int = 0
+        self, optimizer: torch.optim.Optimizer, start_lr: float, warmup_iter: int, end_iter: int | None, num_iter: int = 0
     ) -> None:
         self.optimizer = optimizer
         self.start_lr = start_lr
@@ -97,7 +97,6 @@ class WarmupLRScheduler(abc.ABC):
         """Refuse numbers that make no schedule; decays that need more say so in their own `_check`."""
         _check_at_least("start_lr", self.start_lr, 0, "a learning rate is not negative; maximize=True turns the sign")
         _check_at_least("warmup_iter", self.warmup_iter, 0, "0 means no warm-up")
-        _check_at_least("end_iter", self.end_iter, -1, "-1 means no end")
         _check_at_least("num_iter", self.num_iter, 0, "iterations are counted from 0")
 
 

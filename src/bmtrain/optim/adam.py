@@ -32,7 +32,7 @@ class AdamBase(torch.optim.Optimizer):
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0, hold_steps: int = 0, *, maximize: bool = False,
-        scale: float | None = None, scale_factor: float = 2, scale_steps: int = 1024,
+        scale: float | None = None, scale_factor: float | None = None, scale_steps: int | None = None,
     ) -> None:  # fmt: skip
         current = world.current(type(self).__name__)
         _check(lr, betas, eps, weight_decay, hold_steps)
@@ -49,7 +49,9 @@ class AdamBase(torch.optim.Optimizer):
         self._engine.replicate(param for param in flat if not isinstance(param, DistributedParameter))
         self._stepped: list[dict[str, Any]] = []  # states of the parameters that took the last step
         fp16 = any(param.dtype == torch.float16 for param in flat)
-        self.dynamic_scale = LossScale(scale if scale is not None else (65536.0 if fp16 else 1.0), scale_factor, scale_steps)
+        factor = current.defaults.loss_scale_factor if scale_factor is None else scale_factor
+        growth_steps = current.defaults.loss_scale_steps if scale_steps is None else scale_steps
+        self.dynamic_scale = LossScale(scale if scale is not None else (65536.0 if fp16 else 1.0), factor, growth_steps)
         self._scaled: weakref.ref[torch.Tensor] | None = None
 
     @property

@@ -41,7 +41,7 @@ def clip_grad_norm(
 
 def clip_gradients(gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float) -> torch.Tensor:
     """`clip_grad_norm` of parameters whose gradients have been looked for before."""
-    if not norm_type > 0:
+    if not float(norm_type) > 0:  # programs of BMTrain write "inf"
         raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
     found = gradients.look()
     norm = (_global_norm(*found, float(norm_type)) / scale).float()

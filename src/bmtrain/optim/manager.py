@@ -198,12 +198,17 @@ class OptimManager:
             self._scale.settle()
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole tensors for any world size."""
+        """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole tensors for any world size.
+
+        The keys are BMTrain's, and some more, which it does not read.
+        """
         self._settle()
         return {
             "optimizers": [_optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
-            "loss_scale": None if self._scale is None else self._scale.state_dict(),
+            "loss_scale": self.loss_scale,
+            "loss_scale_enabled": self._scale is not None,
+            "loss_scale_state": None if self._scale is None else self._scale.state_dict(),
             "num_steps": self._num_steps,
         }
 
@@ -224,9 +229,9 @@ class OptimManager:
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
-        is_scaled = state.get("loss_scale") is not None and state.get("loss_scale_enabled", True)  # the flag is BMTrain's
-        if self._scale is not None and is_scaled:
-            self._scale.load_state_dict(state["loss_scale"])
+        saved_scale = state.get("loss_scale_state") or state.get("loss_scale")  # a number alone where BMTrain wrote it
+        if self._scale is not None and saved_scale is not None and state.get("loss_scale_enabled", True):
+            self._scale.load_state_dict(saved_scale)
         self._num_steps = int(state.get("num_steps", 0))
 
 

@@ -57,7 +57,7 @@ class AdamOffloadOptimizer(AdamBase):
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
         weight_decay: float = 0, hold_steps: int = 0, record_delta: bool = False, *, maximize: bool = False,
-        scale: float | None = None, scale_factor: float = 2, scale_steps: int = 1024,
+        scale: float | None = None, scale_factor: float | None = None, scale_steps: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             params, lr, betas, eps, weight_decay, hold_steps,

@@ -1,13 +1,14 @@
-"""`bmtrain.config`: a read-only mapping over the current world, kept for BMTrain programs."""
+"""`bmtrain.config`: a mapping over the current world, kept for BMTrain programs, which write one of its values."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.topology import Topology
 from bmtrain.runtime.world import World
@@ -16,12 +17,13 @@ from bmtrain.runtime.world import World
 class Config(Mapping[str, Any]):
     """`config["rank"]` and so on: looked up in the running world; before it exists, the values of one process.
 
-    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams are None on a
-    CPU.
+    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams and events are None on
+    a CPU. `config["save_param_to_cpu"] = False` lets `state_dict()` of sharded modules leave whole tensors on the rank's device.
 
     Raises:
         KeyError: for a name that is not there, naming the nearest one.
-        TypeError: on assignment; arguments of `init_distributed` are the way to change anything.
+        ConfigurationError: on any other assignment; arguments of `init_distributed` are the way to change anything else.
+        NotInitializedError: on assignment before `init_distributed`.
     """
 
     def __getitem__(self, key: str) -> Any:
@@ -32,8 +34,15 @@ class Config(Mapping[str, Any]):
             return _VALUES[key](world.current("config"))
         return _BEFORE.get(key)
 
-    def __setitem__(self, key: str, value: object) -> NoReturn:
-        raise TypeError(f"config is read-only: pass what {key!r} should be to init_distributed().")
+    def __setitem__(self, key: str, value: object) -> None:
+        if key != "save_param_to_cpu":
+            raise ConfigurationError(
+                f"config[{key!r}] cannot be written: nothing would follow it. What can be chosen is an argument of "
+                'init_distributed(); config["save_param_to_cpu"] alone is written.'
+            )
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"config['save_param_to_cpu'] got {value!r}: expected True or False.")
+        world.current("config['save_param_to_cpu']").service(_Saving).to_cpu = value
 
     def __iter__(self) -> Iterator[str]:
         return iter(_VALUES)
@@ -45,11 +54,30 @@ class Config(Mapping[str, Any]):
         return f"Config({dict(self)})"
 
 
-class _LoadStream:
-    """The stream beside the compute stream on which a program may load data; one per run."""
+class _Saving:
+    """Whether state dicts are on the CPU; one per run."""
 
     def __init__(self, current: World) -> None:
-        self.stream = None if current.device.type == "cpu" else torch.cuda.Stream(current.device, priority=-1)
+        self.to_cpu = True
+
+
+def device_of_state_dicts() -> torch.device:
+    """Where `state_dict()` of sharded modules puts whole tensors."""
+    current = world.current("state_dict")
+    return torch.device("cpu") if current.service(_Saving).to_cpu else current.device
+
+
+class _Streams:
+    """Streams beside the compute stream, and an event, for what a program starts itself; one of each per run."""
+
+    def __init__(self, current: World) -> None:
+        self._device = current.device
+        self.load, self.tensor_parallel, self.pipeline = (self._stream(priority=-1) for _ in range(3))
+        self.barrier = self._stream(priority=0)
+        self.event = None if current.device.type == "cpu" else torch.cuda.Event()
+
+    def _stream(self, priority: int) -> torch.cuda.Stream | None:
+        return None if self._device.type == "cpu" else torch.cuda.Stream(self._device, priority=priority)
 
 
 def _calc_stream(current: World) -> torch.cuda.Stream | None:
@@ -79,8 +107,17 @@ _VALUES: dict[str, Callable[[World], Any]] = {
     "pipe_comm": lambda current: current.mesh.pipe,
     "pp_zero_comm": lambda current: current.mesh.pp_zero,
     "pp_tp_zero_comm": lambda current: current.mesh.pp_tp_zero,
-    "load_stream": lambda current: current.service(_LoadStream).stream,
     "calc_stream": _calc_stream,
+    "load_stream": lambda current: current.service(_Streams).load,
+    "tp_comm_stream": lambda current: current.service(_Streams).tensor_parallel,
+    "pp_comm_stream": lambda current: current.service(_Streams).pipeline,
+    "barrier_stream": lambda current: current.service(_Streams).barrier,
+    "load_event": lambda current: current.service(_Streams).event,
+    "zero_level": lambda current: current.defaults.zero_level,
+    "num_micro_batches": lambda current: current.num_micro_batches,
+    "loss_scale_factor": lambda current: current.defaults.loss_scale_factor,
+    "loss_scale_steps": lambda current: current.defaults.loss_scale_steps,
+    "save_param_to_cpu": lambda current: current.service(_Saving).to_cpu,
 }
 
 # What one process is before it joins a run; communicators and streams are None.
@@ -99,6 +136,11 @@ _BEFORE: dict[str, Any] = {
     "zero_rank": 0,
     "zero_size": 1,
     "micros": 1,
+    "num_micro_batches": 1,
+    "zero_level": 3,
+    "save_param_to_cpu": True,
+    "loss_scale_factor": 2,
+    "loss_scale_steps": 1024,
     "topology": Topology(rank=0, world_size=1),
 }
 

@@ -45,6 +45,8 @@ class Defaults:
         does not count its memory: there it bounds what those blocks keep for backward, and None keeps everything.
     compile: whether blocks run by compiled code in passes that lead to a backward pass.
     fp8: whether the linear maps of blocks are computed in eight bits.
+    loss_scale_factor, loss_scale_steps: by what the loss scale of an optimizer changes, and after how many good steps, in programs
+        of the 0.1.x API (`optimizer.loss_scale`, `optim_step`). An OptimManager has its own.
     """
 
     zero_level: int = 3
@@ -55,6 +57,8 @@ class Defaults:
     memory_limit: int | None = None
     compile: bool = False
     fp8: bool = False
+    loss_scale_factor: float = 2
+    loss_scale_steps: int = 1024
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
@@ -143,11 +147,11 @@ def launcher() -> int | None:
 def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     init_method: str = "env://",
     seed: int = 0,
-    zero_level: int = 3,
     pipe_size: int = -1,
     num_micro_batches: int | None = None,
     tp_size: int = 1,
     *,
+    zero_level: int = 3,
     device: str | torch.device | None = None,
     timeout: float = 1800.0,
     reduce_dtype: torch.dtype | None = None,
@@ -157,19 +161,20 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     memory_limit: int | None = None,
     compile: bool | None = None,
     fp8: bool = False,
+    loss_scale_factor: float = 2,
+    loss_scale_steps: int = 1024,
 ) -> None:
     """Join the run: read the launcher's environment, choose the device, build the groups, set the seeds.
 
     Args:
         init_method: rendezvous as torch.distributed understands it; "env://" without a launcher is a world of one process.
         seed: seeds torch, random and numpy alike on every rank, so that all ranks initialise the same model.
-        zero_level: 2 or 3, the default of every Block.
-        pipe_size: pipeline stages; -1 for no pipeline.
-        num_micro_batches: micro-batches of the pipeline, by default as many as stages.
+        pipe_size, num_micro_batches: pipeline stages, -1 for no pipeline; its micro-batches, by default as many as stages.
         tp_size: ranks that share each tensor-parallel layer.
+        zero_level: 2 or 3, the default of every Block.
         device: "cpu" or "cuda" to override the choice (CUDA where there is any).
         timeout: seconds a collective may wait for the other ranks.
-        reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8: see `Defaults`.
+        reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8, loss_scale_*: see `Defaults`.
         compile: likewise; None is yes on CUDA where Triton and a C compiler are found.
 
     Raises:
@@ -185,6 +190,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     defaults = Defaults(
         zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers,
         transport=transport, memory_limit=memory_limit, compile=_compiles(compile, chosen), fp8=fp8,
+        loss_scale_factor=loss_scale_factor, loss_scale_steps=loss_scale_steps,
     )  # fmt: skip
     topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
     micro_batches = _num_micro_batches(num_micro_batches, pipe_size)

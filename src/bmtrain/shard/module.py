@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
+from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.parameter import DistributedParameter, full_values
 from bmtrain.shard.window import Gathered, Window
 
@@ -17,7 +18,8 @@ class DistributedModule(torch.nn.Module):
 
     Its attributes are the parameters: they can be frozen, written, hooked and tied, and are gathered by functions that compute with
     them; inside a running Block they are the block's gathered views. `state_dict()` is collective and returns full tensors on the CPU
-    on every rank: copies, but what is written into one in place is written into the model. `load_state_dict` takes full tensors.
+    on every rank (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in place is written
+    into the model. `load_state_dict` takes full tensors.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -51,6 +53,7 @@ class DistributedModule(torch.nn.Module):
         fresh = [name for name in out if name not in known]
         sharded = ((name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter))
         for name, value in full_values(sharded):
+            value = value.to(device_of_state_dicts())
             out[name] = Window.onto(value, Gathered(value, out[name], is_snapshot=True))
         for name in fresh:
             if isinstance(out[name], torch.Tensor) and not keep:

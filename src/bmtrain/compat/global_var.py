@@ -1,0 +1,7 @@
+"""`bmtrain.global_var`: `bmtrain.config` of runtime/config.py, `rank` and `world_size` of runtime/world.py."""
+
+from bmtrain.runtime.config import Config as ConfigMap
+from bmtrain.runtime.config import config
+from bmtrain.runtime.world import rank, world_size
+
+__all__ = ["ConfigMap", "config", "rank", "world_size"]

@@ -1,0 +1,7 @@
+"""`bmtrain.inspect.model`: `inspect_model` of inspect/parameters.py, which looks into blocks and pipelines alike."""
+
+from bmtrain.inspect.parameters import inspect_model
+
+inspect_block = inspect_pipeline_transformer_block_list = inspect_model
+
+__all__ = ["inspect_block", "inspect_model", "inspect_pipeline_transformer_block_list"]

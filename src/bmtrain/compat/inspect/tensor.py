@@ -1,0 +1,8 @@
+"""`bmtrain.inspect.tensor`: `inspect_tensor`, `record_tensor` and the inspector of inspect/tensors.py."""
+
+from bmtrain.inspect.tensors import Inspector as InspectTensor
+from bmtrain.inspect.tensors import inspect_tensor, record_tensor
+
+InspectTensorManager = inspect_tensor
+
+__all__ = ["InspectTensor", "InspectTensorManager", "inspect_tensor", "record_tensor"]

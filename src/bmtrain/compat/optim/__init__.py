@@ -1,0 +1,1 @@
+"""Modules that are imported as `bmtrain.optim.*`."""

@@ -1,0 +1,6 @@
+"""`bmtrain.synchronize`: the functions of distributed/results.py and shard/whole.py. `bmtrain.synchronize()` itself is one of them."""
+
+from bmtrain.distributed.results import sum_loss, synchronize, wait_loader
+from bmtrain.shard.whole import gather_result
+
+__all__ = ["gather_result", "sum_loss", "synchronize", "wait_loader"]
