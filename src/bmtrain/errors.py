@@ -24,3 +24,7 @@ class CheckpointError(RuntimeError):
 
 class StaleParameterError(RuntimeError):
     """Parameters changed between the forward pass that used them and its backward pass."""
+
+
+class RecomputationError(RuntimeError):
+    """A forward pass cannot be computed again in backward as it was: something that it read has changed, or cannot be followed."""
