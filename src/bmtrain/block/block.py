@@ -16,7 +16,7 @@ from bmtrain.block.binding import Binding, Slices
 from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
-from bmtrain.block.offload import Host
+from bmtrain.block.offload import saving
 from bmtrain.block.outputs import before_backward_of, detached_from
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
@@ -24,6 +24,7 @@ from bmtrain.block.probe import Runs, measure, unmeasured
 from bmtrain.block.programs import Call, Programs, Structure, call, call_in_fp8
 from bmtrain.block.recompute import Level, Selective, level_of
 from bmtrain.block.replay import Replay, spare_buffers
+from bmtrain.block.scripted import open_slots
 from bmtrain.block.states import all_modules
 from bmtrain.block.whole import recomputed
 from bmtrain.errors import ConfigurationError
@@ -128,6 +129,7 @@ class Block(DistributedModule):
         inner = module._inner if isinstance(module, Block) else module
         # A list hides the module from nn.Module, which would prefix its names; sharing its dicts shows its children as ours.
         self._hidden = [inner]
+        open_slots(inner)
         self._parameters, self._buffers, self._modules = inner._parameters, inner._buffers, inner._modules
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         for name in _STATE_HOOKS:
@@ -160,6 +162,7 @@ class Block(DistributedModule):
     def shard(self) -> None:
         """Shard the parameters that are not yet: those of modules that have been put in since, too. Collective."""
         current = world.current("Block")
+        open_slots(self._inner)
         parts = self._parts()
         adopt(list(places_of(parts)), self._policy, current.service(Converted))
         for _, part in parts:
@@ -291,8 +294,7 @@ class Block(DistributedModule):
                 return self._run(run, args, kwargs)
         if compiled is None and level is Level.CHEAP:
             plain = Selective(plain)
-        current = world.current("Block")
-        taping = current.service(Taping)
+        current, taping = world.current("Block"), world.current("Block").service(Taping)
         draws, modules = taping.draws(), all_modules(self._inner)
         replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
         run, first_node = _Run(slices, use, plain, packs=False), torch._C._autograd._get_sequence_nr()
@@ -301,8 +303,8 @@ class Block(DistributedModule):
             with next(draws):
                 return self._compute(run, args, kwargs, apart)
 
-        with _saving(use, moved=moved):
-            out, views = recomputed(body, replay, args, kwargs, plain.forget if isinstance(plain, Selective) else _nothing)
+        with saving(use, moved=moved):
+            out, views = recomputed(body, replay, args, kwargs, plain.forget if isinstance(plain, Selective) else None)
         self._lend_before_backward_of(out, first_node, run, views)
         return out
 
@@ -349,13 +351,13 @@ class Block(DistributedModule):
     def _compute(
         self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Run the inner module on gathered parameters, leaves `apart` from the graph or tied to it; its output, and those."""
+        """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output, and those."""
         use, binding = run.use, self._binding
         again = spare_buffers([part for _, part in self._parts()]) if in_backward() else contextlib.nullcontext()
         with use.running(), again:
             views = use.open_apart() if apart else use.open()
             with binding.running(run.slices, use, views):
-                with _saving(use, packs=run.packs, moved=run.moved):
+                with saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
             return detached_from(use, out), views
@@ -387,10 +389,6 @@ class Block(DistributedModule):
 CheckpointBlock = Block
 
 
-def _nothing() -> None:
-    """Has no effect."""
-
-
 def _parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     return list(_plain_subtree("", module))
 
@@ -400,9 +398,3 @@ def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, to
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Block):
             yield from _plain_subtree(f"{path}{name}.", child)
-
-
-def _saving(use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()) -> contextlib.AbstractContextManager[object]:
-    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and `moved` is on the host."""
-    hooks = use.packing() if packs else contextlib.nullcontext()
-    return world.current("Block").service(Host).saving(moved, hooks) if moved else hooks

@@ -59,12 +59,8 @@ class Runs:
         def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> tuple[Any, Sequence[torch.Tensor]]:
             return (selective or plain)(self._module, given, named), ()  # parameters are leaves that the graph shows
 
-        out, _ = recomputed(body, replay, args, kwargs, _nothing if selective is None else selective.forget)
+        out, _ = recomputed(body, replay, args, kwargs, None if selective is None else selective.forget)
         return out, 0 if selective is None else selective.num_bytes()
-
-
-def _nothing() -> None:
-    """Has no effect."""
 
 
 def measure(

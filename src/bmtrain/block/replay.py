@@ -49,7 +49,7 @@ class Replay:
     ) -> None:
         # The tensors among `args` are handed in again: whoever keeps them may have moved them off the device meanwhile.
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
-        self._kwargs = dict(kwargs)
+        self._kwargs, self._modules = dict(kwargs), modules
         self._states = States()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # they may keep copies: changes are their affair
         for place, arg in enumerate(args):
@@ -73,6 +73,10 @@ class Replay:
     def check(self) -> None:
         """RecomputationError if the pass cannot be run again because a tensor that it read was changed in place."""
         self._states.check()
+
+    def attributes(self) -> list[torch.Tensor]:
+        """Tensors that the modules have as attributes now."""
+        return [x for module in self._modules for x in module.__dict__.values() if isinstance(x, torch.Tensor)]
 
     @contextlib.contextmanager
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

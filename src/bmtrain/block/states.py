@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bmtrain.block.scripted import Slots, attributes_of, put_attributes
 from bmtrain.errors import RecomputationError
 from bmtrain.runtime.seeding import is_generator
 from bmtrain.shard.module import DistributedModule
@@ -103,6 +104,8 @@ class States:
                 self._contents.append((own[hooks], dict(own[hooks])))
         self._contents.append((module._modules, dict(module._modules)))
         self._contents.append((module._buffers, dict(module._buffers)))
+        if isinstance(module, torch.jit.ScriptModule):
+            self._contents.append((_Compiled(module), attributes_of(module)))
         for key, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in self._known:
                 self._known[id(buffer)] = buffer
@@ -203,6 +206,10 @@ class _Object:
         self.value = value
 
 
+class _Compiled(_Object):
+    """The attributes of a module that TorchScript has compiled, apart from those that Python sees."""
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often `tensor` was changed in place; 0 for tensors that do not count."""
     return 0 if tensor.is_inference() else tensor._version
@@ -221,6 +228,8 @@ def _without_graph(value: Any) -> Any:
 def _contents_of(owner: Any) -> Any:
     if isinstance(owner, torch.nn.Module):
         return {key: value for key, value in owner.__dict__.items() if key not in _STANDARD}
+    if isinstance(owner, _Compiled):
+        return attributes_of(owner.value)
     if isinstance(owner, _Object):
         return _attributes_of(owner.value)
     if isinstance(owner, collections.OrderedDict):
@@ -234,10 +243,12 @@ def _put(owner: Any, contents: Any) -> None:
     """Let `owner` hold `contents`. Methods of subclasses are not asked: they may refuse, or do more."""
     if isinstance(owner, torch.nn.Module):
         _put_attributes(owner, {key for key in owner.__dict__ if key not in _STANDARD}, contents)
+    elif isinstance(owner, _Compiled):
+        put_attributes(owner.value, contents)
     elif isinstance(owner, _Object):
         _put_attributes(owner.value, _attributes_of(owner.value).keys(), contents)
     elif isinstance(owner, dict):
-        kind = collections.OrderedDict if isinstance(owner, collections.OrderedDict) else dict
+        kind: Any = next(kind for kind in (Slots, collections.OrderedDict, dict) if isinstance(owner, kind))
         kind.clear(owner)
         for key, value in contents.items():
             kind.__setitem__(owner, key, value)

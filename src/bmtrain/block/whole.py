@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from bmtrain.block.outputs import before_backward_of, map_tensors
 from bmtrain.block.replay import Replay
@@ -22,7 +22,7 @@ Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[tor
 
 
 def recomputed(
-    body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], on_script: Callable[[], None]
+    body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], on_script: Callable[[], None] | None = None
 ) -> tuple[Any, Sequence[torch.Tensor]]:
     """What `body` returns; it runs once more when backward comes to the output.
 
@@ -53,8 +53,10 @@ def recomputed(
     out = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
     used = params.pop()  # `run` lives as long as the graph, which must not keep full parameters
     if scripts.count() != before:
-        on_script()
+        if on_script is not None:
+            on_script()
         out = _as_one_node(out, _Again(body, replay, args, kwargs), used, first_node)
+        _refuse_backward_of(replay.attributes(), first_node)
     alive = weakref.ref(replay)  # whose end comes with that of what autograd has saved
 
     def check() -> None:
@@ -121,11 +123,13 @@ class _Plan:
 
     made: places of the outputs that the graph made, among all tensors of the output.
     captured: leaves that the module reads besides, such as parameters of blocks inside it.
+    is_reentrant: whether the module has checkpoints that work in full backward passes only.
     """
 
     again: _Again
     made: Sequence[int]
     captured: Sequence[torch.Tensor]
+    is_reentrant: bool
 
     def gradients(self, positional: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Of the inputs, the parameters and the captured leaves."""
@@ -145,7 +149,21 @@ class _Plan:
         if not (ends and wanted):
             return [None] * len(wanted)
         outputs, given = zip(*ends, strict=True)
+        if self.is_reentrant:
+            return self._in_full_pass(outputs, given, wanted)
         return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+
+    def _in_full_pass(
+        self, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        if not all(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in self.captured):
+            raise RecomputationError(
+                "gradients of some tensors only were asked for through a block that runs TorchScript, has a reentrant checkpoint "
+                "inside and is recomputed: call backward(), or give the checkpoint use_reentrant=False."
+            )
+        torch.autograd.backward(outputs, grads)
+        num_own = len(wanted) - len(self.captured)  # the others have got their gradients
+        return [leaf.grad for leaf in wanted[:num_own]] + [None] * len(self.captured)
 
 
 class _Whole(torch.autograd.Function):
@@ -176,16 +194,16 @@ def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_
         return out
     trained = [param for param in params if param.requires_grad]
     known = [*again.inputs, *trained]
-    captured = _captured([found[place] for place in different], known, first_node)
-    plan = _Plan(again, different, captured)
+    captured, is_reentrant = _captured([found[place] for place in different], known, first_node)
+    plan = _Plan(again, different, captured, is_reentrant)
     results = _Whole.apply(plan, [found[place] for place in different], *known, *captured)
     again.forget_tensors()
     renewed = {id(found[place]): result for place, result in zip(different, results, strict=True)}
     return map_tensors(lambda x: renewed.get(id(x), x), out)
 
 
-def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first_node: int) -> list[torch.Tensor]:
-    """Leaves that the graph of `made` reaches beside `known`.
+def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first_node: int) -> tuple[list[torch.Tensor], bool]:
+    """Leaves that the graph of `made` reaches beside `known`, and whether reentrant checkpoints are in it.
 
     Raises:
         RecomputationError: when it reaches something that is no leaf and was made before the pass.
@@ -194,6 +212,7 @@ def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first
     leaves: dict[int, torch.Tensor] = {}
     ways: list[tuple[Node | None, int]] = [(x.grad_fn, x.output_nr) for x in made]
     seen: set[Node] = set()
+    is_reentrant = False
     while ways:
         node, number = ways.pop()
         if node is None or node in seen or (node, number) in edges:
@@ -209,8 +228,23 @@ def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first
             )
         else:
             seen.add(node)
+            is_reentrant |= node.name() == f"{CheckpointFunction.__name__}Backward"
             ways.extend(node.next_functions)
-    return list(leaves.values())
+    return list(leaves.values()), is_reentrant
+
+
+def _refuse_backward_of(tensors: Iterable[torch.Tensor], first_node: int) -> None:
+    """Whoever comes to these finds the graph that was given up."""
+
+    def refuse(_: object) -> None:
+        raise RecomputationError(
+            "a gradient came to a tensor that the forward pass of a block has left in an attribute of its module; the block runs "
+            "TorchScript and is recomputed: let it return the tensor, or give the block use_checkpoint=False."
+        )
+
+    for tensor in tensors:
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
+            tensor.grad_fn.register_prehook(refuse)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
