@@ -16,7 +16,7 @@ from bmtrain.block.binding import Binding, Slices
 from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
-from bmtrain.block.offload import saving
+from bmtrain.block.offload import is_movable, saving
 from bmtrain.block.outputs import before_backward_of, detached_from
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
@@ -287,7 +287,7 @@ class Block(DistributedModule):
         plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
         if level is Level.NOTHING:
             return self._run(_Run(slices, use, plain, packs=torch.is_grad_enabled()), args, kwargs)
-        moved = [x for x in args if isinstance(x, torch.Tensor)] if level is Level.OFFLOADED else []
+        moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
         if compiled is not None and compiled.recomputes_inside:
             with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
                 run = _Run(slices, use, compiled.recomputing(level), packs=True, lends=compiled.runs_python, moved=moved)
