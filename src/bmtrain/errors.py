@@ -31,3 +31,7 @@ class RemovedError(AttributeError):
 
 class StaleParameterError(RuntimeError):
     """Parameters changed between the forward pass that used them and its backward pass."""
+
+
+class RecomputationError(RuntimeError):
+    """A forward pass cannot be computed again in backward as it was: something that it read has changed, or cannot be followed."""

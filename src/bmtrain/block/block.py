@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of, share_buffers
 from bmtrain.block.binding import Binding, Slices
 from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
-from bmtrain.block.offload import Host
+from bmtrain.block.offload import is_movable, saving
 from bmtrain.block.outputs import before_backward_of, detached_from
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
@@ -25,13 +24,16 @@ from bmtrain.block.probe import Runs, measure, unmeasured
 from bmtrain.block.programs import Call, Programs, Structure, call, call_in_fp8
 from bmtrain.block.recompute import Level, Selective, level_of
 from bmtrain.block.replay import Replay, spare_buffers
+from bmtrain.block.scripted import open_slots
+from bmtrain.block.states import all_modules
+from bmtrain.block.whole import recomputed
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.storage import ShardPolicy, Storage
-from bmtrain.shard.tape import Draws, Taping
+from bmtrain.shard.tape import Taping
 from bmtrain.shard.unshard import Use
 
 MODES = ("BLOCK", "PIPE")
@@ -127,6 +129,7 @@ class Block(DistributedModule):
         inner = module._inner if isinstance(module, Block) else module
         # A list hides the module from nn.Module, which would prefix its names; sharing its dicts shows its children as ours.
         self._hidden = [inner]
+        open_slots(inner)
         self._parameters, self._buffers, self._modules = inner._parameters, inner._buffers, inner._modules
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         for name in _STATE_HOOKS:
@@ -161,6 +164,7 @@ class Block(DistributedModule):
     def shard(self) -> None:
         """Shard the parameters that are not yet: those of modules that have been put in since, too. Collective."""
         current = world.current("Block")
+        open_slots(self._inner)
         parts = self._parts()
         adopt(list(places_of(parts)), self._policy, current.service(Converted))
         for _, part in parts:
@@ -285,21 +289,26 @@ class Block(DistributedModule):
         plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
         if level is Level.NOTHING:
             return self._run(_Run(slices, use, plain, packs=torch.is_grad_enabled()), args, kwargs)
-        moved = [x for x in args if isinstance(x, torch.Tensor)] if level is Level.OFFLOADED else []
+        moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
         if compiled is not None and compiled.recomputes_inside:
             with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
                 run = _Run(slices, use, compiled.recomputing(level), packs=True, lends=compiled.runs_python, moved=moved)
                 return self._run(run, args, kwargs)
         if compiled is None and level is Level.CHEAP:
             plain = Selective(plain)
-        replay, taping = Replay([part for _, part in self._parts()], args, kwargs), world.current("Block").service(Taping)
-        run = _Run(slices, use, plain, packs=False)
-        with _saving(use, moved=moved):
-            # Tensors go as arguments of their own: checkpoint keeps the random state of the devices that it finds there.
-            return checkpoint(
-                self._run_replayed, replay, run, taping.draws(), kwargs, *args,
-                use_reentrant=False, preserve_rng_state=not taping.is_capturing,
-            )  # fmt: skip
+        current, taping = world.current("Block"), world.current("Block").service(Taping)
+        draws, modules = taping.draws(), all_modules(self._inner)
+        replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
+        run, first_node = _Run(slices, use, plain, packs=False), torch._C._autograd._get_sequence_nr()
+
+        def body(args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> tuple[Any, list[torch.Tensor]]:
+            with next(draws):
+                return self._compute(run, args, kwargs, apart)
+
+        with saving(use, moved=moved):
+            out, views = recomputed(body, replay, args, kwargs, plain.forget if isinstance(plain, Selective) else None)
+        self._lend_before_backward_of(out, first_node, run, views)
+        return out
 
     def _compiled_now(self, arguments: Sequence[Any] = ()) -> CompiledModule | CompiledByDefault | None:
         """What computes this call in place of the module itself."""
@@ -334,27 +343,32 @@ class Block(DistributedModule):
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe)
 
-    def _run_replayed(self, replay: Replay, run: _Run, draws: Draws, kwargs: dict[str, Any], *args: Any) -> Any:
-        with next(draws), replay.run(args, kwargs) as arguments:
-            return self._run(run, *arguments)
-
     def _run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the inner module on gathered parameters."""
+        first_node = torch._C._autograd._get_sequence_nr()
+        out, views = self._compute(run, args, kwargs)
+        if run.lends:
+            self._lend_before_backward_of(out, first_node, run, views)
+        return out
+
+    def _compute(
+        self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
+    ) -> tuple[Any, list[torch.Tensor]]:
+        """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output, and those."""
         use, binding = run.use, self._binding
         again = spare_buffers([part for _, part in self._parts()]) if in_backward() else contextlib.nullcontext()
-        first_node = torch._C._autograd._get_sequence_nr()
         with use.running(), again:
-            views = use.open()
+            views = use.open_apart() if apart else use.open()
             with binding.running(run.slices, use, views):
-                with _saving(use, packs=run.packs, moved=run.moved):
+                with saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
-            out = detached_from(use, out)
-        if run.lends and torch.is_grad_enabled():
+            return detached_from(use, out), views
+
+    def _lend_before_backward_of(self, out: Any, first_node: int, run: _Run, views: Sequence[torch.Tensor]) -> None:
+        if torch.is_grad_enabled():
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            lend = functools.partial(self._lend, run.slices, use)
-            before_backward_of(out, first_node, lambda: use.lend(lend, end))
-        return out
+            lend = functools.partial(self._lend, run.slices, run.use)
+            before_backward_of(out, first_node, lambda: run.use.lend(lend, end))
 
     def _lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Modules find `tensors` in backward, and compute with them as they did in forward."""
@@ -386,9 +400,3 @@ def _plain_subtree(path: str, module: torch.nn.Module) -> Iterator[tuple[str, to
     for name, child in module._modules.items():
         if child is not None and not isinstance(child, Block):
             yield from _plain_subtree(f"{path}{name}.", child)
-
-
-def _saving(use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()) -> contextlib.AbstractContextManager[object]:
-    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and `moved` is on the host."""
-    hooks = use.packing() if packs else contextlib.nullcontext()
-    return world.current("Block").service(Host).saving(moved, hooks) if moved else hooks

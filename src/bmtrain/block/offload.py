@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import weakref
@@ -14,7 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bmtrain.block.memory import free_host_memory
 from bmtrain.distributed.streams import make_streams
+from bmtrain.errors import RecomputationError
+from bmtrain.runtime import world
 from bmtrain.runtime.world import World
+from bmtrain.shard.unshard import Use
 
 
 class Host:
@@ -48,14 +52,14 @@ class Host:
         """Give up what has left: later work on the compute stream may overwrite it.
 
         Raises:
-            RuntimeError: for a tensor that was overwritten on its way. What is on the host may be of before or after.
+            RecomputationError: for a tensor that was overwritten on its way. What is on the host may be of before or after.
         """
         leaving, self._leaving = self._leaving, []
         for entry in leaving:
             self._streams.compute_waits(entry.left)
         for entry in leaving:
             if entry.tensor._version != entry.version and entry.away() is not None:
-                raise RuntimeError(
+                raise RecomputationError(
                     f"the input of a block, of shape {tuple(entry.tensor.shape)}, was changed in place before it had been kept for "
                     "backward: clone it first, or give the block use_checkpoint=True or False."
                 )
@@ -219,3 +223,9 @@ def is_movable(x: torch.Tensor) -> bool:
     """Whether moving `x` frees memory: an activation that fills its storage."""
     fills = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x.requires_grad and not x.is_leaf and fills and x.numel() > 0
+
+
+def saving(use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()) -> contextlib.AbstractContextManager[object]:
+    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and `moved` is on the host."""
+    hooks = use.packing() if packs else contextlib.nullcontext()
+    return world.current("Block").service(Host).saving(moved, hooks) if moved else hooks

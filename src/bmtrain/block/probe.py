@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
 from bmtrain.block.memory import Memory, Uncounted, memory_of
@@ -20,6 +19,8 @@ from bmtrain.block.plan import Option
 from bmtrain.block.programs import Call
 from bmtrain.block.recompute import Level, Selective
 from bmtrain.block.replay import Replay, snapshot
+from bmtrain.block.states import all_modules
+from bmtrain.block.whole import recomputed
 from bmtrain.runtime import world
 
 _NUM_RUNS = 4  # the first compiles and fills caches
@@ -52,13 +53,14 @@ class Runs:
     def _outside(self, level: Level, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         plain = self._plain if self._compiled is None else self._compiled.plain
         selective = Selective(plain) if self._compiled is None and level is Level.CHEAP else None
-        replay = Replay(list(self._module.modules()), args, kwargs)
+        device = world.current("Block").device
+        replay = Replay(all_modules(self._module), args, kwargs, device)
 
-        def run(*own: Any) -> Any:
-            with replay.run(own, kwargs) as (given, named):
-                return (selective or plain)(self._module, given, named)
+        def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> tuple[Any, Sequence[torch.Tensor]]:
+            return (selective or plain)(self._module, given, named), ()  # parameters are leaves that the graph shows
 
-        return checkpoint(run, *args, use_reentrant=False), 0 if selective is None else selective.num_bytes()
+        out, _ = recomputed(body, replay, args, kwargs, None if selective is None else selective.forget)
+        return out, 0 if selective is None else selective.num_bytes()
 
 
 def measure(

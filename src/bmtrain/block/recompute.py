@@ -98,6 +98,10 @@ class Selective:
         with _Recalling(kept):
             return self._call(*args)
 
+    def forget(self) -> None:
+        """Runs in backward compute everything: they may not come to the same operators."""
+        self._kept = defaultdict(deque)
+
     def num_bytes(self) -> int:
         """Bytes of all results that are kept now."""
         return sum(result.num_bytes() for results in self._kept.values() for result in results)

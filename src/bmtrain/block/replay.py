@@ -1,4 +1,4 @@
-"""What a recomputation needs besides parameters: arguments and buffers as the forward pass found them."""
+"""What a recomputation needs besides parameters: the forward pass as it was, to be run again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from bmtrain.block.states import States
+from bmtrain.block.surroundings import Surroundings
+from bmtrain.runtime.seeding import default_generators
 
 # What copies of arguments share with the originals: values that do not change, and things that are no values.
 _SHARED = (
@@ -21,38 +25,76 @@ _SHARED = (
 class Replay:
     """One forward pass, to be run again.
 
-    A pass may change what it is given: a cache of keys and values grows, running statistics move. A recomputation starts from
-    copies of what was there before, and leaves alone what has become of it.
+    A pass may change what it is given and what its modules hold: a cache of keys and values grows, running statistics and
+    counters move, random numbers are drawn. A recomputation starts from what was there before, and leaves alone what has become
+    of it. Tensors are not copied, apart from buffers and other small ones of modules: they must not change in place.
 
     Args:
         modules: those that run.
-        args, kwargs: of the pass. Containers and plain objects are copied, the tensors inside are not.
+        args, kwargs: of the pass.
+        device: where it computes.
+        moved: those among `args` that leave the device meanwhile, and may then change.
+        draws: whether the generator of the device can be read, and set again.
     """
 
-    def __init__(self, modules: Sequence[torch.nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[torch.nn.Module],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        *,
+        moved: Sequence[torch.Tensor] = (),
+        draws: bool = True,
+    ) -> None:
         # The tensors among `args` are handed in again: whoever keeps them may have moved them off the device meanwhile.
-        self._arguments = snapshot(([None if isinstance(arg, torch.Tensor) else arg for arg in args], kwargs))
-        self._buffers = [(module, name, b, _version(b), b.clone()) for module, name, b in _buffers_of(modules)]
+        self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._kwargs, self._modules = dict(kwargs), modules
+        self._states = States()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # they may keep copies: changes are their affair
+        for place, arg in enumerate(args):
+            if not isinstance(arg, torch.Tensor):
+                self._states.add(arg, f"argument {place}")
+            elif hooks is None and not any(arg is other for other in moved):
+                self._states.watch(arg, f"argument {place}")
+        for name, arg in kwargs.items():
+            self._states.add(arg, f"argument {name!r}")
+        for module in modules:
+            self._states.add_module(module)
+        generators = [*default_generators(device if draws else None), *self._states.generators]
+        self._surroundings = Surroundings(device, generators)
         self._is_first = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing has run yet."""
+        return self._is_first
+
+    def check(self) -> None:
+        """RecomputationError if the pass cannot be run again because a tensor that it read was changed in place."""
+        self._states.check()
+
+    def attributes(self) -> list[torch.Tensor]:
+        """Tensors that the modules have as attributes now."""
+        return [x for module in self._modules for x in module.__dict__.values() if isinstance(x, torch.Tensor)]
 
     @contextlib.contextmanager
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """For the body of one run: its arguments. The first run takes those given."""
+        """For the body of one run: its arguments. The first run takes those given.
+
+        Raises:
+            RecomputationError: in a later one, for what `check` says.
+        """
         if self._is_first:
             self._is_first = False
             yield args, kwargs
-            self._buffers = [entry for entry in self._buffers if _has_changed(*entry[:4])]
+            self._states.settle()
             return
-        kept, kwargs = snapshot(self._arguments)
-        args = tuple(arg if isinstance(arg, torch.Tensor) else own for arg, own in zip(args, kept, strict=True))
-        now = [(module, name, module._buffers[name]) for module, name, *_ in self._buffers]
-        try:
-            for module, name, *_, before in self._buffers:
-                module._buffers[name] = before
-            yield args, kwargs
-        finally:
-            for module, name, buffer in now:
-                module._buffers[name] = buffer
+        self.check()
+        begun = self._states.at_begin
+        args = tuple(arg if isinstance(arg, torch.Tensor) else begun(own) for arg, own in zip(args, self._args, strict=True))
+        with self._surroundings.restored(), self._states.restored():
+            yield args, {name: begun(arg) for name, arg in self._kwargs.items()}
 
 
 @contextlib.contextmanager
@@ -91,18 +133,3 @@ def snapshot(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if isinstance(attributes, dict) and out is not value:
         attributes.update({name: snapshot(entry, memo) for name, entry in attributes.items()})
     return out
-
-
-def _buffers_of(modules: Sequence[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, torch.Tensor]]:
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
-
-
-def _version(buffer: torch.Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
-
-
-def _has_changed(module: torch.nn.Module, name: str, buffer: torch.Tensor, version: int) -> bool:
-    return module._buffers.get(name) is not buffer or _version(buffer) != version

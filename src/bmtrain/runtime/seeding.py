@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,3 +32,44 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"], device)
+
+
+def default_generators(device: torch.device | None) -> Sequence[Any]:
+    """What draws random numbers for whoever names no generator: on the CPU, on `device`, of `random`, and of numpy if imported."""
+    found: list[Any] = [torch.default_generator, random]
+    if device is not None and device.type != "cpu":
+        found.append(torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index])
+    numpy = sys.modules.get("numpy")
+    return found if numpy is None else [*found, numpy.random]
+
+
+def is_generator(value: object) -> bool:
+    """Whether `value` draws random numbers and can say where it stands: a generator of torch, `random` or numpy."""
+    if isinstance(value, torch.Generator | random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return False
+    return isinstance(value, numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator)
+
+
+def read_generator(generator: Any) -> Any:
+    """Where a generator stands. Takes what `default_generators` returns, and what `is_generator` is true of."""
+    if generator is random or isinstance(generator, random.Random):
+        return generator.getstate()
+    get_state = getattr(generator, "get_state", None)
+    return _bits_of(generator).state if get_state is None else get_state()
+
+
+def write_generator(generator: Any, state: Any) -> None:
+    """Put a generator where it stood."""
+    if generator is random or isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif getattr(generator, "set_state", None) is not None:
+        generator.set_state(state)
+    else:
+        _bits_of(generator).state = state
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)

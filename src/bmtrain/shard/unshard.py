@@ -137,6 +137,10 @@ class Use:
             self._tied = views
         return views
 
+    def open_apart(self) -> list[torch.Tensor]:
+        """The same as leaves of a graph of their own, for a recomputation that takes their gradients itself."""
+        return [view.detach().requires_grad_(flag) for view, flag in zip(self.views(), self.trainable, strict=True)]
+
     def select(self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]) -> list[torch.Tensor]:
         """Those of the views that are at `positions` among the slots of `storages`, which are this use's."""
         if storages is not self._storages:  # a use that several calls share

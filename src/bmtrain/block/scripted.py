@@ -1,0 +1,53 @@
+"""Modules that TorchScript has compiled: their parameters and buffers are in slots of its own, behind something like a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class Slots(dict[str, Any]):
+    """A dict whose tensors are those of a compiled module too."""
+
+    def __init__(self, module: torch.jit.ScriptModule, entries: Iterable[tuple[str, Any]]) -> None:
+        super().__init__(entries)
+        self._compiled = module._c
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if value is not None:
+            self._compiled.setattr(name, value)
+
+    def update(self, *others: Mapping[str, Any], **more: Any) -> None:  # type: ignore[override]  # of what is asked for here
+        for other in (*others, more):
+            for name, value in other.items():
+                self[name] = value
+
+
+def open_slots(module: torch.nn.Module) -> None:
+    """Let `module` and those below it have dicts, which take other tensors as those of plain modules do."""
+    for found in list(module.modules()):
+        part = found.__dict__.get("_actual_script_module", found)  # of a traced one
+        if isinstance(part, torch.jit.ScriptModule) and not isinstance(part.__dict__.get("_parameters"), dict):
+            own = part.__dict__
+            own["_modules"] = dict(own["_modules"].items())
+            own["_parameters"] = Slots(part, own["_parameters"].items())
+            own["_buffers"] = Slots(part, own["_buffers"].items())
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What compiled code of `module` may change beside buffers; nothing for plain modules."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return {}
+    tensors = {*module._parameters, *module._buffers}
+    names = [name for name in module._concrete_type.get_attributes() if name not in tensors]
+    return {name: module._c.getattr(name) for name in names}
+
+
+def put_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Put back what `attributes_of` has found."""
+    if isinstance(module, torch.jit.ScriptModule):
+        for name, value in attributes.items():
+            module._c.setattr(name, value)

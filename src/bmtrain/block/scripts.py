@@ -1,0 +1,37 @@
+"""Whether TorchScript has run. Its executor rewrites a function after the first calls, which then saves other tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bmtrain.runtime.world import World
+
+_NUM_WARM = 4  # calls after which the executor has settled
+
+
+class Scripts:
+    """Counts sightings of TorchScript on this rank. One per run, reached by `world.service(Scripts)`."""
+
+    def __init__(self, world: World) -> None:
+        self._idle: Any = None  # made when a program turns out to use TorchScript
+        self._graph: Any = None
+        self._count = 0
+
+    def count(self) -> int:
+        """Another number than last time if TorchScript has run on this thread in the meantime, inside of other code too."""
+        last = torch._C._last_executed_optimized_graph()
+        if last is not None and last is not self._graph:
+            self._count += 1
+            self._run_idle()
+        return self._count
+
+    def _run_idle(self) -> None:
+        """Run a function that does nothing: the next sighting of anything else is news."""
+        if self._idle is None:
+            self._idle = torch.jit.CompilationUnit("def idle():\n    return\n").idle
+            for _ in range(_NUM_WARM):
+                self._idle()
+        self._idle()
+        self._graph = torch._C._last_executed_optimized_graph()

@@ -1,0 +1,314 @@
+"""What Python objects hold when a forward pass begins, to be put back in place for its recomputation."""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bmtrain.block.scripted import Slots, attributes_of, put_attributes
+from bmtrain.errors import RecomputationError
+from bmtrain.runtime.seeding import is_generator
+from bmtrain.shard.module import DistributedModule
+
+_FIXED = frozenset({
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size, torch.dtype, torch.device,
+    torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    functools.partial, weakref.ref,
+})  # fmt: skip
+_STANDARD = frozenset(torch.nn.Module().__dict__) - {"training"}
+_HOOKS = tuple(name for name in torch.nn.Module().__dict__ if name.startswith(("_forward", "_backward")))
+# Objects of these packages are no state of a forward pass: locks, loggers, process groups. Exceptions are `_FOLLOWED`.
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bmtrain"}
+_FOLLOWED: frozenset[type] = frozenset({types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList})
+_SMALL = 4096  # elements of a tensor that is copied in case the pass changes it, as buffers of any size are
+
+
+@dataclasses.dataclass
+class _Seen:
+    """A tensor that the pass may read, and the version it had; a copy is kept for as long as the pass may change it."""
+
+    tensor: Callable[[], torch.Tensor | None]
+    version: int
+    where: str
+    copy: torch.Tensor | None = None
+
+    def version_now(self) -> int:
+        """The same as `version` where nobody can have changed it."""
+        tensor = self.tensor()
+        return self.version if tensor is None else version_of(tensor)
+
+
+class States:
+    """Lists, dicts, plain objects, attributes of modules, generators and tensors, as they are when they are added.
+
+    Contents are put back into the objects themselves: whoever else refers to them sees what it saw in the forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.generators: list[Any] = []
+        self._known: dict[int, Any] = {}
+        self._contents: list[tuple[Any, Any]] = []
+        self._tensors: list[_Seen] = []
+        self._copies: dict[int, Callable[[], Any]] = {}
+
+    def add(self, value: Any, where: str, *, owned: bool = False, direct: bool = True) -> None:
+        """Note `value` and all that it holds.
+
+        Args:
+            where: says in messages what it is.
+            owned: whether it belongs to a module: small tensors are copied then.
+            direct: whether what holds it can hold a copy instead.
+        """
+        kind = type(value)
+        if kind in _FIXED or id(value) in self._known:
+            return
+        if isinstance(value, torch.nn.Module | type | enum.Enum | BaseException | torch.nn.Parameter):
+            return
+        self._known[id(value)] = value  # alive, so that nothing else gets its number
+        if isinstance(value, torch.Tensor):
+            self.add_tensor(value, where, keep=owned and direct and value.numel() <= _SMALL)
+        elif is_generator(value):
+            self.generators.append(value)
+        elif isinstance(value, tuple | frozenset):
+            self._add_all(value, where, owned, direct=False)
+        else:
+            self._add_contents(value, where, owned)
+
+    def add_tensor(self, tensor: torch.Tensor, where: str, *, keep: bool = False) -> None:
+        """Note the version of a tensor; `keep` a copy of what is no part of a graph."""
+        kept = tensor.detach().clone() if keep and not tensor.requires_grad else None
+        self._tensors.append(_Seen(lambda: tensor, version_of(tensor), where, kept))
+
+    def watch(self, tensor: torch.Tensor, where: str) -> None:
+        """Note the version of a tensor that others keep for the recomputation."""
+        self._tensors.append(_Seen(weakref.ref(tensor), version_of(tensor), where))
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Note the attributes, buffers, children and hooks of a module, not of those below it."""
+        own, name = module.__dict__, type(module).__name__
+        for hooks in _HOOKS:
+            if isinstance(own.get(hooks), dict):
+                self._contents.append((own[hooks], dict(own[hooks])))
+        self._contents.append((module._modules, dict(module._modules)))
+        self._contents.append((module._buffers, dict(module._buffers)))
+        if isinstance(module, torch.jit.ScriptModule):
+            self._contents.append((_Compiled(module), attributes_of(module)))
+        for key, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in self._known:
+                self._known[id(buffer)] = buffer
+                self.add_tensor(buffer, f"buffer {key!r} of {name}", keep=True)
+        attributes = {key: value for key, value in own.items() if key not in _STANDARD}
+        for key, value in attributes.items():
+            if type(value) not in _FIXED:
+                attributes[key] = _without_graph(value)
+                self.add(attributes[key], f"attribute {key!r} of {name}", owned=True)
+        self._contents.append((module, attributes))
+
+    def settle(self) -> None:
+        """The forward pass is over: give up copies of what it has not changed."""
+        for seen in self._tensors:
+            tensor = seen.tensor()
+            if seen.copy is not None and tensor is not None and seen.version_now() != seen.version:
+                self._copies[id(tensor)] = seen.copy.clone
+                seen.version = -1  # whatever becomes of it, the copy is what counts
+            seen.copy = None
+
+    def check(self) -> None:
+        """RecomputationError if a tensor that the recomputation reads was changed in place."""
+        for seen in self._tensors:
+            if seen.version not in (-1, seen.version_now()):
+                raise RecomputationError(
+                    f"{seen.where}, a tensor that the forward pass of a block got, was modified by an inplace operation before "
+                    "backward came to the block, whose recomputation needs it as it was: change a clone of it, make it a buffer "
+                    "if the module itself changes it, or give the block use_checkpoint=False."
+                )
+
+    def at_begin(self, value: Any) -> Any:
+        """`value`, or a copy of what it was."""
+        make = self._copies.get(id(value))
+        return value if make is None else make()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, everything is as it was noted; afterwards, as it is now."""
+        now = [(owner, _contents_of(owner)) for owner, _ in self._contents]
+        try:
+            for owner, contents in self._contents:
+                _put(owner, self._begun(contents) if self._copies else contents)
+            yield
+        finally:
+            for owner, contents in now:
+                _put(owner, contents)
+
+    def _begun(self, contents: Any) -> Any:
+        if isinstance(contents, dict):
+            return {key: self.at_begin(value) for key, value in contents.items()}
+        return [self.at_begin(value) for value in contents] if isinstance(contents, list) else contents
+
+    def _add_contents(self, value: Any, where: str, owned: bool) -> None:
+        if isinstance(value, list | collections.deque | set | dict):
+            self._add_held(value, where, owned)
+        elif isinstance(value, bytearray | array.array) or _is_ndarray(value):
+            self._contents.append((value, copy.copy(value)))
+        elif isinstance(value, Iterator) and not isinstance(value, types.GeneratorType):
+            self._copies[id(value)] = functools.partial(copy.copy, copy.copy(value))
+        elif _is_plain(type(value)):
+            self._add_held(_Object(value), where, owned)
+        if isinstance(value, list | dict | set) and _is_plain(type(value)):
+            self._add_held(_Object(value), where, owned)
+
+    def _add_held(self, owner: Any, where: str, owned: bool) -> None:
+        contents = _contents_of(owner)
+        if owned and isinstance(contents, dict):
+            contents = {key: _without_graph(value) for key, value in contents.items()}
+        elif owned:
+            contents = [_without_graph(value) for value in contents]
+        self._contents.append((owner, contents))
+        self._add_all(contents.values() if isinstance(contents, dict) else contents, where, owned, direct=True)
+
+    def _add_all(self, values: Iterable[Any], where: str, owned: bool, *, direct: bool) -> None:
+        for value in values:
+            if type(value) not in _FIXED:
+                self.add(value, where, owned=owned, direct=direct)
+
+
+def all_modules(module: torch.nn.Module) -> Sequence[torch.nn.Module]:
+    """`module` and all below it; of a block the module that it is around, which has its names, buffers and children."""
+    found: dict[int, torch.nn.Module] = {}
+    ways = [module]
+    while ways:
+        module = ways.pop()
+        inner = module.__dict__.get("_hidden")
+        module = inner[0] if isinstance(module, DistributedModule) and inner else module
+        if id(module) not in found:
+            found[id(module)] = module
+            ways.extend(child for child in module._modules.values() if child is not None)
+    return list(found.values())
+
+
+class _Object:
+    """The attributes of a plain object, apart from what it holds as a list or a dict."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Compiled(_Object):
+    """The attributes of a module that TorchScript has compiled, apart from those that Python sees."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was changed in place; 0 for tensors that do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _without_graph(value: Any) -> Any:
+    """A tensor apart from its graph, in tuples too. What a module keeps of its last pass would keep all passes before alive."""
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor | tuple) for entry in value):
+        entries = [_without_graph(entry) for entry in value]
+        return tuple(entries) if type(value) is tuple else tuple.__new__(type(value), entries)
+    return value
+
+
+def _contents_of(owner: Any) -> Any:
+    if isinstance(owner, torch.nn.Module):
+        return {key: value for key, value in owner.__dict__.items() if key not in _STANDARD}
+    if isinstance(owner, _Compiled):
+        return attributes_of(owner.value)
+    if isinstance(owner, _Object):
+        return _attributes_of(owner.value)
+    if isinstance(owner, collections.OrderedDict):
+        return dict(collections.OrderedDict.items(owner))
+    if isinstance(owner, dict):
+        return dict(dict.items(owner))
+    return copy.copy(owner) if isinstance(owner, bytearray | array.array) or _is_ndarray(owner) else list(owner)
+
+
+def _put(owner: Any, contents: Any) -> None:
+    """Let `owner` hold `contents`. Methods of subclasses are not asked: they may refuse, or do more."""
+    if isinstance(owner, torch.nn.Module):
+        _put_attributes(owner, {key for key in owner.__dict__ if key not in _STANDARD}, contents)
+    elif isinstance(owner, _Compiled):
+        put_attributes(owner.value, contents)
+    elif isinstance(owner, _Object):
+        _put_attributes(owner.value, _attributes_of(owner.value).keys(), contents)
+    elif isinstance(owner, dict):
+        kind: Any = next(kind for kind in (Slots, collections.OrderedDict, dict) if isinstance(owner, kind))
+        kind.clear(owner)
+        for key, value in contents.items():
+            kind.__setitem__(owner, key, value)
+    elif isinstance(owner, list):
+        list.__setitem__(owner, slice(None), contents)
+    elif isinstance(owner, collections.deque):
+        collections.deque.clear(owner)
+        collections.deque.extend(owner, contents)
+    elif isinstance(owner, set):
+        set.clear(owner)
+        set.update(owner, contents)
+    elif _is_ndarray(owner):
+        owner[...] = contents
+    else:
+        owner[:] = contents
+
+
+def _put_attributes(owner: Any, names: Iterable[str], attributes: dict[str, Any]) -> None:
+    own, slots = getattr(owner, "__dict__", {}), _slots_of(type(owner))
+    for name in list(names):
+        if name not in attributes:
+            own.pop(name) if name in own else object.__delattr__(owner, name)
+    for name, value in attributes.items():
+        if name in slots:
+            object.__setattr__(owner, name, value)
+        else:
+            own[name] = value
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    slots = _slots_of(type(value))
+    found = dict(getattr(value, "__dict__", {}))
+    for name in slots:
+        held = getattr(value, name, _MISSING)
+        if held is not _MISSING:
+            found[name] = held
+    return found
+
+
+_MISSING = object()
+
+
+_KINDS: weakref.WeakKeyDictionary[type, Sequence[str]] = weakref.WeakKeyDictionary()
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    """Attributes that objects of this class have outside of their `__dict__`."""
+    found = _KINDS.get(kind)
+    if found is None:
+        own = [vars(base) for base in kind.__mro__ if _is_plain(base) and "__slots__" in vars(base)]
+        found = [name for each in own for name, slot in each.items() if isinstance(slot, types.MemberDescriptorType)]
+        _KINDS[kind] = found
+    return found
+
+
+def _is_plain(kind: type) -> bool:
+    """Whether objects of this class are state of the program, with attributes that can be put back."""
+    return kind.__module__.partition(".")[0] not in _FOREIGN or kind in _FOLLOWED
+
+
+def _is_ndarray(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)

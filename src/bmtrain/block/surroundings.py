@@ -1,0 +1,73 @@
+"""What a forward pass finds outside of its module and arguments: generators, autocast, the default device, switches of torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from bmtrain.runtime.seeding import read_generator, write_generator
+
+# Read, and set. They decide which operators run, and so what these save for backward.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
+class Surroundings:
+    """They are as they were, once more, in the body of `restored`.
+
+    Args:
+        device: where the pass computes.
+        generators: those that it may draw from.
+    """
+
+    def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
+        self._generators = [(generator, read_generator(generator)) for generator in generators]
+        self._switches = [read() for read, _ in _SWITCHES]
+        self._default_device = _default_device()
+        self._autocast = [(kind, _autocast_of(kind)) for kind in dict.fromkeys((device.type, "cpu"))]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Afterwards everything is as the program has made it: generators go on from where the forward pass left them."""
+        now = [(generator, read_generator(generator)) for generator, _ in self._generators]
+        switches = [read() for read, _ in _SWITCHES]
+        with contextlib.ExitStack() as stack:
+            if _default_device() is not self._default_device:
+                stack.enter_context(self._default_device or torch.device("cpu"))
+            for kind, state in self._autocast:
+                if state != _autocast_of(kind):
+                    enabled, dtype, caches = state
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches))
+            try:
+                _set(self._switches, switches)
+                for generator, state in self._generators:
+                    write_generator(generator, state)
+                yield
+            finally:
+                for generator, state in now:
+                    write_generator(generator, state)
+                _set(switches, [read() for read, _ in _SWITCHES])
+
+
+def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
+    for (_, write), value, found in zip(_SWITCHES, wanted, present, strict=True):
+        if value != found:
+            write(value)
+
+
+def _default_device() -> DeviceContext | None:
+    return next((mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None)
+
+
+def _autocast_of(kind: str) -> tuple[bool, torch.dtype, bool]:
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -1,0 +1,259 @@
+"""Recomputation of a block: as torch does it, or whole where the second run saves other tensors than the first."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from bmtrain.block.outputs import before_backward_of, map_tensors
+from bmtrain.block.replay import Replay
+from bmtrain.block.scripts import Scripts
+from bmtrain.errors import RecomputationError
+from bmtrain.runtime import world
+
+# Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output, and the parameters.
+Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]
+
+
+def recomputed(
+    body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], on_script: Callable[[], None] | None = None
+) -> tuple[Any, Sequence[torch.Tensor]]:
+    """What `body` returns; it runs once more when backward comes to the output.
+
+    torch's checkpoint hands the tensors that the second run saves to the graph of the first, by their order, and stops at the
+    last. TorchScript breaks that order: then the graph of the first run is given up for a node that computes all gradients in
+    a graph of the second.
+
+    Args:
+        replay: of this call.
+        on_script: called when the second run will be one of these.
+
+    Raises:
+        RecomputationError: for a TorchScript module that reads part of the graph which is none of its arguments.
+    """
+    scripts = world.current("Block").service(Scripts)
+    before, first_node = scripts.count(), torch._C._autograd._get_sequence_nr()
+    params: list[Sequence[torch.Tensor]] = []
+
+    def run(*own: Any) -> Any:
+        is_first = replay.is_first
+        with replay.run(own, kwargs) as (given, named):
+            out, used = body(given, named, False)
+        if is_first:
+            params.append(used)
+        return out
+
+    # The replay sees to random numbers.
+    out = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+    used = params.pop()  # `run` lives as long as the graph, which must not keep full parameters
+    if scripts.count() != before:
+        if on_script is not None:
+            on_script()
+        out = _as_one_node(out, _Again(body, replay, args, kwargs), used, first_node)
+        _refuse_backward_of(replay.attributes(), first_node)
+    alive = weakref.ref(replay)  # whose end comes with that of what autograd has saved
+
+    def check() -> None:
+        own = alive()
+        if own is not None:
+            own.check()
+
+    before_backward_of(out, first_node, check)
+    return out, used
+
+
+class _Again:
+    """What is needed to run a call once more and to take the gradients of its inputs.
+
+    Attributes:
+        positional: the tensors among `args`, which autograd keeps.
+        inputs: the different tensors among all arguments that require grad.
+    """
+
+    def __init__(self, body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._body, self._replay = body, replay
+        self.positional = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        self._others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
+        self._is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
+        self._kwargs = kwargs
+        found = tensors_of((args, kwargs))
+        self._places: list[int | None] = []
+        numbers: dict[int, int] = {}
+        self.inputs: list[torch.Tensor] = []
+        for tensor in found:
+            if tensor.requires_grad and id(tensor) not in numbers:
+                numbers[id(tensor)] = len(self.inputs)
+                self.inputs.append(tensor)
+            self._places.append(numbers.get(id(tensor)))
+
+    def forget_tensors(self) -> None:
+        """Autograd has what it needs."""
+        self.positional, self.inputs = [], []
+
+    def run(self, positional: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
+        """The output, and the tensors apart from the graph that stand for `inputs` and for the parameters."""
+        tensors = iter(positional)
+        args = tuple(next(tensors) if is_tensor else other for is_tensor, other in zip(self._is_tensor, self._others, strict=True))
+        stand_ins: dict[int, torch.Tensor] = {}
+        places = iter(self._places)
+
+        def apart(tensor: torch.Tensor) -> torch.Tensor:
+            place = next(places)
+            if place is None:
+                return tensor
+            if place not in stand_ins:
+                stand_ins[place] = tensor.detach().requires_grad_()
+            return stand_ins[place]
+
+        with torch.enable_grad(), self._replay.run(args, self._kwargs) as arguments:
+            given, named = map_tensors(apart, arguments)
+            out, params = self._body(given, named, True)
+        return out, [stand_ins[number] for number in range(len(stand_ins))], params
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """One node in the place of a graph.
+
+    made: places of the outputs that the graph made, among all tensors of the output.
+    captured: leaves that the module reads besides, such as parameters of blocks inside it.
+    is_reentrant: whether the module has checkpoints that work in full backward passes only.
+    """
+
+    again: _Again
+    made: Sequence[int]
+    captured: Sequence[torch.Tensor]
+    is_reentrant: bool
+
+    def gradients(self, positional: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Of the inputs, the parameters and the captured leaves."""
+        out, inputs, params = self.again.run(positional)
+        found = tensors_of(out)
+        if len(found) <= max(self.made):
+            raise RecomputationError(
+                f"the recomputation of a block returned {len(found)} tensors, its forward pass more: let it depend on its "
+                "arguments, parameters and attributes alone, or give the block use_checkpoint=False."
+            )
+        ends = [
+            (found[place], grad)
+            for place, grad in zip(self.made, grads, strict=True)
+            if grad is not None and found[place].requires_grad
+        ]
+        wanted = [*inputs, *(param for param in params if param.requires_grad), *self.captured]
+        if not (ends and wanted):
+            return [None] * len(wanted)
+        outputs, given = zip(*ends, strict=True)
+        if self.is_reentrant:
+            return self._in_full_pass(outputs, given, wanted)
+        return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
+
+    def _in_full_pass(
+        self, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        if not all(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in self.captured):
+            raise RecomputationError(
+                "gradients of some tensors only were asked for through a block that runs TorchScript, has a reentrant checkpoint "
+                "inside and is recomputed: call backward(), or give the checkpoint use_reentrant=False."
+            )
+        torch.autograd.backward(outputs, grads)
+        num_own = len(wanted) - len(self.captured)  # the others have got their gradients
+        return [leaf.grad for leaf in wanted[:num_own]] + [None] * len(self.captured)
+
+
+class _Whole(torch.autograd.Function):
+    """Gives outputs of a run that was recorded once another graph, of one node."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, made: Sequence[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.plan = plan
+        ctx.save_for_backward(*plan.again.positional)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RecomputationError(
+                "gradients of gradients (create_graph=True) were asked for through a block that runs TorchScript and is "
+                "recomputed: give the block use_checkpoint=False."
+            )
+        return None, None, *ctx.plan.gradients(ctx.saved_tensors, grads)
+
+
+def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_node: int) -> Any:
+    found = tensors_of(out)
+    made = [place for place, x in enumerate(found) if x.grad_fn is not None and x.grad_fn._sequence_nr() >= first_node]
+    different = list({id(found[place]): place for place in reversed(made)}.values())[::-1]
+    if not different:
+        return out
+    trained = [param for param in params if param.requires_grad]
+    known = [*again.inputs, *trained]
+    captured, is_reentrant = _captured([found[place] for place in different], known, first_node)
+    plan = _Plan(again, different, captured, is_reentrant)
+    results = _Whole.apply(plan, [found[place] for place in different], *known, *captured)
+    again.forget_tensors()
+    renewed = {id(found[place]): result for place, result in zip(different, results, strict=True)}
+    return map_tensors(lambda x: renewed.get(id(x), x), out)
+
+
+def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first_node: int) -> tuple[list[torch.Tensor], bool]:
+    """Leaves that the graph of `made` reaches beside `known`, and whether reentrant checkpoints are in it.
+
+    Raises:
+        RecomputationError: when it reaches something that is no leaf and was made before the pass.
+    """
+    edges = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, known)}
+    leaves: dict[int, torch.Tensor] = {}
+    ways: list[tuple[Node | None, int]] = [(x.grad_fn, x.output_nr) for x in made]
+    seen: set[Node] = set()
+    is_reentrant = False
+    while ways:
+        node, number = ways.pop()
+        if node is None or node in seen or (node, number) in edges:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves[id(leaf)] = leaf
+        elif node._sequence_nr() < first_node:
+            raise RecomputationError(
+                f"a block that runs TorchScript and is recomputed reads a tensor with a graph ({node.name()}) that is none of its "
+                "arguments, nor in their lists, tuples, dicts and dataclasses: pass it as an argument, detach it, or give the "
+                "block use_checkpoint=False."
+            )
+        else:
+            seen.add(node)
+            is_reentrant |= node.name() == f"{CheckpointFunction.__name__}Backward"
+            ways.extend(node.next_functions)
+    return list(leaves.values()), is_reentrant
+
+
+def _refuse_backward_of(tensors: Iterable[torch.Tensor], first_node: int) -> None:
+    """Whoever comes to these finds the graph that was given up."""
+
+    def refuse(_: object) -> None:
+        raise RecomputationError(
+            "a gradient came to a tensor that the forward pass of a block has left in an attribute of its module; the block runs "
+            "TorchScript and is recomputed: let it return the tensor, or give the block use_checkpoint=False."
+        )
+
+    for tensor in tensors:
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
+            tensor.grad_fn.register_prehook(refuse)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors that `map_tensors` comes to, in that order."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, value)
+    return found
