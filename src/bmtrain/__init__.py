@@ -20,6 +20,7 @@ from bmtrain.runtime.world import device, init_distributed, is_initialized, rank
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
 from bmtrain.utils import print_block, print_dict, see_memory
+from bmtrain.verification import verify
 from bmtrain.version import __version__
 
 __all__ = [
@@ -59,5 +60,6 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "utils",
+    "verify",
     "world_size",
 ]
