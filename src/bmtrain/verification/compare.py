@@ -60,7 +60,7 @@ def compare(reference: Record, ranks: Sequence[Record], device: str = "cpu", sla
     """The report on these ranks' records."""
     counts: Counter[str] = Counter()
     closest = 0.0
-    for key, rank, found in _each(reference, ranks, device, slack):
+    for key, found in _each(reference, ranks, device, slack):
         counts[key.kind.value] += 1
         if found.first is not None:
             return Report(
@@ -84,9 +84,7 @@ class _Found:
     first: Difference | None = None
 
 
-def _each(
-    reference: Record, ranks: Sequence[Record], device: str, slack: float
-) -> Iterator[tuple[Key, int, _Found]]:
+def _each(reference: Record, ranks: Sequence[Record], device: str, slack: float) -> Iterator[tuple[Key, _Found]]:
     """Every tensor of every rank beside the reference's, in the order of `ORDER` within each step."""
     allowance = Allowance(reference, device, slack)
     for key in _ordered(reference):
@@ -94,13 +92,13 @@ def _each(
         allowed = None if want is None else allowance.of(key.step, key.kind, key.name, want)
         for rank, record in enumerate(ranks):
             if key not in record.values:
-                yield key, rank, _Found(first=Difference(key=key, rank=rank, what="there is none; one process has it"))
+                yield key, _Found(first=Difference(key=key, rank=rank, what="there is none; one process has it"))
             else:
-                yield key, rank, _beside(key, rank, record.values[key], want, allowed)
+                yield key, _beside(key, rank, record.values[key], want, allowed)
     for rank, record in enumerate(ranks):
         for key in _ordered(record):
             if key not in reference.values:
-                yield key, rank, _Found(first=Difference(key=key, rank=rank, what="one process has none"))
+                yield key, _Found(first=Difference(key=key, rank=rank, what="one process has none"))
 
 
 def _ordered(record: Record) -> list[Key]:

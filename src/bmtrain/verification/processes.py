@@ -1,4 +1,4 @@
-"""The processes of a verification: one that runs the program plain, and ranks. Each is started anew and imports the program itself."""
+"""The processes of a verification: a plain one, and ranks. Each is started anew and imports the program itself."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ Source = str | Callable[[], Program]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a process says at its end: its record, or why there is none."""
+    """What a process says at its end: its record, or why there is none, and when that was."""
 
     record: Record | None = None
     refusal: str = ""
     failure: str = ""
+    when: float = float("inf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _received(member: tuple[SpawnProcess, connection.Connection]) -> Outcome:
         outcome = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(GRACE_S)
-        return Outcome(failure=f"the process ended with exit code {process.exitcode}")
+        return Outcome(failure=f"the process ended with exit code {process.exitcode}", when=time.monotonic())
     return outcome if isinstance(outcome, Outcome) else Outcome(failure=f"the process sent {outcome!r}")
 
 
@@ -121,7 +122,7 @@ def _child(job: _Job, pipe: connection.Connection) -> None:
     except REFUSALS as error:
         outcome = Outcome(refusal=f"{type(error).__name__}: {error}" if job.rank is not None else str(error))
     except Exception:  # whatever it is, the process that waits must hear of it
-        outcome = Outcome(failure=traceback.format_exc())
+        outcome = Outcome(failure=traceback.format_exc(), when=time.monotonic())
     # Tensors go as values: the memory of a process that has ended is nobody's.
     with pipe:
         pipe.send_bytes(pickle.dumps(outcome))
@@ -133,6 +134,12 @@ def _work(job: _Job) -> Record:
         return run_reference(program, job.settings)
     settings = job.settings
     world.init_distributed(
-        **{"init_method": job.meeting, "seed": settings.seed, "device": settings.device, "timeout": settings.timeout, **settings.init}
+        **{
+            "init_method": job.meeting,
+            "seed": settings.seed,
+            "device": settings.device,
+            "timeout": settings.timeout,
+            **settings.init,
+        }
     )
     return run_on_ranks(program, settings)

@@ -53,7 +53,7 @@ class Program:
         for name, value in wanted.items():
             if not callable(value) or isinstance(value, torch.nn.Module | torch.optim.Optimizer):
                 raise ConfigurationError(
-                    f"the {name} of a Program is of type {type(value).__name__}: expected a function that makes it anew in each process."
+                    f"the {name} of a Program is of type {type(value).__name__}: expected a function that makes it anew."
                 )
         if not isinstance(self.batches, Sequence) or not len(self.batches):
             raise ConfigurationError("the batches of a Program must be a sequence with at least one batch.")
@@ -90,7 +90,7 @@ def _part(batch: Any, mode: str | Callable[[Any, int, int], Any], rank: int, ran
     rows = {x.shape[0] for x in leaves}
     if len(rows) != 1 or next(iter(rows)) % ranks:
         raise ConfigurationError(
-            f"a batch whose tensors have {sorted(rows)} rows cannot be split over {ranks} ranks: expected one number that the ranks "
+            f"a batch whose tensors have {sorted(rows)} rows cannot be split over {ranks} ranks: expected one number that they "
             'divide; or give batch="same", or a function (batch, rank, ranks) that returns a rank\'s part.'
         )
     return pytree.tree_map(lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
@@ -106,7 +106,7 @@ def load_program(source: str | Callable[[], Program]) -> Program:
     program = function()
     if not isinstance(program, Program):
         raise ConfigurationError(
-            f"{_name(source)} returned an object of type {type(program).__name__}: expected a bmtrain.verify.Program(model=..., ...)."
+            f"{_name(source)} returned an object of type {type(program).__name__}: expected a bmtrain.verify.Program."
         )
     return program
 
@@ -125,7 +125,7 @@ def _find(text: str) -> Callable[[], Program]:
         found = getattr(found, part, None)
     if not callable(found):
         raise ConfigurationError(f"the module {module_name!r} has no function {path!r}.")
-    return found  # type: ignore[no-any-return]  # what it returns is looked at by the caller
+    return found
 
 
 def check_source(source: Any) -> None:
@@ -135,8 +135,8 @@ def check_source(source: Any) -> None:
     name = getattr(source, "__qualname__", "")
     if not callable(source) or not name or "<" in name:
         raise ConfigurationError(
-            f"verify got {_name(source)}: expected a function at the top of a module, or its name as module:function, because every "
-            "process that it starts has to import it."
+            f"verify got {_name(source)}: expected a function at the top of a module, or its name as module:function: each process "
+            "that it starts has to import it."
         )
 
 

@@ -86,7 +86,8 @@ class Record:
         for index, param in enumerate(params):
             for entry, value in state.get(index, {}).items():
                 if isinstance(value, torch.Tensor | int | float):
-                    self.add(step, Kind.STATE, f"{names.get(id(param), f'parameter {index}')}: {entry}", value)
+                    name = f"{names.get(id(param), f'parameter {index}')}: {entry}"
+                    self.add(step, Kind.STATE, name, _in_shape(value, whole_shape(param)))
 
     def drawn(self) -> Key | None:
         """The first random state after step 0 that is another than that of step 0."""
@@ -96,6 +97,17 @@ class Record:
                 if value is not None and before is not None and not torch.equal(value, before):
                     return key
         return None
+
+
+def _in_shape(value: torch.Tensor | float, shape: torch.Size) -> torch.Tensor | float:
+    """The library's Adam keeps the states of ordinary parameters flat."""
+    is_flat = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    return value.reshape(shape) if isinstance(value, torch.Tensor) and is_flat else value
+
+
+def whole_shape(param: torch.nn.Parameter) -> torch.Size:
+    """The shape of the whole tensor."""
+    return param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -12,6 +12,7 @@ from bmtrain.distributed.results import sum_loss
 from bmtrain.errors import ConfigurationError, NotInitializedError
 from bmtrain.runtime import world
 from bmtrain.runtime.seeding import seed_everything
+from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.verification.compare import Difference, first_difference
 from bmtrain.verification.program import Program
 from bmtrain.verification.record import Kind, Record
@@ -65,8 +66,8 @@ def run_reference(program: Program, settings: Settings) -> Record:
     drawn = first.drawn()
     if drawn is not None and program.batch == "split" and settings.ranks > 1:
         raise ConfigurationError(
-            f"step {drawn.step} draws random numbers ({drawn.name} generator), which ranks with their own rows draw otherwise than one "
-            'process with all: give the Program batch="same", or turn dropout off.'
+            f"step {drawn.step} draws random numbers ({drawn.name} generator), which ranks with rows of their own draw otherwise "
+            'than one process: give the Program batch="same", or turn dropout off.'
         )
     return first
 
@@ -76,6 +77,12 @@ def run_on_ranks(program: Program, settings: Settings) -> Record:
     device = world.device()
     seed_everything(settings.seed)
     model = program.shard(_made(program))
+    unset = [name for name, param in model.named_parameters() if isinstance(param, DistributedParameter) and param.never_set]
+    if unset:
+        raise ConfigurationError(
+            f"parameters without values: {', '.join(unset[:3])}{' and others' if len(unset) > 3 else ''}. The model function must "
+            "set them, by bmtrain.init_parameters(model) where bmtrain.is_initialized()."
+        )
     record = Record()
 
     def loss_of_all(loss: torch.Tensor) -> torch.Tensor:
@@ -120,9 +127,7 @@ class _Notes:
         self.record.add_states(self.number, self.model, trainer.optimizer, trainer.state())
 
 
-def _steps(
-    program: Program, settings: Settings, trainer: Trainer, notes: _Notes, place: tuple[int, int, torch.device]
-) -> None:
+def _steps(program: Program, settings: Settings, trainer: Trainer, notes: _Notes, place: tuple[int, int, torch.device]) -> None:
     rank, ranks, device = place
     notes.end_of_step(trainer, None, device)
     for step in range(settings.steps):

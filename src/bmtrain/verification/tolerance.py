@@ -18,7 +18,7 @@ EPS_OF_TF32 = 2.0**-10
 
 
 def relative_tolerance(record: Record, dtype: torch.dtype, step: int, device: str) -> float:
-    """Relative to the largest element of a tensor of `dtype`, at a step from 1 on; 0 before the first and for what has no rounding."""
+    """Relative to the largest element of a tensor of `dtype`, from step 1 on; 0 before and for whole numbers."""
     if not dtype.is_floating_point or step == 0:
         return 0.0
     stored = max(record.coarsest, 0.0 if dtype is torch.float64 else torch.finfo(dtype).eps)
@@ -36,10 +36,11 @@ class Allowance:
 
     def __init__(self, reference: Record, device: str, slack: float) -> None:
         self._reference, self._device, self._slack = reference, device, slack
-        self._largest_gradient: dict[int, float] = {}
+        self._largest: dict[tuple[int, Kind, str], float] = {}
         for key, value in reference.values.items():
-            if key.kind is Kind.GRADIENT and value is not None and value.numel():
-                self._largest_gradient[key.step] = max(self._largest_gradient.get(key.step, 0.0), _largest(value))
+            if value is not None and key.kind in (Kind.GRADIENT, Kind.STATE):
+                alike = (key.step, key.kind, _entry(key.name) if key.kind is Kind.STATE else "")
+                self._largest[alike] = max(self._largest.get(alike, 0.0), _largest(value))
         self._moved: dict[str, torch.Tensor] = {}
         self._noise: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
@@ -50,15 +51,17 @@ class Allowance:
         if kind is Kind.RANDOM or not value.numel():
             return torch.zeros((), dtype=torch.float64)
         allowed = torch.tensor(tolerance * _largest(value), dtype=torch.float64)
-        if kind is Kind.GRADIENT:
+        if kind in (Kind.GRADIENT, Kind.STATE):
             # What cancels to nothing, such as the bias of keys, is rounding of terms as large as the other gradients'.
-            allowed = allowed + tolerance / FACTOR * self._largest_gradient[step]
+            alike = (step, kind, _entry(name) if kind is Kind.STATE else "")
+            allowed = allowed + tolerance / FACTOR * self._largest[alike]
+        if kind is Kind.GRADIENT:
             noise = (allowed / value.double().abs().clamp(min=1e-300)).clamp(max=1.0)
             self._noise[name] = torch.maximum(self._noise.get(name, torch.zeros(())), noise)
         if kind is Kind.PARAMETER:
             allowed = allowed + self._of_steps(name, value)
         if kind is Kind.STATE and self._is_master(name, value):
-            allowed = allowed + self._moved[name.rpartition(": ")[0]]
+            allowed = allowed + self._moved[_parameter(name)]
         return allowed
 
     def _of_steps(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -73,10 +76,19 @@ class Allowance:
 
     def _is_master(self, name: str, value: torch.Tensor) -> bool:
         """Whether a state is a finer copy of its parameter."""
-        param = self._before.get(name.rpartition(": ")[0])
+        param = self._before.get(_parameter(name))
         if param is None or param.shape != value.shape:
             return False
         return bool((param - value.double()).abs().max() <= self._reference.coarsest * param.abs().max())
+
+
+def _parameter(name: str) -> str:
+    """Of the name of an optimizer state."""
+    return name.rpartition(": ")[0]
+
+
+def _entry(name: str) -> str:
+    return name.rpartition(": ")[2]
 
 
 def _largest(value: torch.Tensor) -> float:

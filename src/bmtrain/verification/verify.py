@@ -7,7 +7,7 @@ from typing import Any
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.verification import compare, processes, program, running, trainer
+from bmtrain.verification import compare, processes, program, record, running, trainer
 from bmtrain.verification.processes import Outcome, Source
 
 
@@ -49,7 +49,7 @@ class Verify:
             A report, true if nothing differs. Tolerances follow from dtypes: see verification/tolerance.py.
 
         Raises:
-            ConfigurationError: for a program that cannot be verified: one that is not found, or does not repeat itself, for example.
+            ConfigurationError: for a program that cannot be verified: one that does not repeat itself, for example.
         """
         if world.is_initialized():
             raise ConfigurationError("verify starts runs of its own: call it before init_distributed, or in another program.")
@@ -65,12 +65,13 @@ class Verify:
         return _judged(reference, processes.on_ranks(source, settings), settings)
 
 
-def _judged(reference: running.Record, outcomes: list[Outcome], settings: running.Settings) -> compare.Report:
-    """A failure counts before a refusal: it is what other ranks may have been refused for."""
-    for rank, outcome in enumerate(outcomes):
-        if outcome.failure:
-            others = "; ".join(f"rank {r}: {o.refusal}" for r, o in enumerate(outcomes) if o.refusal)
-            return compare.Report(verdict="failed", text=f"rank {rank}: {outcome.failure}{others}")
+def _judged(reference: record.Record, outcomes: list[Outcome], settings: running.Settings) -> compare.Report:
+    """A failure counts before a refusal: it is what other ranks may have been refused for. Of failures the first does."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.failure]
+    if failed:
+        rank = min(failed, key=lambda rank: outcomes[rank].when)
+        others = "".join(f"\nrank {r}: {o.refusal}" for r, o in enumerate(outcomes) if o.refusal)
+        return compare.Report(verdict="failed", text=f"rank {rank}: {outcomes[rank].failure}{others}")
     refused = {rank: outcome.refusal for rank, outcome in enumerate(outcomes) if outcome.refusal}
     if refused and len(refused) < len(outcomes):
         return compare.Report(verdict="failed", text=f"ranks {sorted(refused)} alone refused: {next(iter(refused.values()))}")
@@ -81,13 +82,13 @@ def _judged(reference: running.Record, outcomes: list[Outcome], settings: runnin
 
 
 def _in_this_launch(source: Source, settings: running.Settings) -> compare.Report:
-    """On the ranks that torchrun has started. Errors are not caught here: the rank that has one ends loudly, and with it the launch."""
+    """On the ranks that torchrun has started. An error is not caught: the rank that has it ends loudly, and with it the launch."""
     is_first = world.launched_rank() == 0
     reference = processes.reference_of(source, settings) if is_first else None
     world.init_distributed(seed=settings.seed, device=settings.device, timeout=settings.timeout, **settings.init)
     axis = world.current().mesh.world
-    record = running.run_on_ranks(program.load_program(source), settings)
-    records = collectives.gather_objects(record, axis)
+    own = running.run_on_ranks(program.load_program(source), settings)
+    records = collectives.gather_objects(own, axis)
     report = None if reference is None else compare.compare(reference, records, settings.device, settings.slack)
     found: compare.Report = collectives.broadcast_object(report, 0, axis)
     return found
