@@ -49,7 +49,7 @@ def shrunk(pool: Pool, spec: Spec, verdict: Verdict) -> tuple[Spec, Verdict]:
                 continue
             tried.add(str(smaller))
             found = pool.judge(smaller)
-            if found.word == verdict.word:
+            if found.sort == verdict.sort:
                 spec, verdict = smaller, found
                 break
         else:

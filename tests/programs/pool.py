@@ -34,6 +34,12 @@ class Verdict:
     word: str
     detail: str = ""
 
+    @property
+    def sort(self) -> str:
+        """The same for faults that may be the same: of what a wrong number is, or the class of an exception."""
+        words = self.detail.partition(": ")[2]
+        return f"{self.word} {words.partition(', ')[2].split(' ')[0] if self.word == 'wrong' else words.partition(':')[0]}"
+
     def __bool__(self) -> bool:
         return self.word in ("right", "refused")
 
