@@ -9,7 +9,7 @@ from typing import Any
 # Features whose choices are not drawn because the engine does not have them yet: take names out to turn them on.
 OFF = frozenset({
     "whole_shapes", "parameter_hooks", "data_written", "torch_clip", "freeze_attribute", "torchscript", "ranks_part",
-    "double_clip", "double_adam", "nested_buffers",
+    "sparse", "max_norm", "double_clip", "double_adam", "nested_buffers",
 })  # fmt: skip
 
 # The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f" belongs to the feature f.
@@ -19,7 +19,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "wrap": ("wrapper", "blocks", "blocks_only", "nested", "distributed", "manual_outer"),
     "level": (3, 2),
     "recompute": (False, True, True, "auto"),
-    "embedding": ("plain", "plain", "padding_idx", "none", "sparse@whole_shapes", "max_norm@whole_shapes"),
+    "embedding": ("plain", "plain", "padding_idx", "none", "sparse@sparse", "max_norm@max_norm"),
     "tie": ("none", "none", "head", "objects", "module"),
     "freeze": ("none", "none", "before", "after", "mid", "attribute@freeze_attribute"),
     "order": ("forward", "forward", "reversed", "repeated", "skipped", "changing"),

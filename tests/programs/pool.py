@@ -29,7 +29,7 @@ MAX_RANKS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """right, refused, wrong, crash or hang; and why."""
+    """right, refused, wrong, crash or hang; invalid where it fails in one process; and why."""
 
     word: str
     detail: str = ""
@@ -101,7 +101,7 @@ def _collected(members: list[tuple[Any, connection.Connection]], deadline: float
                 said[rank] = pipe.recv()  # type: ignore[union-attr]
             except EOFError:
                 said[rank] = ("crash", "the process died")
-            if said[rank][0] not in ("right", "wrong"):
+            if said[rank][0] not in ("right", "wrong", "invalid"):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
     return said
 
@@ -110,7 +110,7 @@ def _verdict(said: dict[int, tuple[str, str]], ranks: int) -> Verdict:
     kinds = [kind for kind, _ in said.values()]
     first = {kind: next(f"rank {rank}: {text}" for rank, (k, text) in said.items() if k == kind) for kind in kinds}
     late = "" if len(said) == ranks else f" (ranks {sorted(set(range(ranks)) - set(said))} did not end)"
-    for kind in ("crash", "refused", "wrong"):
+    for kind in ("invalid", "crash", "refused", "wrong"):
         if kind in first:
             word = "crash" if kind == "refused" and kinds.count(kind) < ranks else kind
             return Verdict(word, first[kind] + late)

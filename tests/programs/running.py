@@ -202,6 +202,11 @@ def freeze(spec: Spec, model: nn.Module, step: int) -> None:
         model.head.bias.requires_grad_(step == 2)
 
 
+def halve(p: torch.Tensor) -> None:
+    """A hook that may return nothing."""
+    p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
 def hook(spec: Spec, model: nn.Module) -> None:
     if spec["hooks"] == "module_forward":
         model.layers[0].register_forward_hook(lambda module, args, out: out * 1.1)
@@ -214,7 +219,7 @@ def hook(spec: Spec, model: nn.Module) -> None:
     if spec["hooks"] == "accumulated":
         for p in model.parameters():
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5))
+                p.register_post_accumulate_grad_hook(halve)
 
 
 @torch.no_grad()
@@ -325,7 +330,12 @@ def judge(spec: Spec, meeting: str) -> tuple[str, str]:
     """(verdict, words) of this rank, which joins the run that it makes for the program."""
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(spec.ranks)
     bmt.init_distributed(init_method=meeting, device="cpu", zero_level=spec["level"], timeout=20)
-    want = run(spec, Plain(spec, modules.plain(spec)))
+    modules.UnusedOnOneRank.is_unused = False
+    try:
+        want = run(spec, Plain(spec, modules.plain(spec)))
+    except Exception as error:
+        return "invalid", f"the program fails in one process: {type(error).__name__}: {error}"
+    modules.UnusedOnOneRank.is_unused = spec.ranks > 1 and bmt.rank() == 0
     got = run(spec, Sharded(spec, modules.sharded(spec)))
     report = compare(want, [got], slack=4.0)
     return ("right" if report else "wrong"), report.text

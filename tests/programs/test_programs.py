@@ -31,10 +31,10 @@ def test_programs_are_right_or_refused(first: int, pool: Pool) -> None:
     assert not failed, "\n".join(failed)
 
 
-def test_a_fault_is_found_and_made_small(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_found_and_made_small(pool: Pool) -> None:
     """A parameter of another value on the ranks is wrong, whatever else the program does."""
     spec = draw(3, ranks=2)
-    broken = type(spec)(spec.seed, 2, {**spec.options, "wrap": "faulty"}, spec.layers, spec.between)
+    broken = type(spec)(spec.seed, 2, {**spec.options, "wrap": "faulty", "dtype": "float32"}, spec.layers, spec.between)
     verdict = pool.judge(broken)
     assert verdict.word == "wrong"
     smallest, now = shrunk(pool, broken, verdict)
