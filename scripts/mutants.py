@@ -96,14 +96,18 @@ def main() -> int:
         base = pathlib.Path(folder, "base")
         copy_tree(ROOT, base)  # once: the files may be edited meanwhile
         limits: dict[tuple[str, ...], float] = {}
-        results = []
+        how = f"--path {args.path} --count {args.count} --seed {args.seed}" + (
+            f" --tests {' '.join(args.tests)}" if args.tests else ""
+        )
+        words = read_words()
+        results: list[Result] = []
         for fault in faults:
             tests = tuple(args.tests or tests_near(fault.path))
             if tests not in limits:
                 limits[tests] = args.limit or limit_of(base, tests)
             results.append(planted(base, fault, tests, limits[tests]))
             print(f"{results[-1].outcome:9s}{results[-1].seconds:5.0f} s  {fault}  [{results[-1].by}]", flush=True)
-    write_table(results, f"--path {args.path} --count {args.count} --seed {args.seed}")
+            write_table(results, how, words)  # what is known, should this be interrupted
     killed = sum(result.outcome != "survived" for result in results)
     print(f"{killed} of {len(results)} noticed")
     return 0
@@ -247,9 +251,8 @@ def _tested(tree: pathlib.Path, tests: tuple[str, ...], limit: float) -> tuple[s
     return "killed", found[0].partition("[")[0] if found else f"exit status {process.returncode}"
 
 
-def write_table(results: list[Result], how: str) -> None:
+def write_table(results: list[Result], how: str, words: dict[tuple[str, str], str]) -> None:
     """docs/mutants.md."""
-    words = _words() if TABLE.exists() else {}
     killed = sum(result.outcome != "survived" for result in results)
     lines = [
         "# Planted faults",
@@ -269,9 +272,11 @@ def write_table(results: list[Result], how: str) -> None:
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _words() -> dict[tuple[str, str], str]:
+def read_words() -> dict[tuple[str, str], str]:
     """What has been said about survivors, by kind and code."""
-    found = {}
+    found: dict[tuple[str, str], str] = {}
+    if not TABLE.exists():
+        return found
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 6 and cells[4] == "survived":
