@@ -13,8 +13,6 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
-from model_center.model.bert import Bert, BertConfig
-from model_center.model.llama import Llama, LlamaConfig
 
 Program = bmt.verify.Program
 VOCAB = 29
@@ -138,15 +136,21 @@ def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def llama() -> bmt.verify.Program:
+    from model_center.model.llama import Llama, LlamaConfig  # here: the other programs are quick to import
+
     return Program(model=lambda: _with_values(Llama(LlamaConfig(**SIZES, num_heads_kv=2))), batches=BATCHES, loss=_of_logits)
 
 
 def bert() -> bmt.verify.Program:
+    from model_center.model.bert import Bert, BertConfig
+
     config = BertConfig(**SIZES, position_size=9, dropout_p=0.0)
     return Program(model=lambda: _with_values(Bert(config)), batches=BATCHES, loss=_of_logits, optimizer=bmt.optim.AdamOptimizer)
 
 
 def without_values() -> bmt.verify.Program:
+    from model_center.model.llama import Llama, LlamaConfig
+
     return Program(model=lambda: Llama(LlamaConfig(**SIZES)), batches=BATCHES, loss=_of_logits)
 
 
