@@ -5,6 +5,7 @@
 #   make test-gpu                       the GPU tests, on however many GPUs there are
 #                                       (quicker, with pytest-xdist: ARGS="-n 8 -m 'not alone'", then ARGS="-m alone")
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
+#   make mutants [ARGS="..."]           plant faults in the source and see which test notices (ARGS="--path src/bmtrain/optim --count 20")
 #   make lint / make format             ruff and mypy / let ruff rewrite the files
 #   make clean                          remove .venv and all that tools left behind; runs/ stays
 
@@ -16,7 +17,7 @@ JOBS ?= 2
 
 export PYTHON
 
-.PHONY: train test test-gpu bench lint format clean
+.PHONY: train test test-gpu bench mutants lint format clean
 
 train:
 	@scripts/with-python train scripts/launch.py --nproc $(NPROC) examples/gpt2/train.py $(ARGS)
@@ -29,6 +30,9 @@ test-gpu:
 
 bench:
 	@scripts/with-python run benchmarks/compare.py --commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)" $(ARGS)
+
+mutants:
+	@scripts/with-python test scripts/mutants.py $(ARGS)
 
 lint:
 	@scripts/with-python test -m ruff check .

@@ -21,6 +21,7 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
 from bmtrain.shard.whole import gather_result
 from bmtrain.utils import print_block, print_dict, see_memory
+from bmtrain.verification import verify
 from bmtrain.version import __version__
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "synchronize",
     "utils",
     "wait_loader",
+    "verify",
     "world_size",
 ]
 

@@ -11,7 +11,7 @@ LAYERS = (
     {"distributed", "kernels"},
     {"shard"},
     {"block", "nn", "loss", "optim", "lr_scheduler", "checkpoint", "inspect", "benchmark", "utils"},
-    {"compat"},
+    {"compat", "verification"},
     {"__init__", "__main__"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

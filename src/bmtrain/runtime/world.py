@@ -144,6 +144,21 @@ def launcher() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def launched_size() -> int:
+    """Number of processes that a launcher has started, of which this is one; 1 where there was none."""
+    return _place_in_launch()[1]
+
+
+def launched_rank() -> int:
+    """This process's number among those; 0 where there was no launcher."""
+    return _place_in_launch()[0]
+
+
+def take_place(rank: int, size: int) -> None:
+    """Be this rank of `size` processes on one host, whatever a launcher has said: for processes that the library starts itself."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)})
+
+
 def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     init_method: str = "env://",
     seed: int = 0,

@@ -1,0 +1,33 @@
+"""`python -m bmtrain COMMAND`: tools around training programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bmtrain.verification import command as verify
+from bmtrain.version import __version__
+
+COMMANDS = {"verify": (verify, "run a program's steps in one process and on ranks, and compare them tensor by tensor")}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Without a command, lists what there is."""
+    parser = argparse.ArgumentParser(prog="python -m bmtrain", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND")
+    for name, (module, about) in COMMANDS.items():
+        chosen = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        module.add_arguments(chosen)
+        chosen.set_defaults(run=module.run)
+    args = parser.parse_args(arguments)
+    if "run" not in args:
+        parser.print_help()
+        return 0
+    status: int = args.run(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

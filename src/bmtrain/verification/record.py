@@ -1,0 +1,126 @@
+"""What a run leaves to be compared: tensors by step, kind and name."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bmtrain.runtime import seeding
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.whole import Whole
+
+
+class Kind(enum.Enum):
+    """What a tensor is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    RANDOM = "random state"
+    LOSS = "loss"
+    NORM = "gradient norm"
+    GRADIENT = "gradient"
+    STATE = "optimizer state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """Which tensor: its step (0 is before the first), kind and name."""
+
+    step: int
+    kind: Kind
+    name: str
+
+
+@dataclasses.dataclass
+class Record:
+    """The tensors of a run in the order in which they came about.
+
+    values: CPU tensors, or None where there is none (a gradient).
+    terms: of how many products the longest sum may consist.
+    coarsest: eps of the coarsest dtype that the model computes in.
+    """
+
+    values: dict[Key, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    terms: int = 1
+    coarsest: float = 0.0
+
+    def add(self, step: int, kind: Kind, name: str, value: Any) -> None:
+        """Keep a copy on the CPU; numbers become tensors. A name that comes again within a step gets a number."""
+        key, again = Key(step, kind, name), 1
+        while key in self.values:
+            again += 1
+            key = Key(step, kind, f"{name} ({again})")
+        if value is not None and not isinstance(value, torch.Tensor):
+            value = torch.tensor(value, dtype=torch.float64, device="cpu")
+        self.values[key] = None if value is None else value.detach().to("cpu", copy=True)
+
+    def add_model(self, step: int, model: torch.nn.Module) -> None:
+        """Parameters and buffers of the state dict, and buffers that are in no file. Collective."""
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        for name, value in model.state_dict().items():
+            if isinstance(value, torch.Tensor) and name not in buffers:
+                self.add(step, Kind.PARAMETER, name, value)
+        for name, value in buffers.items():
+            self.add(step, Kind.BUFFER, name, value)
+
+    def add_gradients(self, step: int, model: torch.nn.Module) -> None:
+        """Of all parameters. Collective."""
+        for name, grad in whole_gradients(model):
+            self.add(step, Kind.GRADIENT, name, grad)
+
+    def add_random(self, step: int, device: torch.device) -> None:
+        """The state of torch's and of Python's generator."""
+        for name, state in seeding.get_random_state(device).items():
+            self.add(step, Kind.RANDOM, name, state)
+        self.add(step, Kind.RANDOM, "python", torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu"))
+
+    def add_states(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:
+        """The state of an optimizer by the names of its parameters; `state` has whole tensors by their numbers."""
+        names = {id(param): name for name, param in model.named_parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            for entry, value in state.get(index, {}).items():
+                if isinstance(value, torch.Tensor | int | float):
+                    name = f"{names.get(id(param), f'parameter {index}')}: {entry}"
+                    self.add(step, Kind.STATE, name, _in_shape(value, whole_shape(param)))
+
+    def drawn(self) -> Key | None:
+        """The first random state after step 0 that is another than that of step 0."""
+        for key, value in self.values.items():
+            if key.kind is Kind.RANDOM and key.step:
+                before = self.values[Key(0, Kind.RANDOM, key.name)]
+                if value is not None and before is not None and not torch.equal(value, before):
+                    return key
+        return None
+
+
+def _in_shape(value: torch.Tensor | float, shape: torch.Size) -> torch.Tensor | float:
+    """The library's Adam keeps the states of ordinary parameters flat."""
+    is_flat = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    return value.reshape(shape) if isinstance(value, torch.Tensor) and is_flat else value
+
+
+def whole_shape(param: torch.nn.Parameter) -> torch.Size:
+    """The shape of the whole tensor."""
+    return param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
+
+
+def whole_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """(name, whole gradient or None) of every parameter. Collective: ranks must have gradients of the same parameters."""
+    for name, param in model.named_parameters():
+        grad = param.grad
+        if grad is None or not isinstance(param, DistributedParameter):
+            yield name, grad
+        elif type(grad) is not torch.Tensor:
+            yield name, torch.stack([grad.detach()])[0]  # a tensor that looks whole is gathered by what is not element-wise
+        else:
+            storage, index = param.storage_of, param.index_in_storage
+            piece = storage.piece(index)
+            shard = torch.zeros(storage.shard.numel(), dtype=grad.dtype, device=grad.device)
+            shard[piece.begin : piece.end].copy_(grad.reshape(-1))
+            yield name, Whole(storage, shard)[index]

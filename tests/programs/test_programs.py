@@ -1,0 +1,59 @@
+"""Random programs of fixed seeds compute on ranks what one process computes, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.programs.__main__ import shrunk
+from tests.programs.features import BETWEEN, FEATURES, KINDS, OFF, OPTIONS, draw
+from tests.programs.pool import Pool
+
+PER_TEST, NUM_TESTS = 15, 10
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Processes for all programs of this file."""
+    with Pool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("first", range(0, PER_TEST * NUM_TESTS, PER_TEST))
+def test_programs_are_right_or_refused(first: int, pool: Pool) -> None:
+    """Each failing seed is named with its program, and with the command that runs it again."""
+    failed = []
+    for seed in range(first, first + PER_TEST):
+        spec = draw(seed)
+        verdict = pool.judge(spec)
+        if not verdict:
+            failed.append(f"python -m tests.programs {seed} --shrink\n  {spec}\n  {verdict.word}: {verdict.detail}")
+    assert not failed, "\n".join(failed)
+
+
+def test_a_fault_is_found_and_made_small(pool: Pool) -> None:
+    """A parameter of another value on the ranks is wrong, whatever else the program does."""
+    spec = draw(3, ranks=2)
+    broken = type(spec)(spec.seed, 2, {**spec.options, "wrap": "faulty", "dtype": "float32"}, spec.layers, spec.between)
+    verdict = pool.judge(broken)
+    assert verdict.word == "wrong"
+    smallest, now = shrunk(pool, broken, verdict)
+    assert now.word == "wrong" and smallest.layers == ("linear",) and not smallest.between
+    assert [name for name, value in smallest.options.items() if value != OPTIONS[name][0]] == ["wrap"]
+
+
+def test_a_program_is_that_of_its_seed() -> None:
+    """Turning features on changes nothing but what belongs to them."""
+    assert draw(5) == draw(5) and draw(5) != draw(6)
+    assert draw(5).layers == draw(5, off=frozenset()).layers or "torchscript" in OFF
+    assert OFF <= FEATURES, f"not names of features: {sorted(OFF - FEATURES)}"
+
+
+def test_seeds_reach_every_choice() -> None:
+    """Nothing of the tables is never drawn."""
+    specs = [draw(seed, off=frozenset()) for seed in range(3000)]
+    for name, choices in OPTIONS.items():
+        wanted = {str(choice).partition("@")[0] for choice in choices}
+        assert wanted <= {str(spec[name]) for spec in specs}, name
+    assert {kind.partition("@")[0] for kind in KINDS} <= {kind for spec in specs for kind in spec.layers}
+    assert {what.partition("@")[0] for what in BETWEEN} <= {what for spec in specs for _, what in spec.between}

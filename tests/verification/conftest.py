@@ -1,0 +1,12 @@
+"""Every test of this folder runs its ranks through tests/ranks/runner.py."""
+
+from __future__ import annotations
+
+import pytest
+from tests.ranks import runner
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """Start the fork server before the first test, so that no test is charged for the import of torch."""
+    runner._context()

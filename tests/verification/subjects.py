@@ -1,0 +1,291 @@
+"""Programs to verify: correct ones, and ones with a fault of each kind."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.errors import ConfigurationError
+
+Program = bmt.verify.Program
+VOCAB = 29
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(12), nn.Linear(12, 12)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Some residual layers, a tied head, and a buffer that counts."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 12)
+        self.layers = nn.ModuleList([Layer(dropout) for _ in range(3)])
+        self.head = nn.Linear(12, VOCAB)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (12, 5), generator=torch.Generator().manual_seed(number))
+
+
+def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["tokens"]).float().flatten(0, 1), batch["targets"].flatten())
+
+
+BATCHES = [{"tokens": tokens(number), "targets": tokens(number + 10)} for number in range(2)]
+
+
+def correct() -> bmt.verify.Program:
+    return Program(model=Net, batches=BATCHES, loss=cross_entropy, clip=0.5)
+
+
+def in_bfloat16() -> bmt.verify.Program:
+    return Program(model=lambda: Net().bfloat16(), batches=BATCHES, loss=cross_entropy, optimizer=bmt.optim.AdamOptimizer)
+
+
+def in_double() -> bmt.verify.Program:
+    batches = [torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(2)]
+    return Program(model=lambda: Layer().double(), batches=batches, loss=lambda model, x: model(x).square().mean())
+
+
+def accumulate(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Two micro-batches, the first of which waits."""
+    trainer.zero_grad()
+    loss = cross_entropy(model, batch) / 2
+    trainer.backward(loss, reduce_gradients=False)
+    loss = cross_entropy(model, batch) / 2
+    trainer.backward(loss)
+    trainer.clip_grad_norm(0.3)
+    trainer.step()
+    return loss
+
+
+def with_a_step() -> bmt.verify.Program:
+    return Program(
+        model=Net, batches=BATCHES, step=accumulate, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    )
+
+
+def with_dropout() -> bmt.verify.Program:
+    return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy, batch="same")
+
+
+def _example() -> nn.Module:
+    folder = str(pathlib.Path(__file__).parents[2] / "examples" / "gpt2")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    from models import GPT
+
+    model = GPT(2, VOCAB, 16, 4, 4, 32, 8)
+    bmt.init_parameters(model)
+    return model
+
+
+def _example_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    positions = torch.arange(5).expand_as(batch["tokens"])
+    return bmt.loss.FusedCrossEntropy(parallel=True)(model(batch["tokens"], positions).flatten(0, 1), batch["targets"].flatten())
+
+
+def gpt2_example() -> bmt.verify.Program:
+    return Program(model=_example, batches=BATCHES, loss=_example_loss, optimizer=bmt.optim.AdamOptimizer, clip=1.0)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "dim_model": 24,
+    "num_heads": 4,
+    "dim_head": 6,
+    "dim_ff": 27,
+    "num_layers": 2,
+    "half": False,
+}
+
+
+def _with_values(model: nn.Module) -> nn.Module:
+    """In one process model_center's models have values at once, on ranks when they are asked to."""
+    if bmt.is_initialized():
+        bmt.init_parameters(model)
+    return model
+
+
+def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def llama() -> bmt.verify.Program:
+    from model_center.model.llama import Llama, LlamaConfig  # here: the other programs are quick to import
+
+    return Program(model=lambda: _with_values(Llama(LlamaConfig(**SIZES, num_heads_kv=2))), batches=BATCHES, loss=_of_logits)
+
+
+def bert() -> bmt.verify.Program:
+    from model_center.model.bert import Bert, BertConfig
+
+    config = BertConfig(**SIZES, position_size=9, dropout_p=0.0)
+    return Program(model=lambda: _with_values(Bert(config)), batches=BATCHES, loss=_of_logits, optimizer=bmt.optim.AdamOptimizer)
+
+
+def without_values() -> bmt.verify.Program:
+    from model_center.model.llama import Llama, LlamaConfig
+
+    return Program(model=lambda: Llama(LlamaConfig(**SIZES)), batches=BATCHES, loss=_of_logits)
+
+
+# Faults.
+
+
+class ByRank(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (1 + 1e-3 * bmt.rank())
+
+
+def rank_in_arithmetic() -> bmt.verify.Program:
+    return Program(model=ByRank, batches=BATCHES, loss=cross_entropy)
+
+
+def _scaled(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    trainer.zero_grad()
+    loss = cross_entropy(model, batch)
+    trainer.backward(loss * bmt.world_size())
+    trainer.step()
+    return loss
+
+
+def gradient_scaled() -> bmt.verify.Program:
+    return Program(model=Net, batches=BATCHES, step=_scaled)
+
+
+class OwnCount(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training and bmt.world_size() > 1 and bmt.rank():
+            self.count += 1
+        return super().forward(tokens)
+
+
+def buffer_differs() -> bmt.verify.Program:
+    return Program(model=OwnCount, batches=BATCHES, loss=cross_entropy)
+
+
+def _one_step_less(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    loss = cross_entropy(model, batch)
+    trainer.backward(loss)
+    trainer.step()
+    if bmt.world_size() > 1:
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(1.001)
+    trainer.zero_grad()
+    return loss
+
+
+def parameter_written() -> bmt.verify.Program:
+    return Program(model=Net, batches=BATCHES, step=_one_step_less)
+
+
+class Drawing(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if bmt.world_size() > 1:
+            torch.rand(1)
+        return super().forward(tokens)
+
+
+def generator_moved() -> bmt.verify.Program:
+    return Program(model=Drawing, batches=BATCHES, loss=cross_entropy, batch="same")
+
+
+class Refusing(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if bmt.world_size() > 1:
+            raise ConfigurationError("this model is for one process: leave it there.")
+        return super().forward(tokens)
+
+
+def refused() -> bmt.verify.Program:
+    return Program(model=Refusing, batches=BATCHES, loss=cross_entropy)
+
+
+class Dying(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if bmt.rank() == 1:
+            raise ZeroDivisionError("rank 1 has had enough")
+        return super().forward(tokens)
+
+
+def dying() -> bmt.verify.Program:
+    return Program(model=Dying, batches=BATCHES, loss=cross_entropy)
+
+
+# What cannot be verified.
+
+_SHARED = Net()
+
+
+def the_same_model() -> bmt.verify.Program:
+    return Program(model=lambda: _SHARED, batches=BATCHES, loss=cross_entropy)
+
+
+def _unseeded() -> nn.Module:
+    model = Net()
+    with torch.no_grad():
+        model.head.bias.fill_(random.SystemRandom().random())
+    return model
+
+
+def other_values_each_time() -> bmt.verify.Program:
+    return Program(model=_unseeded, batches=BATCHES, loss=cross_entropy)
+
+
+def not_repeatable() -> bmt.verify.Program:
+    return Program(
+        model=Net, batches=BATCHES, loss=lambda model, batch: cross_entropy(model, batch) * (1 + random.SystemRandom().random())
+    )
+
+
+def dropout_on_split_rows() -> bmt.verify.Program:
+    return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy)
+
+
+def uneven_rows() -> bmt.verify.Program:
+    return Program(model=Layer, batches=[torch.randn(7, 12)], loss=lambda model, x: model(x).square().mean())
+
+
+def fails_alone() -> bmt.verify.Program:
+    return Program(model=Layer, batches=[torch.randn(6, 13)], loss=lambda model, x: model(x).square().mean())
+
+
+def no_program() -> str:
+    return "a string"
+
+
+def neither_loss_nor_step() -> bmt.verify.Program:
+    return Program(model=Net, batches=BATCHES)
+
+
+def a_model_for_its_maker() -> bmt.verify.Program:
+    return Program(model=_SHARED, batches=BATCHES, loss=cross_entropy)
+
+
+def no_model() -> bmt.verify.Program:
+    return Program(model=lambda: 3, batches=BATCHES, loss=cross_entropy)  # type: ignore[arg-type,return-value]

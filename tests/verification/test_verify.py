@@ -1,0 +1,237 @@
+"""bmtrain.verify passes correct programs, finds planted differences, and says why what it cannot verify cannot be verified."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.runner import RankFailure, run_ranks
+from tests.verification import subjects
+
+import bmtrain as bmt
+from bmtrain.errors import ConfigurationError
+from bmtrain.verification.compare import Report, compare
+from bmtrain.verification.processes import Outcome
+from bmtrain.verification.program import load_program
+from bmtrain.verification.record import Key, Kind, Record
+from bmtrain.verification.running import Settings, run_on_ranks, run_reference
+from bmtrain.verification.tolerance import relative_tolerance
+from bmtrain.verification.verify import _judged
+
+ROOT = pathlib.Path(__file__).parents[2]
+Maker = Callable[[], Any]
+
+
+def _reference(maker: Maker, settings: Settings) -> Record:
+    return run_reference(load_program(maker), settings)
+
+
+def _ranks(maker: Maker, settings: Settings) -> Record:
+    return run_on_ranks(load_program(maker), settings)
+
+
+def report(maker: Maker, ranks: int = 2, **more: Any) -> Report:
+    """The outcome of `verify`, by the quick processes of the tests."""
+    settings = Settings(ranks=ranks, **more)
+    (reference,) = run_ranks(_reference, 1, maker, settings, join=False)
+    return compare(reference, run_ranks(_ranks, ranks, maker, settings, init=settings.init))
+
+
+@pytest.mark.parametrize(
+    ("maker", "ranks", "level"),
+    [
+        (subjects.correct, 1, 3),
+        (subjects.correct, 2, 3),
+        (subjects.correct, 3, 2),
+        (subjects.in_bfloat16, 2, 3),
+        (subjects.in_double, 3, 3),
+        (subjects.with_a_step, 2, 2),
+        (subjects.with_dropout, 2, 3),
+        (subjects.gpt2_example, 2, 3),
+        (subjects.llama, 2, 3),
+        (subjects.bert, 3, 2),
+    ],
+)
+def test_correct_programs_pass(maker: Maker, ranks: int, level: int) -> None:
+    """Nothing differs, every kind of tensor is compared, and tolerances have room."""
+    found = report(maker, ranks, init={"zero_level": level})
+    assert found, str(found)
+    assert {"loss", "gradient", "parameter", "random state", "optimizer state"} <= found.compared.keys()
+    assert found.closest < 0.5
+
+
+@pytest.mark.parametrize(
+    ("maker", "kind", "step", "words"),
+    [
+        (subjects.rank_in_arithmetic, Kind.LOSS, 1, "off by"),
+        (subjects.gradient_scaled, Kind.GRADIENT, 1, "off by"),
+        (subjects.buffer_differs, Kind.BUFFER, 1, "2 instead of 1"),
+        (subjects.parameter_written, Kind.PARAMETER, 1, "off by"),
+        (subjects.generator_moved, Kind.RANDOM, 1, "stands elsewhere"),
+    ],
+)
+def test_planted_differences_are_found(maker: Maker, kind: Kind, step: int, words: str) -> None:
+    """The first tensor that differs has its kind, step and size in the report."""
+    found = report(maker)
+    assert found.verdict == "different" and found.first is not None
+    assert (found.first.key.kind, found.first.key.step) == (kind, step), str(found)
+    assert words in found.text
+    if kind is Kind.BUFFER:
+        assert found.first.rank == 1 and found.first.key.name == "count"
+
+
+@pytest.mark.parametrize(
+    ("maker", "words"),
+    [
+        (subjects.the_same_model, "another model each time"),
+        (subjects.other_values_each_time, "another model each time"),
+        (subjects.not_repeatable, "does not repeat itself"),
+        (subjects.dropout_on_split_rows, 'batch="same"'),
+        (subjects.uneven_rows, "cannot be split over 2 ranks"),
+        (subjects.no_program, "expected a bmtrain.verify.Program"),
+        (subjects.neither_loss_nor_step, "either a loss"),
+        (subjects.a_model_for_its_maker, "makes it anew"),
+        (subjects.no_model, "expected a torch.nn.Module"),
+    ],
+)
+def test_what_cannot_be_verified_is_said(maker: Maker, words: str) -> None:
+    """A ConfigurationError names the reason."""
+    with pytest.raises(ConfigurationError, match=words):
+        run_ranks(_reference, 1, maker, Settings(), join=False)
+
+
+@pytest.mark.parametrize("settings", [{"ranks": 0}, {"steps": 0}, {"timeout": 0}, {"slack": -1.0}])
+def test_bad_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="expected a"):
+        bmt.verify(subjects.correct, **settings)
+
+
+def test_functions_that_processes_cannot_find_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="top of a module"):
+        bmt.verify(functools.partial(subjects.correct))
+
+
+def _inside_a_run() -> None:
+    bmt.verify(subjects.correct)
+
+
+def test_inside_of_a_run_it_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="before init_distributed"):
+        run_ranks(_inside_a_run, 1)
+
+
+def test_refusals_and_failures_are_told_apart() -> None:
+    """All ranks refuse: refused. One rank alone, or anything else: failed."""
+    settings, reference = Settings(), Record()
+    no, died, well = Outcome(refusal="no"), Outcome(failure="died"), Outcome(record=Record())
+    assert _judged(reference, [no, no], settings).verdict == "refused"
+    assert _judged(reference, [no, well], settings).verdict == "failed"
+    assert _judged(reference, [no, died], settings).text == "rank 1: died\nrank 0: no"
+    assert _judged(reference, [well, well], settings).verdict == "same"
+
+
+def _record(**values: torch.Tensor | None) -> Record:
+    out = Record(terms=64, coarsest=torch.finfo(torch.float32).eps)
+    for name, value in values.items():
+        out.add(1, Kind.GRADIENT, name, value)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("got", "words"),
+    [
+        ({"a": torch.ones(3), "b": None}, ""),
+        ({"a": torch.ones(3) * (1 + 5e-6), "b": None}, ""),
+        ({"a": torch.ones(3) * (1 + 5e-5), "b": None}, "off by"),
+        ({"a": None, "b": None}, "there is none"),
+        ({"a": torch.ones(3), "b": torch.ones(1)}, "one process has none"),
+        ({"a": torch.ones(4), "b": None}, "of shape"),
+        ({"a": torch.ones(3).double(), "b": None}, "float64"),
+        ({"a": torch.tensor([1.0, float("nan"), 1.0]), "b": None}, "nan instead of 1"),
+        ({"b": None}, "there is none"),
+        ({"a": torch.ones(3), "b": None, "c": torch.ones(1)}, "one process has none"),
+    ],
+)
+def test_tensors_are_compared_by_value_shape_dtype_and_presence(got: dict[str, torch.Tensor | None], words: str) -> None:
+    found = compare(_record(a=torch.ones(3), b=None), [_record(**got)])
+    assert bool(found) == (not words) and words in found.text, str(found)
+
+
+def test_noise_stays_noise_and_nothing_else_passes() -> None:
+    """A gradient that cancels may be rounding, and an optimizer may make a step of it; a real element may not."""
+    reference, ranks = _record(weight=torch.tensor([1.0, 1.0]), bias=torch.tensor([1e-9, 1e-3])), Record()
+    for key, value in reference.values.items():
+        ranks.values[key] = value
+    ranks.values[Key(1, Kind.GRADIENT, "bias")] = torch.tensor([-1e-9, 1e-3])
+    for step, moved in ((0, 0.0), (1, 0.01)):
+        reference.add(step, Kind.PARAMETER, "bias", torch.tensor([1 - moved, 1 - moved]))
+        ranks.add(step, Kind.PARAMETER, "bias", torch.tensor([1 + moved, 1 - moved]))
+    assert compare(reference, [ranks])
+    ranks.values[Key(1, Kind.PARAMETER, "bias")] = torch.tensor([1 - 0.01, 1 + 0.01])
+    assert not compare(reference, [ranks])
+
+
+def test_tolerances_follow_the_dtype() -> None:
+    """Half precision counts by its own eps, sums by fp32's; nothing is allowed before the first step and for whole numbers."""
+    fine, coarse = Record(terms=100, coarsest=2.0**-23), Record(terms=100, coarsest=2.0**-7)
+    assert relative_tolerance(fine, torch.float32, 1, "cpu") == pytest.approx(8 * 11 * 2.0**-23)
+    assert relative_tolerance(coarse, torch.float32, 1, "cpu") == pytest.approx(8 * 2.0**-7, rel=1e-3)
+    assert relative_tolerance(Record(terms=100, coarsest=2.0**-52), torch.float64, 2, "cpu") == pytest.approx(2 * 8 * 11 * 2.0**-52)
+    assert relative_tolerance(fine, torch.float32, 1, "cuda") >= 4 * relative_tolerance(fine, torch.float32, 1, "cpu")
+    assert relative_tolerance(fine, torch.float32, 0, "cpu") == relative_tolerance(fine, torch.int64, 1, "cpu") == 0
+
+
+def command(*arguments: str, starter: tuple[str, ...] = ("-m", "bmtrain")) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.run(
+        [sys.executable, *starter, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "words"),
+    [
+        ("correct", 0, "same: 1 steps on 2 ranks"),
+        ("rank_in_arithmetic", 1, "different: step 1, loss, rank 0"),
+        ("refused", 3, "refused: on all ranks, ConfigurationError: this model is for one process"),
+        ("dying", 4, "rank 1 has had enough"),
+        ("fails_alone", 2, "the program fails in one plain process already"),
+        ("nothing", 2, "has no function 'nothing'"),
+    ],
+)
+def test_the_command_prints_the_outcome_and_has_its_status(function: str, status: int, words: str) -> None:
+    done = command("verify", f"tests.verification.subjects:{function}", "--steps", "1", "--timeout", "60")
+    assert done.returncode == status and words in done.stdout + done.stderr, done.stdout + done.stderr
+
+
+def test_under_torchrun_the_ranks_are_those_that_there_are() -> None:
+    starter = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "bmtrain")
+    done = command("verify", "tests.verification.subjects:correct", "--steps", "1", starter=starter)
+    assert done.returncode == 0 and done.stdout.count("same: 1 steps on 2 ranks") == 1, done.stdout + done.stderr
+
+
+def test_without_a_command_there_is_a_list() -> None:
+    done = command()
+    assert done.returncode == 0 and "verify" in done.stdout
+
+
+def test_parameters_without_values_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="parameters without values"):
+        report(subjects.without_values)
+
+
+def test_a_rank_that_dies_is_no_silence() -> None:
+    with pytest.raises((ZeroDivisionError, RankFailure)):
+        report(subjects.dying)
