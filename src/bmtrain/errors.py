@@ -24,3 +24,7 @@ class CheckpointError(RuntimeError):
 
 class StaleParameterError(RuntimeError):
     """Parameters changed between the forward pass that used them and its backward pass."""
+
+
+class RanksPartedError(RuntimeError):
+    """Ranks did different things, or one of them did not come; the message says what each did last. Raised on all of them."""

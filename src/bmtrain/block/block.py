@@ -18,7 +18,7 @@ from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGra
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
 from bmtrain.block.offload import Host
-from bmtrain.block.outputs import before_backward_of, detached_from
+from bmtrain.block.outputs import before_backward_of, detached_from, tied_to
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
 from bmtrain.block.probe import Runs, measure, unmeasured
@@ -348,11 +348,14 @@ class Block(DistributedModule):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
             out = detached_from(use, out)
-        if run.lends and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return out
+        tied = tied_to(use, views, out, (args, kwargs), first_node)
+        if run.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
             lend = functools.partial(self._lend, run.slices, use)
-            before_backward_of(out, first_node, lambda: use.lend(lend, end))
-        return out
+            before_backward_of(tied, first_node, lambda: use.lend(lend, end))
+        return tied
 
     def _lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Modules find `tensors` in backward, and compute with them as they did in forward."""
