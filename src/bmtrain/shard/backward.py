@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.replicated import Replicated
+from bmtrain.shard.residence import Label
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
 
@@ -46,6 +48,7 @@ class Backward:
         self._task = -1
         self._deferring = False
         self.replicated = Replicated(world, taping, self._join)
+        self.labels: weakref.WeakKeyDictionary[Gradient, Label] = weakref.WeakKeyDictionary()
 
     @property
     def has_deferred(self) -> bool:
@@ -85,6 +88,8 @@ class Backward:
         if not gradient.is_open:
             gradient.open()
             self._gradients.append(gradient)
+        if not self._deferring:
+            self._note_reduction(gradient)
         gradient.add(grads, defer=self._deferring)
 
     def is_replicated(self, param: torch.nn.Parameter) -> bool:
@@ -114,8 +119,16 @@ class Backward:
             if gradient not in self._gradients:
                 gradient.open()
                 self._gradients.append(gradient)
+            if gradient.has_deferred:
+                self._note_reduction(gradient)
             gradient.flush()
         self._waiting.clear()
+
+    def _note_reduction(self, gradient: Gradient) -> None:
+        """Ranks that reduce gradients in different orders must not mix them up."""
+        label = self.labels.get(gradient)
+        if label is not None:
+            self._transport.ledger.note(gradient.axis, f"the gradient of {label.text}")
 
     def _close(self) -> None:
         """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""
@@ -123,6 +136,7 @@ class Backward:
         done = [gradient for gradient in self._gradients if not gradient.has_deferred]
         for gradient in self._gradients:
             gradient.is_open = False
+        self._transport.ledger.note(self._world, f"the end of a backward pass with gradients of {len(done)} storages")
         touched = self._agree(done)
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
