@@ -29,6 +29,8 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.parting import Sameness
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.tape import Draws, Taping
@@ -160,7 +162,10 @@ class Block(DistributedModule):
         """Shard the parameters that are not yet: those of modules that have been put in since, too. Collective."""
         current = world.current("Block")
         parts = self._parts()
-        adopt(list(places_of(parts)), self._policy, current.service(Converted))
+        places = list(places_of(parts))
+        new = [(place.path, place.value) for place in places if not isinstance(place.value, DistributedParameter)]
+        current.service(Sameness).check(new)
+        adopt(places, self._policy, current.service(Converted))
         for _, part in parts:
             move_buffers(part, current.device)
         if self._stage is not None:

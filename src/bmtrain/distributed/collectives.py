@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from bmtrain.runtime.mesh import Axis
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_HEAD = 128  # figures of the first piece of an agreement
 OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,
@@ -181,27 +179,10 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
 
 
 def largest_(figures: torch.Tensor, axis: Axis) -> None:
-    """Put in place of each of the figures (n,), in fp64 on the CPU, the largest of all ranks'.
-
-    Those of ranks that do something else are not mixed up with these: the first piece, of one size on all ranks, carries the word
-    of what they have done.
-    """
+    """Put in place of each of the figures (n,), in fp64 on the CPU, the largest of all ranks'."""
     ledger = world.current().service(Ledger)
-    ledger.note(axis, f"agreement on {figures.numel()} figures")
-    ledger.settle(axis)
-    word = float(ledger.word(axis))
-    head = torch.full((_HEAD,), -math.inf, dtype=torch.float64, device="cpu")
-    head[0], head[1], head[2 : 2 + figures.numel()] = word, -word, figures[: _HEAD - 2]
-    try:
-        dist.all_reduce(head, op=OPS["max"], group=axis.group)
-    except RuntimeError as error:
-        ledger.lost(axis, error)
-    ledger.judge(axis, [int(head[0]), -int(head[1])])
-    figures[: _HEAD - 2] = head[2 : 2 + figures.numel()]
-    if figures.numel() > _HEAD - 2:
-        rest = figures[_HEAD - 2 :].clone()
-        dist.all_reduce(rest, op=OPS["max"], group=axis.group)
-        figures[_HEAD - 2 :] = rest
+    ledger.note(axis, f"agreement on {len(figures)} figures")
+    ledger.largest_(figures, axis)
 
 
 def barrier(axis: Axis) -> None:

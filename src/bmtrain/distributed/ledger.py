@@ -1,8 +1,8 @@
 """What this rank has done together with others, in order, and whether they have done the same: ranks that part are told.
 
-Everything that ranks do together has a number and a name. A rank keeps the number and a running digest of the names, and compares them with the
-other ranks': on a CPU before anything moves; on a GPU, whose gathers and reductions the host does not wait for, wherever the
-ranks agree on the host anyway, at the latest at the end of a backward pass, and once per pass in the background.
+Everything that ranks do together has a number and a name. A rank keeps the number and a running digest of the names, and compares
+them with the other ranks': on a CPU before anything moves; on a GPU, whose gathers and reductions the host does not wait for,
+wherever the ranks agree on the host anyway, at the latest at the end of a backward pass, and once per pass in the background.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -26,11 +27,12 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 PATIENCE_S = 3.0  # how long a rank that has met a failure waits to hear what the others did
 _NUM_REMEMBERED = 1024
+_ROOM = 126  # figures that travel with a comparison
 _DIGEST_BITS = 32
 _NUMBER_BITS = 20  # both fit into a double, in which agreements travel
 _CURE = (
-    "Every rank must call the same blocks, and do with parameters and optimizers the same, in the same order and as often: what only one rank "
-    "needs is computed on all. Nothing that was gathered since is used; the run cannot go on, start it anew."
+    "Every rank must call the same blocks, and do the same with parameters and optimizers, in the same order and as often: what "
+    "only one rank needs is computed on all. Nothing that was gathered since is used; the run cannot go on, start it anew."
 )
 # How Gloo says that another rank has gone, or does not come.
 _LOST = ("Connection closed", "Timed out", "timed out", "timeout", "Connection reset", "Broken pipe", "gloo/transport")
@@ -122,14 +124,34 @@ class Ledger:
 
     def compare(self, axis: Axis) -> None:
         """Collective on the CPU. RanksPartedError on all ranks if they have not done the same, or if one does not come."""
-        line = self._line(axis)
+        self.largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
+
+    def largest_(self, figures: torch.Tensor, axis: Axis) -> None:
+        """`compare`, and put in place of each of the figures (n,), in fp64 on the CPU, the largest of all ranks'.
+
+        Every comparison is the same collective, of one size: those of ranks that have parted must meet, too. It has room for some
+        figures, so that small agreements cost nothing beside it; what is more follows once the ranks are known to do the same.
+        """
         self.settle(axis)
-        own, words = _words(line.word, axis.size)
+        word = float(self._line(axis).word)
+        head = torch.full((_ROOM + 2,), -math.inf, dtype=torch.float64, device="cpu")
+        first = figures[:_ROOM]
+        head[0], head[1], head[2 : 2 + len(first)] = word, -word, first
+        self._all_reduce_max(head, axis)
+        if head[0] != -head[1]:
+            self._part(axis)
+        self._agree(axis)
+        first.copy_(head[2 : 2 + len(first)])
+        if len(figures) > _ROOM:
+            self._all_reduce_max(figures[_ROOM:], axis)
+
+    def _all_reduce_max(self, x: torch.Tensor, axis: Axis) -> None:
         try:
-            _all_gather_flat(words, own, group=axis.group)
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=axis.group)
         except RuntimeError as error:
-            self.lost(axis, error)
-        self.judge(axis, words.tolist())
+            if not any(sign in str(error) for sign in _LOST):
+                raise
+            self._part(axis, error)
 
     def compare_later(self, axis: Axis) -> None:
         """Begin to compare in the background; what it finds is said by the next comparison of this axis."""
@@ -137,7 +159,8 @@ class Ledger:
             return
         self.settle(axis)
         line = self._line(axis)
-        own, words = _words(line.word, axis.size)
+        own = torch.tensor([line.word], dtype=torch.int64, device="cpu")
+        words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
         # The communicator of gathers carries nothing else on the CPU: the order in which hosts come here is all that counts.
         work = _all_gather_flat(words, own, group=axis.gather_group, async_op=True)
         line.pending = _Pending(work, own, words)
@@ -151,37 +174,22 @@ class Ledger:
         try:
             pending.work.wait()
         except RuntimeError as error:
-            self.lost(axis, error)
+            self._part(axis, error)
         if len(set(pending.words.tolist())) > 1:
-            self._part(axis, "")
+            self._part(axis)
 
-    def judge(self, axis: Axis, words: Sequence[int]) -> None:
-        """RanksPartedError unless all ranks brought the same words. All of them see the same."""
-        if len(set(words)) > 1:
-            self._part(axis, "")
-        self.agree(axis)
-
-    def word(self, axis: Axis) -> int:
-        """Number and digest, less than 2**52: equal on ranks that have done the same."""
-        return self._line(axis).word
-
-    def agree(self, axis: Axis) -> None:
-        """All ranks have the same word."""
+    def _agree(self, axis: Axis) -> None:
+        """All ranks have done the same up to here."""
         line = self._line(axis)
         line.agreed = line.number
         if line.since:
             line.last = line.since[-1]
             line.since.clear()
 
-    def lost(self, axis: Axis, error: RuntimeError) -> None:
-        """A collective on the CPU has failed: RanksPartedError if that is because a rank is not there, else the error itself."""
-        if not any(sign in str(error) for sign in _LOST):
-            raise error
-        self._part(axis, str(error).splitlines()[0], error)
-
-    def _part(self, axis: Axis, why: str, cause: BaseException | None = None) -> None:
+    def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
+        """Raise RanksPartedError: ranks have done different things, or, with a cause, one is not there."""
         stories = self._exchange_stories(axis)
-        self._parted = _describe(axis, stories, self._line(axis), self._timeout if why else None)
+        self._parted = _describe(axis, stories, self._line(axis), None if cause is None else self._timeout)
         raise RanksPartedError(self._parted) from cause
 
     def _exchange_stories(self, axis: Axis) -> dict[int, _Story]:
@@ -208,10 +216,6 @@ class Ledger:
         if found is None:
             found = self._lines[axis.ranks] = _Line()
         return found
-
-
-def _words(word: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.tensor([word], dtype=torch.int64, device="cpu"), torch.empty(size, dtype=torch.int64, device="cpu")
 
 
 def _describe(axis: Axis, stories: dict[int, _Story], own: _Line, waited: float | None) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter, full_values
+from bmtrain.shard.parting import check_same_state
 
 
 class DistributedModule(torch.nn.Module):
@@ -89,6 +90,7 @@ class DistributedModule(torch.nn.Module):
         unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:
+        check_same_state(state_dict, [prefix + name for name, _ in self._own_parameters()])
         for name, param in self._own_parameters():
             key = prefix + name
             value = state_dict.get(key)
