@@ -136,7 +136,7 @@ class Backward:
         done = [gradient for gradient in self._gradients if not gradient.has_deferred]
         for gradient in self._gradients:
             gradient.is_open = False
-        self._transport.ledger.note(self._world, f"the end of a backward pass with gradients of {len(done)} storages")
+        self._transport.ledger.note(self._world, "the end of a backward pass")  # stages of a pipeline end with different storages
         touched = self._agree(done)
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
