@@ -51,6 +51,7 @@ def _distributed(kind: Any) -> Any:
         namespace["__module__"] = kind.__module__
         # Others look up classes and their names: a sharded module says it is what it was. Python itself asks type().
         namespace["__class__"] = property(lambda _: kind)
+        namespace["compile"] = _refuse_to_compile
         namespace.update(_methods_of_whole_models(kind))
 
     return types.new_class(f"Distributed{kind.__name__}", (DistributedModule, kind), exec_body=fill)
@@ -77,6 +78,14 @@ def _refusing(name: str, remedy: str) -> Method:
         raise ParameterError(f"{name} cannot change the weights of a sharded model: {remedy}.")
 
     return refuse
+
+
+def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In place of `nn.Module.compile`: tracing a whole model would take this rank's slices for whole weights."""
+    raise ParameterError(
+        "a sharded model is not compiled as a whole: its blocks are, by bmtrain.init_distributed(compile=True), by "
+        "Block(compile=True) or by block.compile()."
+    )
 
 
 def _saving(method: Method) -> Method:

@@ -136,7 +136,6 @@ class Backward:
         done = [gradient for gradient in self._gradients if not gradient.has_deferred]
         for gradient in self._gradients:
             gradient.is_open = False
-        self._transport.ledger.note(self._world, "the end of a backward pass")  # stages of a pipeline end with different storages
         touched = self._agree(done)
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
@@ -185,6 +184,7 @@ class Backward:
         agreed: dict[Gradient, list[bool]] = {}
         for name in sorted(by_axis):
             members = by_axis[name]
+            self._transport.ledger.note(members[0].axis, f"the end of a backward pass with {len(members)} gradients")
             flags = iter(self._taping.any_rank([flag for gradient in members for flag in gradient.touched], members[0].axis))
             agreed.update({gradient: [next(flags) for _ in gradient.touched] for gradient in members})
         return [agreed[gradient] for gradient in gradients]

@@ -13,6 +13,7 @@ from bmtrain.distributed.streams import make_streams
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import Backward
 from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.residence import Label, Residence
 from bmtrain.shard.ring import Ring
@@ -39,6 +40,7 @@ class Engine:
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
+        world.service(Sameness)  # watches what takes over modules, and steps of optimizers
         self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bmtrain.distributed import collectives
 from bmtrain.distributed.ledger import Ledger
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
@@ -27,6 +28,20 @@ _SEED = (
 )
 
 
+# Modules of torch's that take over the parameters of the module that they hold, and what this library does instead.
+_ITSELF = (
+    "the model is sharded and its gradients are summed over the ranks already (OptimManager divides by their number): use it as it "
+    "is, without that wrapper"
+)
+_STRANGERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": _ITSELF,
+    "torch.nn.parallel.data_parallel.DataParallel": _ITSELF + ", with one process per GPU",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _ITSELF,
+    "torch._dynamo.eval_frame.OptimizedModule": "blocks are compiled one by one: bmtrain.init_distributed(compile=True), "
+    "Block(compile=True) or block.compile() instead of torch.compile(model)",
+}
+
+
 class Sameness:
     """Whether the models of all ranks are known to be the same. One per run, reached by `world.service(Sameness)`."""
 
@@ -37,6 +52,7 @@ class Sameness:
         # Torch keeps the hook for ever: it must not keep the run.
         handle = register_optimizer_step_pre_hook(_step_note(weakref.ref(ledger), everyone))
         weakref.finalize(self, handle.remove)
+        weakref.finalize(self, register_module_module_registration_hook(_refuse_strangers).remove)
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
@@ -100,6 +116,18 @@ def _checksum(x: torch.Tensor) -> str:
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}" if sample.numel() else "none"
 
 
+def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """ParameterError where a module that is sharded is given to one that would broadcast, shard or trace it as if it were whole."""
+    for kind in type(holder).__mro__:
+        cure = _STRANGERS.get(f"{kind.__module__}.{kind.__qualname__}")
+        if cure is not None and module is not None and any(map(_is_sharded, module.parameters())):
+            raise ParameterError(f"{kind.__name__} cannot hold a sharded model: {cure}.")
+
+
+def _is_sharded(param: torch.Tensor) -> bool:
+    return getattr(type(param), "storage_of", None) is not None
+
+
 def _step_note(ledger: weakref.ref[Ledger], axis: Axis) -> Any:
     """Ranks that do not all take a step have different parameters from then on: it is one of the things that they compare."""
 
@@ -108,7 +136,7 @@ def _step_note(ledger: weakref.ref[Ledger], axis: Axis) -> Any:
         if found is None or axis.size == 1:
             return
         params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(getattr(type(param), "storage_of", None) is not None for param in params):
+        if any(map(_is_sharded, params)):
             found.note(axis, f"a step of {type(optimizer).__name__}")
 
     return note
