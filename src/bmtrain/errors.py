@@ -35,3 +35,7 @@ class StaleParameterError(RuntimeError):
 
 class RecomputationError(RuntimeError):
     """A forward pass cannot be computed again in backward as it was: something that it read has changed, or cannot be followed."""
+
+
+class RanksPartedError(RuntimeError):
+    """Ranks did different things, or one of them did not come; the message says what each did last. Raised on all of them."""

@@ -17,7 +17,7 @@ from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGra
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
 from bmtrain.block.offload import is_movable, saving
-from bmtrain.block.outputs import before_backward_of, detached_from
+from bmtrain.block.outputs import before_backward_of, detached_from, tied_to
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
 from bmtrain.block.probe import Runs, measure, unmeasured
@@ -31,6 +31,8 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.parting import Sameness
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.tape import Taping
@@ -166,7 +168,10 @@ class Block(DistributedModule):
         current = world.current("Block")
         open_slots(self._inner)
         parts = self._parts()
-        adopt(list(places_of(parts)), self._policy, current.service(Converted))
+        places = list(places_of(parts))
+        new = [(place.path, place.value) for place in places if not isinstance(place.value, DistributedParameter)]
+        current.service(Sameness).check(new)
+        adopt(places, self._policy, current.service(Converted))
         for _, part in parts:
             move_buffers(part, current.device)
         if self._stage is not None:
@@ -346,9 +351,12 @@ class Block(DistributedModule):
     def _run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = torch._C._autograd._get_sequence_nr()
         out, views = self._compute(run, args, kwargs)
-        if run.lends:
-            self._lend_before_backward_of(out, first_node, run, views)
-        return out
+        if not torch.is_grad_enabled():
+            return out
+        tied = tied_to(run.use, views, out, (args, kwargs), first_node)
+        if run.lends or tied is not out:
+            self._lend_before_backward_of(tied, first_node, run, views)
+        return tied
 
     def _compute(
         self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False

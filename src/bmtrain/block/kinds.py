@@ -50,7 +50,8 @@ def _distributed(kind: Any) -> Any:
         namespace["__doc__"] = kind.__doc__
         namespace["__module__"] = kind.__module__
         # Others look up classes and their names: a sharded module says it is what it was. Python itself asks type().
-        namespace["__class__"] = property(lambda _: kind)
+        namespace["__class__"] = property(lambda _: kind, _refuse_class)
+        namespace["compile"] = _refuse_to_compile
         namespace.update(_methods_of_whole_models(kind))
 
     return types.new_class(f"Distributed{kind.__name__}", (DistributedModule, kind), exec_body=fill)
@@ -77,6 +78,19 @@ def _refusing(name: str, remedy: str) -> Method:
         raise ParameterError(f"{name} cannot change the weights of a sharded model: {remedy}.")
 
     return refuse
+
+
+def _refuse_class(self: torch.nn.Module, kind: type) -> None:
+    """In place of changing the class once more, as torch's `fully_shard` does."""
+    raise ParameterError(f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it as it is, or start anew.")
+
+
+def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    """In place of `nn.Module.compile`: tracing a whole model would take this rank's slices for whole weights."""
+    raise ParameterError(
+        "a sharded model is not compiled as a whole: its blocks are, by bmtrain.init_distributed(compile=True), by "
+        "Block(compile=True) or by block.compile()."
+    )
 
 
 def _saving(method: Method) -> Method:

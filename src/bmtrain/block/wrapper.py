@@ -21,6 +21,8 @@ from bmtrain.shard import initialize
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.parting import Sameness
+from bmtrain.shard.storage import Storage
 
 Module = TypeVar("Module", bound=torch.nn.Module)
 
@@ -45,6 +47,8 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
     Raises:
         ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a tensor class of its own).
             Nothing has been changed then.
+        RanksPartedError: on all ranks, if names, shapes, dtypes or values of parameters differ between them. Nothing has been
+            changed then. Values are compared by a checksum, of large tensors of a sample.
     """
     current = world.current("BMTrainModelWrapper")
     if not isinstance(model, torch.nn.Module):
@@ -59,9 +63,13 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
             "fill them, as in model.get_buffer(name).copy_(values), and answers are wrong, not always NaN. Building the model on "
             "the CPU avoids that."
         )
-    out = _Wrapping(current, use_checkpoint).wrap(model)
+    sameness = current.service(Sameness)
+    sameness.check((name, param) for name, param in model.named_parameters() if not isinstance(param, DistributedParameter))
+    with sameness.known():
+        out = _Wrapping(current, use_checkpoint).wrap(model)
     if not isinstance(out, DistributedModule):
         become_distributed(out)
+    _name_storages(out)
     return cast(Module, out)
 
 
@@ -82,11 +90,23 @@ def init_parameters(module: torch.nn.Module) -> None:
                 f"{type(module).__name__} has parameters of its own and is not sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
-        _Wrapping(current).wrap_children(module)
+        with current.service(Sameness).known():  # all get values of rank 0's random state
+            _Wrapping(current).wrap_children(module)
         for param in module.parameters():
             if isinstance(param, DistributedParameter):
                 param.mark_unset()
     initialize.initialize(module)
+
+
+def _name_storages(model: torch.nn.Module) -> None:
+    """Messages call parameters as the model does."""
+    names: dict[Storage, list[str]] = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, DistributedParameter):
+            names.setdefault(param.storage_of, []).append(name)
+    for storage, own in names.items():
+        if storage.residence.label is not None:
+            storage.residence.label.rename(own)
 
 
 class _Wrapping:

@@ -25,7 +25,7 @@ def largest(figures: Sequence[float], axis: Axis) -> list[float]:
     if axis.size == 1:
         return list(figures)
     wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
-    collectives.all_reduce_(wire, "max", axis)
+    collectives.largest_(wire, axis)
     return list(wire.tolist())
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
 # torch 2.13 renamed the two flat collectives and deprecated the names that 2.8 to 2.12 have.
@@ -31,6 +33,13 @@ def check_op(op: str) -> None:
         raise ConfigurationError(f"unknown reduction {op!r}: expected one of {', '.join(OPS)}.")
 
 
+def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
+    """RanksPartedError on all ranks if they are about to do different things, wherever that is known by now."""
+    if axis.size > 1 and world.is_initialized():
+        text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
+        world.current().service(Ledger).enter(axis, text, is_on_host=x is None or x.device.type == "cpu")
+
+
 def gather_shards(full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
     """Fill `full` (axis.size * n,) with every rank's `shard` (n,) in rank order, on the axis's gather communicator."""
     _all_gather_flat(full, shard, group=axis.gather_group)
@@ -43,6 +52,7 @@ def reduce_shards(shard: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Every rank's `x`, stacked: (axis.size, *x.shape)."""
+    _enter(axis, "all_gather", x)
     out = x.new_empty((axis.size, *x.shape))
     _all_gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group)
     return out
@@ -59,6 +69,7 @@ def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
         return reduce_scatter(x, "sum", axis) / axis.size
     if op != "sum":  # not every backend reduces and scatters by these; the whole reduction is right everywhere
         return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
+    _enter(axis, "reduce_scatter", x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
     _reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS[op], group=axis.group)
     return out
@@ -75,18 +86,21 @@ def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
 def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
     """Reduce `x` in place over the axis."""
     if axis.size > 1:
+        _enter(axis, f"all_reduce ({op})", x)
         dist.all_reduce(x, op=OPS[op], group=axis.group)
 
 
 def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
     """Overwrite `x` by that of the rank at place `source` of the axis."""
     if axis.size > 1:
+        _enter(axis, f"broadcast from rank {axis.ranks[source]}", x)
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
 
 
 def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
     """Reduce `x` in place onto the rank at place `target`; elsewhere its content is undefined afterwards."""
     if axis.size > 1:
+        _enter(axis, f"reduce ({op}) onto rank {axis.ranks[target]}", x)
         dist.reduce(x, dst=axis.ranks[target], op=OPS[op], group=axis.group)
 
 
@@ -149,6 +163,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable `value`, in rank order; travels on the CPU."""
     if axis.size == 1:
         return [value]
+    _enter(axis, "exchange of objects")
     out: list[Any] = [None] * axis.size
     dist.all_gather_object(out, value, group=axis.group)
     return out
@@ -158,11 +173,20 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
     """The picklable `value` of the rank at place `source`."""
     box = [value]
     if axis.size > 1:
+        _enter(axis, f"broadcast of an object from rank {axis.ranks[source]}")
         dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu"))
     return box[0]
+
+
+def largest_(figures: torch.Tensor, axis: Axis) -> None:
+    """Put in place of each of the figures (n,), in fp64 on the CPU, the largest of all ranks'."""
+    ledger = world.current().service(Ledger)
+    ledger.note(axis, f"agreement on {len(figures)} figures")
+    ledger.largest_(figures, axis)
 
 
 def barrier(axis: Axis) -> None:
     """Wait on the CPU until every rank of the axis is here."""
     if axis.size > 1:
+        _enter(axis, "barrier")
         dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)

@@ -135,7 +135,7 @@ class FilePeers(Peers):
         return own, PeerMemory([own.detach() if part is own else part for part in parts], None, num_bytes)
 
     def barrier(self, channel: int) -> None:
-        collectives.barrier(self.axis)
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.axis.group)  # what it is for has been entered already
 
     def _map(self, path: pathlib.Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_file(str(path), shared=True, size=numel, dtype=dtype, device=self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.replicated import Replicated
+from bmtrain.shard.residence import Label
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
 
@@ -46,6 +48,7 @@ class Backward:
         self._task = -1
         self._deferring = False
         self.replicated = Replicated(world, taping, self._join)
+        self.labels: weakref.WeakKeyDictionary[Gradient, Label] = weakref.WeakKeyDictionary()
 
     @property
     def has_deferred(self) -> bool:
@@ -85,6 +88,8 @@ class Backward:
         if not gradient.is_open:
             gradient.open()
             self._gradients.append(gradient)
+        if not self._deferring:
+            self._note_reduction(gradient)
         gradient.add(grads, defer=self._deferring)
 
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
@@ -123,8 +128,16 @@ class Backward:
             if gradient not in self._gradients:
                 gradient.open()
                 self._gradients.append(gradient)
+            if gradient.has_deferred:
+                self._note_reduction(gradient)
             gradient.flush()
         self._waiting.clear()
+
+    def _note_reduction(self, gradient: Gradient) -> None:
+        """Ranks that reduce gradients in different orders must not mix them up."""
+        label = self.labels.get(gradient)
+        if label is not None:
+            self._transport.ledger.note(gradient.axis, f"the gradient of {label.text}")
 
     def _close(self) -> None:
         """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""
@@ -174,6 +187,7 @@ class Backward:
         agreed: dict[Gradient, list[bool]] = {}
         for name in sorted(by_axis):
             members = by_axis[name]
+            self._transport.ledger.note(members[0].axis, f"the end of a backward pass with {len(members)} gradients")
             flags = iter(self._taping.any_rank([flag for gradient in members for flag in gradient.touched], members[0].axis))
             agreed.update({gradient: [next(flags) for _ in gradient.touched] for gradient in members})
         return [agreed[gradient] for gradient in gradients]

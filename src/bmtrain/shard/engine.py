@@ -7,13 +7,15 @@ from collections.abc import Iterable
 
 import torch
 
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.streams import make_streams
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import Backward
 from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Residence
+from bmtrain.shard.residence import Label, Residence
 from bmtrain.shard.ring import Ring
 from bmtrain.shard.schedule import Phase, Schedule
 from bmtrain.shard.tape import Taping
@@ -27,7 +29,7 @@ class Engine:
         self.device = world.device
         self.defaults = world.defaults
         self.mesh = world.mesh
-        self.transport = Transport(make_streams(world.device), world.service(PeerGroups))
+        self.transport = Transport(make_streams(world.device), world.service(PeerGroups), world.service(Ledger))
         self.schedule: Schedule[Residence] = Schedule()
         self.taping = world.service(Taping)
         self.backward = Backward(self.transport, world.mesh.world, self.taping, self._end_of_backward)
@@ -38,6 +40,7 @@ class Engine:
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
+        world.service(Sameness)  # watches what takes over modules, and steps of optimizers
         self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
@@ -50,7 +53,13 @@ class Engine:
         """Take part in the schedule and in backward passes."""
         self._residences.add(residence)
         self._gradients.add(gradient)
+        slots = gradient.layout.slots
+        label = Label(self.num_registered, gradient.axis, [slot.name for slot in slots])
         self.num_registered += 1
+        residence.rename(label)
+        self.backward.labels[gradient] = label
+        shapes = " ".join(f"{slot.name} {slot.shape}" for slot in slots)
+        self.transport.ledger.note(gradient.axis, f"the making of {label.text}: {gradient.policy.dtype} {shapes}")
 
     @property
     def num_alive(self) -> int:
@@ -68,6 +77,7 @@ class Engine:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
                 self._begin_forward()
+                self._compare_passes(residence)
             elif not residence.is_coming():
                 self.transport.fence()  # nobody expected it: the program may just have written it
             self._with_grad = with_grad
@@ -102,6 +112,12 @@ class Engine:
     def num_ring_buffers(self) -> int:
         """Full buffers allocated in all rings."""
         return sum(ring.num_buffers for ring in self._rings.values())
+
+    def _compare_passes(self, residence: Residence) -> None:
+        """Where the host does not wait for gathers, hear at every pass what the other ranks have done up to the one before."""
+        ledger = self.transport.ledger
+        if residence.label is not None and not ledger.is_immediate and not self.taping.is_taping:
+            ledger.compare_later(residence.label.axis)
 
     def _begin_forward(self) -> None:
         self.transport.fence()

@@ -10,6 +10,7 @@ import torch
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.parameter import DistributedParameter, full_values
+from bmtrain.shard.parting import check_same_state
 from bmtrain.shard.window import Gathered, Window
 
 
@@ -65,6 +66,25 @@ class DistributedModule(torch.nn.Module):
         if assign:
             raise ParameterError("load_state_dict(assign=True) would replace the shards of a distributed module: use assign=False.")
         return super().load_state_dict(state_dict, strict=strict)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: Any,
+        unexpected_keys: Any,
+        error_msgs: list[str],
+    ) -> None:
+        check_same_state(state_dict, [prefix + name for name in self._own_names()])
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _own_names(self) -> Iterator[str]:
+        for prefix, module in self.sharded_modules():
+            for name, param in module._parameters.items():
+                if isinstance(param, DistributedParameter):
+                    yield prefix + name
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModule:
         """Move or cast everything but the shards, which stay in their storage: a cast of those is an error."""

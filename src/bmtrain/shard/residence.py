@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,6 +17,26 @@ from bmtrain.shard.transport import Source, Transport
 Version = Callable[[], int]
 
 
+class Label:
+    """What a storage is called in messages, the same on all ranks.
+
+    Args:
+        number: of the storage, in the order of their creation.
+        axis: the ranks that share it.
+        names: of its parameters.
+    """
+
+    def __init__(self, number: int, axis: Axis, names: Sequence[str]) -> None:
+        self.number, self.axis = number, axis
+        self.rename(names)
+
+    def rename(self, names: Sequence[str]) -> None:
+        """The parameters have better names."""
+        shown = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+        self.text = f"storage {self.number} ({shown})"
+        self.places = {phase: f"{self.text} in the {phase.value} pass" for phase in Phase}
+
+
 class Residence(ABC):
     """Gathers one shard on demand. `acquire` and `release` come in pairs; several holders share one full buffer."""
 
@@ -24,8 +44,18 @@ class Residence(ABC):
     survives_forward: bool = True
     #: whether only the ranks of one pipeline stage have it
     is_pipelined: bool = False
+    #: what a gather is called in messages
+    label: Label | None = None
     #: the version of the parameters that the last gather has taken; None where nothing is gathered
     version: int | None = None
+
+    def rename(self, label: Label) -> None:
+        """Be called this in messages."""
+        self.label = label
+
+    def place(self, phase: Phase) -> str:
+        """What is gathered where, for messages: the same on all ranks."""
+        return "" if self.label is None else self.label.places[phase]
 
     @abstractmethod
     def prefetch(self, phase: Phase) -> None:
@@ -103,10 +133,10 @@ class Kept(Residence):
         return self._full is not None
 
     def prefetch(self, phase: Phase) -> None:
-        self._load()
+        self._load(phase)
 
     def acquire(self, phase: Phase) -> torch.Tensor:
-        full = self._load()
+        full = self._load(phase)
         self._num_holders += 1
         self._transport.streams.compute_waits(self._ready)
         return full
@@ -123,10 +153,10 @@ class Kept(Residence):
         self._transport.streams.compute_waits(self._ready)
         self._full, self._num_holders = None, 0
 
-    def _load(self) -> torch.Tensor:
+    def _load(self, phase: Phase) -> torch.Tensor:
         if self._full is None:
             self._full, self.version = self._source.new_full(self._axis.size), self._version()
-            self._ready = self._transport.gather(self._full, self._source, self._axis, None)
+            self._ready = self._transport.gather(self._full, self._source, self._axis, None, self.place(phase))
         return self._full
 
 
@@ -156,7 +186,7 @@ class Ringed(Residence):
             buffer.held = True
             return
         self._buffer, self.version = self._ring.take(self), self._version()
-        self._ready = self._transport.gather(self._buffer.tensor, self._source, self._axis, self._buffer.free)
+        self._ready = self._transport.gather(self._buffer.tensor, self._source, self._axis, self._buffer.free, self.place(phase))
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import GATHERS, PeerGroups, PeerMemory, Peers
 from bmtrain.distributed.streams import Streams
 from bmtrain.runtime.mesh import Axis
@@ -55,6 +56,7 @@ class Source:
         self._shard = weakref.ref(shard)
         self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
         self.peers, self._memory = peers, memory
+        self.name = f"{shard.numel()} elements of every rank"
         if memory is not None:  # it maps the shard too
             self.when_gone(self._unmap)
 
@@ -88,8 +90,8 @@ class Transport:
 
     MAX_REDUCTIONS = 2
 
-    def __init__(self, streams: Streams, peer_groups: PeerGroups) -> None:
-        self.streams, self._peer_groups = streams, peer_groups
+    def __init__(self, streams: Streams, peer_groups: PeerGroups, ledger: Ledger) -> None:
+        self.streams, self._peer_groups, self.ledger = streams, peer_groups, ledger
         self._reductions: collections.deque[Pending] = collections.deque()
         self._filling: Pending | None = None
         self._fence = True
@@ -111,12 +113,21 @@ class Transport:
             self._num_joined[axis.ranks, numel * axis.size] += 1
         return shard, Source(shard, peers, memory)
 
-    def gather(self, full: torch.Tensor, source: Source, axis: Axis, free: torch.Event | None) -> torch.Event | None:
+    def gather(
+        self, full: torch.Tensor, source: Source, axis: Axis, free: torch.Event | None, place: str = ""
+    ) -> torch.Event | None:
         """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis, once the event `free` of the last
         reader has passed.
 
         Memory just allocated has no such event: its last reader may be anything issued so far on the compute stream.
+
+        Args:
+            place: what is gathered and where in the program, for messages.
+
+        Raises:
+            RanksPartedError: on all ranks, if they are known to do different things.
         """
+        self.ledger.enter(axis, f"gather of {place or source.name}", is_on_host=False)
         streams = self.streams
         after = streams.mark_compute() if self._fence or free is None else free
         self._fence = False
@@ -148,10 +159,15 @@ class Transport:
             self._exchanges[key] = Exchange(self.streams, peers, numel, dtype)
 
     def reduce(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool) -> None:
-        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `gradient` (n * ranks,)."""
+        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `gradient` (n * ranks,).
+
+        Raises:
+            RanksPartedError: on all ranks, if they are known to do different things. What is reduced has been noted before.
+        """
         if axis.size == 1:
             self._keep(total, gradient, accumulate)
             return
+        self.ledger.enter(axis, f"reduction of {total.numel()} elements for every rank", is_on_host=False)
         self._make_room()
         exchange = self._exchanges.get((axis.ranks, total.numel() * axis.size, gradient.dtype))
         if exchange is None:

@@ -119,6 +119,16 @@ class Use:
         """Backward has left this use for good, no gradient will end it, and no module is running in it."""
         return not (any(self.trainable) and self._has_end) and not self._running and not self.is_repeated
 
+    @property
+    def is_shared_by_ranks(self) -> bool:
+        """Whether other ranks gather and reduce with this one."""
+        return any(storage.axis.size > 1 for storage in self._storages)
+
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether backward gathers what forward has gathered already."""
+        return any(not storage.residence.survives_forward for storage in self._storages)
+
     def open(self) -> list[torch.Tensor]:
         """Gather and return one view per slot of all storages, tied to the graph where gradients are wanted."""
         if not self._storages:

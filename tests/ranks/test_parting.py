@@ -1,0 +1,333 @@
+"""Ranks that do different things: right where a block takes no part on some of them, else refused on all in time."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+
+import bmtrain
+from bmtrain.distributed.ledger import Ledger
+from bmtrain.errors import ParameterError, RanksPartedError
+from bmtrain.runtime import world
+
+SIZE = 16
+
+
+class Layer(torch.nn.Module):
+    """A residual layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Skipping(Layer):
+    """Gives back what it got where that is positive."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else super().forward(x)
+
+
+class SkippingInDict(Layer):
+    """The same, with several outputs in containers."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return {"out": x if x.sum() > 0 else y, "rest": [x * 2, 3]}
+
+
+class Either(Layer):
+    """Uses one half of its parameters or the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+def layers(count: int, kind: type[torch.nn.Module] = Layer) -> torch.nn.Sequential:
+    """The same on every rank and in every call."""
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*[kind() for _ in range(count)])
+
+
+def blocks(model: torch.nn.Sequential, **options: Any) -> torch.nn.Sequential:
+    """Each layer as a block."""
+    return torch.nn.Sequential(*[bmtrain.Block(layer, **options) for layer in model])
+
+
+def rows(seed: int = 3) -> torch.Tensor:
+    """Positive on ranks of odd number, negative on the others."""
+    x = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(seed))
+    return x - x.mean() + (0.1 if seed % 2 else -0.1)
+
+
+def through(model: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """A loss; what comes out of a block is written in place afterwards."""
+    x = x * 1
+    for layer in model:
+        out = layer(x)
+        if isinstance(out, dict):
+            x = out["out"] + out["rest"][0] / 2
+            x = x - x.mean().detach() + (0.1 if out["out"].sum() > 0 else -0.1)
+        else:
+            x = out
+            x.mul_(0.9)
+    return x.square().sum()
+
+
+def assert_gradients(model: torch.nn.Module, plain: torch.nn.Module, what: object) -> None:
+    """Gradients are those of one process."""
+
+    def said(message: str) -> str:
+        return f"{what}: {message}"
+
+    theirs = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        storage, index = param.storage_of, param.index_in_storage  # type: ignore[attr-defined]
+        expected = theirs[name].grad
+        if expected is None:
+            if param.grad is not None:
+                raise AssertionError(f"{what}: {name} has a gradient")
+            continue
+        own = storage.slice_of(index, expected)
+        torch.testing.assert_close(torch.as_tensor(storage.gradient.flat)[slice_of(storage, index)], own, msg=said)
+
+
+def slice_of(storage: Any, index: int) -> slice:
+    """Where this rank's part of a parameter lies in its shard."""
+    piece = storage.piece(index)
+    return slice(piece.begin, piece.end)
+
+
+def train_with_blocks_unused_on_some_ranks() -> None:
+    """Two passes each, accumulated."""
+    rank, size = bmtrain.rank(), bmtrain.world_size()
+    for kind in (Skipping, SkippingInDict, Either):
+        for options in ({"zero_level": 3}, {"zero_level": 2}, {"use_checkpoint": False}, {"use_checkpoint": "auto"}):
+            for needs_grad in (True, False):
+                plain, model = layers(3, kind), blocks(layers(3, kind), **options)
+                for _ in range(2):
+                    losses = [through(plain, rows(seed).requires_grad_(needs_grad)) for seed in range(size)]
+                    torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
+                    through(model, rows(rank).requires_grad_(needs_grad)).backward()
+                assert_gradients(model, plain, (kind, options, needs_grad))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_block_unused_on_some_ranks_trains_as_in_one_process(ranks: int) -> None:
+    """Gradients are summed over the ranks, with zeros from those that did not use it."""
+    run_ranks(train_with_blocks_unused_on_some_ranks if ranks > 1 else _unused_alone, ranks)
+
+
+def _unused_alone() -> None:
+    """On one rank nothing is copied: the block returns the very tensor that it got."""
+    x = rows(1)
+    if blocks(layers(1, Skipping))(x) is not x:
+        raise AssertionError("a copy was returned")
+
+
+def another_block(model: torch.nn.Sequential) -> None:
+    """Blocks of equal size."""
+    with torch.no_grad():
+        model[bmtrain.rank()](rows())
+
+
+def one_more_forward(model: torch.nn.Sequential) -> None:
+    """Two passes on rank 0."""
+    with torch.no_grad():
+        for _ in range(2 - bmtrain.rank()):
+            model(rows())
+    bmtrain.synchronize()
+
+
+def another_order_of_backward(model: torch.nn.Sequential) -> None:
+    """Each rank begins at another block."""
+    losses = [model[0](rows()).sum(), model[1](rows()).sum()]
+    for loss in losses if bmtrain.rank() else losses[::-1]:
+        loss.backward()
+
+
+def output_unused(model: torch.nn.Sequential) -> None:
+    """Rank 0 leaves the output of a block out of its loss."""
+    outs = [model[0](rows()).sum(), model[1](rows()).sum()]
+    sum(outs[bmtrain.rank() == 0 :]).backward()  # type: ignore[union-attr]
+
+
+def no_backward(model: torch.nn.Sequential) -> None:
+    """Rank 0 goes on with the next pass."""
+    loss = model(rows()).sum()
+    if bmtrain.rank():
+        loss.backward()
+    model(rows())
+
+
+def step_on_one_rank(model: torch.nn.Sequential) -> None:
+    """Rank 0 alone changes parameters."""
+    model(rows()).sum().backward()
+    if bmtrain.rank() == 0:
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model(rows())
+
+
+def state_on_one_rank(model: torch.nn.Sequential) -> None:
+    """Reading the state is collective."""
+    if bmtrain.rank() == 0:
+        model.state_dict()
+    model(rows())
+
+
+def load_on_one_rank(model: torch.nn.Sequential) -> None:
+    """So is loading it."""
+    state = model.state_dict()
+    if bmtrain.rank() == 0:
+        model.load_state_dict(state)
+    model(rows())
+
+
+def block_on_one_rank(model: torch.nn.Sequential) -> None:
+    """And making a block."""
+    if bmtrain.rank() == 0:
+        bmtrain.Block(Layer())
+    model(rows())
+
+
+PROGRAMS = (
+    another_block, one_more_forward, another_order_of_backward, output_unused, no_backward, step_on_one_rank, state_on_one_rank,
+    load_on_one_rank, block_on_one_rank,
+)  # fmt: skip
+
+
+def refused(program: Callable[[torch.nn.Sequential], None]) -> str:
+    """The error; the next pass must be refused too."""
+    model = blocks(layers(2))
+    before = [storage.shard.clone() for block in model for storage in block.storages]
+    try:
+        program(model)
+    except RanksPartedError as error:
+        message = str(error)
+    else:
+        return "not refused"
+    if program is not step_on_one_rank:
+        torch.testing.assert_close([storage.shard for block in model for storage in block.storages], before, rtol=0, atol=0)
+    with pytest.raises(RanksPartedError):
+        model(rows())
+    return message
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_ranks_that_part_are_refused_on_all(program: Callable[[torch.nn.Sequential], None]) -> None:
+    """All ranks get the same message, which says what each did."""
+    messages = run_ranks(refused, 3 if program is output_unused else 2, program)
+    assert len(set(messages)) == 1
+    assert "did different things" in messages[0]
+    assert "rank 0 did" in messages[0] or "ranks 0" in messages[0]
+    assert "rank 1 did" in messages[0] or "ranks 1, 2 did" in messages[0]
+
+
+def leaves_early(seconds: float) -> str:
+    """The last rank leaves, or sleeps."""
+    model = blocks(layers(2))
+    model(rows()).sum().backward()
+    if bmtrain.rank() == bmtrain.world_size() - 1:
+        time.sleep(seconds)
+        return "left"
+    try:
+        model(rows()).sum().backward()
+    except RanksPartedError as error:
+        return str(error)
+    return "not refused"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 12.0], ids=["ends", "sleeps"])
+def test_a_rank_that_does_not_come_is_named(seconds: float) -> None:
+    """The others hear of it when it has gone, at the latest after the time limit of collectives."""
+    first, second, last = run_ranks(leaves_early, 3, seconds, init={"timeout": 5.0 if seconds else 60.0})
+    assert last == "left"
+    assert "rank 2 did not come" in first and "rank 2 did not come" in second
+
+
+def parts_where_the_host_does_not_wait() -> str:
+    """As on a GPU: ranks compare at the end of a backward pass at the latest."""
+    model = blocks(layers(2))
+    world.current().service(Ledger).is_immediate = False
+    try:
+        model[bmtrain.rank()](rows()).sum().backward()
+    except RanksPartedError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_ranks_that_part_are_found_where_the_host_does_not_wait() -> None:
+    """Before an optimizer changes anything."""
+    messages = run_ranks(parts_where_the_host_does_not_wait, 2)
+    assert len(set(messages)) == 1
+    assert "rank 0 did number 5: gather of storage 0" in messages[0]
+    assert "rank 1 did number 5: gather of storage 1" in messages[0]
+
+
+def bring_different_models() -> None:
+    """Refused one after the other; an equal one trains afterwards."""
+    rank = bmtrain.rank()
+    frozen = layers(1)
+    frozen.requires_grad_(rank == 0)
+    torch.manual_seed(rank)
+    other_seed = torch.nn.Sequential(Layer())
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    for model in (
+        other_seed,
+        torch.nn.Linear(4, 4 + rank),
+        layers(1 + rank),
+        torch.nn.ModuleDict({"a": first, "b": second} if rank else {"b": second, "a": first}),
+        layers(1).to(torch.float64 if rank else torch.float32),
+        frozen,
+    ):
+        before = [param.clone() for param in model.parameters()]
+        with pytest.raises(RanksPartedError, match="The first difference is number"):
+            bmtrain.BMTrainModelWrapper(model)
+        torch.testing.assert_close(list(model.parameters()), before, rtol=0, atol=0)
+    with pytest.raises(RanksPartedError, match=r"a\.weight: shape \(16, 16\)"):
+        bmtrain.Block(other_seed[0])
+    model = bmtrain.BMTrainModelWrapper(layers(2))
+    state = model.state_dict()
+    with pytest.raises(RanksPartedError, match="load_state_dict"):
+        model.load_state_dict({name: value + rank for name, value in state.items()})
+    with pytest.raises(RanksPartedError, match="load_state_dict"):
+        model.load_state_dict({} if rank else state, strict=False)
+    model.load_state_dict(state)
+    torch.testing.assert_close(model.state_dict(), layers(2).state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_models_and_states_that_differ_are_refused(ranks: int) -> None:
+    """On all ranks, before anything is changed; the run goes on."""
+    run_ranks(bring_different_models, ranks)
+
+
+def give_to_strangers() -> None:
+    """Refused when tried; the model trains on as if nothing had been."""
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch, about itself, when its compiler is imported
+    plain = layers(2)
+    for model in (blocks(layers(2)), bmtrain.BMTrainModelWrapper(layers(2))):
+        for take in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, torch.compile):
+            with pytest.raises(ParameterError, match="cannot hold a sharded model"):
+                take(model)  # type: ignore[operator]
+        plain.zero_grad()
+        plain(rows()).sum().backward()
+        (model(rows()).sum() / bmtrain.world_size()).backward()
+        assert_gradients(model, plain, type(model))
+    with pytest.raises(ParameterError, match="not compiled as a whole"):
+        model.compile()
+    torch.nn.parallel.DistributedDataParallel(layers(1))  # what is not sharded is nobody's business
+
+
+def test_what_takes_over_parameters_is_refused_when_tried() -> None:
+    """DDP, DataParallel, torch.compile of a whole model."""
+    run_ranks(give_to_strangers, 2)
