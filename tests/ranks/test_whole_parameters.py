@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ranks.runner import run_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError, StaleParameterError
-from tests.ranks.runner import run_ranks
 
 DIM = 8
 Tensors = dict[str, torch.Tensor]
@@ -191,7 +191,10 @@ def about() -> None:
         model = make()
         if bmt.rank() == 0:
             assert f"{model}" and repr(list(model.parameters())) and str(next(model.parameters()))
-            shapes = {name: (p.shape, p.dim(), p.numel(), p.dtype, p.ndim, p.size(), p.stride()) for name, p in expected.named_parameters()}
+            shapes = {
+                name: (p.shape, p.dim(), p.numel(), p.dtype, p.ndim, p.size(), p.stride())
+                for name, p in expected.named_parameters()
+            }
             assert {
                 name: (p.shape, p.dim(), p.numel(), p.dtype, p.ndim, p.size(), p.stride()) for name, p in model.named_parameters()
             } == shapes
@@ -334,7 +337,9 @@ def averages() -> None:
 
 def copies() -> None:
     def together(model: nn.Module, is_plain: bool) -> Tensors:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if is_plain else bmt.optim.AdamOptimizer(model.parameters(), 1e-2)
+        optimizer = (
+            torch.optim.AdamW(model.parameters(), lr=1e-2) if is_plain else bmt.optim.AdamOptimizer(model.parameters(), 1e-2)
+        )
         for _ in range(2):
             optimizer.zero_grad()
             loss_of(model, is_plain).backward()

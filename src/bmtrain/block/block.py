@@ -312,8 +312,7 @@ class Block(DistributedModule):
 
         with saving(use, moved=moved):
             out, views = recomputed(body, replay, args, kwargs, plain.forget if isinstance(plain, Selective) else None)
-        self._lend_before_backward_of(out, first_node, run, views)
-        return out
+        return self._tied(out, views, run, (args, kwargs), first_node)
 
     def _compiled_now(self, arguments: Sequence[Any] = ()) -> CompiledModule | CompiledByDefault | None:
         """What computes this call in place of the module itself."""
@@ -351,12 +350,7 @@ class Block(DistributedModule):
     def _run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = torch._C._autograd._get_sequence_nr()
         out, views = self._compute(run, args, kwargs)
-        if not torch.is_grad_enabled():
-            return out
-        tied = tied_to(run.use, views, out, (args, kwargs), first_node)
-        if run.lends or tied is not out:
-            self._lend_before_backward_of(tied, first_node, run, views)
-        return tied
+        return self._tied(out, views, run, (args, kwargs), first_node)
 
     def _compute(
         self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
@@ -372,11 +366,16 @@ class Block(DistributedModule):
                 use.check_unchanged()
             return detached_from(use, out), views
 
-    def _lend_before_backward_of(self, out: Any, first_node: int, run: _Run, views: Sequence[torch.Tensor]) -> None:
-        if torch.is_grad_enabled():
+    def _tied(self, out: Any, views: Sequence[torch.Tensor], run: _Run, arguments: Any, first_node: int) -> Any:
+        """The output of a call, from where backward comes to its parameters, and lends them to the module before it goes on."""
+        if not torch.is_grad_enabled():
+            return out
+        tied = tied_to(run.use, views, out, arguments, first_node)
+        if run.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
             lend = functools.partial(self._lend, run.slices, run.use)
-            before_backward_of(out, first_node, lambda: run.use.lend(lend, end))
+            before_backward_of(tied, first_node, lambda: run.use.lend(lend, end))
+        return tied
 
     def _lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Modules find `tensors` in backward, and compute with them as they did in forward."""

@@ -16,9 +16,7 @@ _OPERATORS = (
     "__radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __sub__ __truediv__ "
     "__xor__"
 )
-_COPIES = (
-    "alias bfloat16 bool clone contiguous copy cpu cuda detach double empty_like float full_like half int long ones_like to type type_as zeros_like"
-)
+_COPIES = "alias bfloat16 bool clone contiguous copy cpu cuda detach double empty_like float full_like half int long ones_like to type type_as zeros_like"
 
 #: An element of the result depends on the elements of the operands at its place only. In-place ones have a "_" behind the name.
 ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_OPERATORS} {_COPIES}".split())
@@ -28,22 +26,16 @@ FUSED = frozenset(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagr
 
 #: What a tensor is, apart from its values: true of the whole without having it.
 ABOUT = frozenset(
-    "__hash__ __len__ can_cast dense_dim dim dim_order element_size get_device has_names is_coalesced is_complex is_conj is_contiguous "
-    "is_distributed is_floating_point is_inference is_neg is_same_size is_signed ndimension nelement numel numpy_dtype "
-    "requires_grad_ result_type retain_grad size sparse_dim storage_offset stride register_hook "
-    "register_post_accumulate_grad_hook".split()
+    ["__hash__", "__len__", "can_cast", "dense_dim", "dim", "dim_order", "element_size", "get_device", "has_names", "is_coalesced", "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_same_size", "is_signed", "ndimension", "nelement", "numel", "numpy_dtype", "requires_grad_", "result_type", "retain_grad", "size", "sparse_dim", "storage_offset", "stride", "register_hook", "register_post_accumulate_grad_hook"]
 )
 
 #: Functions of another tensor, which ask this one for its shape, dtype or device only.
-SHAPED_LIKE = frozenset("expand_as view_as reshape_as new_empty new_full new_ones new_tensor new_zeros".split())
+SHAPED_LIKE = frozenset(["expand_as", "view_as", "reshape_as", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"])
 
 #: They draw random numbers into a tensor, or are the functions of torch.nn.init.
-RANDOM = frozenset(
-    "bernoulli_ cauchy_ dropout_ exponential_ geometric_ log_normal_ normal_ random_ rrelu_ uniform_".split()
-)
+RANDOM = frozenset(["bernoulli_", "cauchy_", "dropout_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "rrelu_", "uniform_"])
 
 #: They need memory that holds the whole, which there is not.
 OF_MEMORY = frozenset(
-    "__cuda_array_interface__ __dlpack__ data_ptr is_set_to is_shared pin_memory resize_ resize_as_ set_ share_memory_ storage "
-    "swap_dims_ swapaxes_ swapdims_ t_ transpose_ untyped_storage".split()
+    ["__cuda_array_interface__", "__dlpack__", "data_ptr", "is_set_to", "is_shared", "pin_memory", "resize_", "resize_as_", "set_", "share_memory_", "storage", "swap_dims_", "swapaxes_", "swapdims_", "t_", "transpose_", "untyped_storage"]
 )

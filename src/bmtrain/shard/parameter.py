@@ -158,7 +158,9 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype or value.shape != self.shape:
-            raise ParameterError(f"param.data of {tuple(self.shape)} {self.dtype} cannot become {_described(value)}: cast or reshape it.")
+            raise ParameterError(
+                f"param.data of {tuple(self.shape)} {self.dtype} cannot become {_described(value)}: cast or reshape it."
+            )
         owner = value.owner if isinstance(value, Slices) else None
         if owner is self:
             return
@@ -430,7 +432,9 @@ def _gradients(  # noqa: PLR0913 (torch's arguments)
     if materialize_grads:
         found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
     elif not allow_unused and any(grad is None for grad in found):
-        raise ParameterError("one of the inputs of torch.autograd.grad was not used in the graph: pass allow_unused=True if it may be.")
+        raise ParameterError(
+            "one of the inputs of torch.autograd.grad was not used in the graph: pass allow_unused=True if it may be."
+        )
     return tuple(found)
 
 

@@ -110,7 +110,9 @@ def _tensors(args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
 def refuse_leaf(x: torch.Tensor) -> None:
     """ParameterError where autograd would raise in one process: `x` is about to be changed in place."""
     if torch.is_grad_enabled() and x.requires_grad:
-        raise ParameterError("a sharded tensor that requires grad is changed in place: do it under torch.no_grad() or on param.data.")
+        raise ParameterError(
+            "a sharded tensor that requires grad is changed in place: do it under torch.no_grad() or on param.data."
+        )
 
 
 # On slices ------------------------------------------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
             refuse_leaf(sharded[key])
             if same_on_all:
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
-            sharded[key].take(whole.detach())
+            sharded[key].take_whole(whole.detach())
     return tree_map_only(torch.Tensor, functools.partial(_as_result, sharded, wholes), out)
 
 

@@ -92,7 +92,7 @@ class Slices(torch.Tensor):
         """How often the tensor was written: the same on all ranks."""
         return self.owner._num_written
 
-    def take(self, whole: torch.Tensor) -> None:
+    def take_whole(self, whole: torch.Tensor) -> None:
         """Take this rank's slice of `whole`. Called alike on all ranks."""
         if whole.shape != self._cut.shape:
             raise ParameterError(
@@ -156,7 +156,9 @@ def memory_of(x: torch.Tensor) -> int:
 
 def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
     """The sharded tensor of these slices, in the graph if they are."""
-    out: Slices = _Look.apply(local, cut, kind) if local.requires_grad and torch.is_grad_enabled() else kind(_without_graph(local), cut)
+    out: Slices = (
+        _Look.apply(local, cut, kind) if local.requires_grad and torch.is_grad_enabled() else kind(_without_graph(local), cut)
+    )
     return out
 
 

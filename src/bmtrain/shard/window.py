@@ -20,7 +20,7 @@ class Behind(Protocol):
     def num_written(self) -> int:
         """Changes, alike on all ranks, when it is written."""
 
-    def take(self, whole: torch.Tensor) -> None:
+    def take_whole(self, whole: torch.Tensor) -> None:
         """Take this rank's slice of `whole`."""
 
 
@@ -46,7 +46,7 @@ class Gathered:
         """Copy what was written into `whole` to where it comes from. StaleParameterError for old values."""
         if self._behind.num_written != self._num_written:
             raise _stale("was written to")
-        self._behind.take(self.whole)
+        self._behind.take_whole(self.whole)
         self._num_written = self._behind.num_written
 
 
