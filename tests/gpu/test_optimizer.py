@@ -262,7 +262,7 @@ def offloaded() -> None:
             for step in range(10):
                 for place, param in enumerate(params):
                     torch.manual_seed(100 * step + place)
-                    grad = torch.randn(param.numel(), device=bmt.device()).to(dtype) * 4
+                    grad = torch.randn(param.shape, device=bmt.device()).to(dtype) * 4
                     param.grad = None if (step + place) % 4 == 0 else grad
                 optimizer.step(scale=4.0)
             states = [optimizer.state[param] for param in params]

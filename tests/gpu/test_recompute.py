@@ -56,7 +56,7 @@ def step(blocks: bmt.TransformerBlockList, rows: int) -> tuple[torch.Tensor, lis
     out = blocks(x * 1.5)
     out.float().square().mean().backward()
     assert x.grad is not None
-    return out.detach(), [x.grad, *(param.grad.clone() for param in blocks.parameters() if param.grad is not None)]
+    return out.detach(), [x.grad, *(param.grad.local.clone() for param in blocks.parameters() if param.grad is not None)]
 
 
 def compare_levels() -> None:

@@ -327,8 +327,8 @@ def averages() -> None:
                     p.mul_(1.1)
                 theirs = model.state_dict()
                 for name, value in average.state_dict().items():
-                    value *= 0.9
-                    value += 0.1 * theirs[name].detach()
+                    value.mul_(0.9)
+                    value += 0.1 * theirs[name].detach()  # noqa: PLW2901 (as programs write it)
         return state(average)
 
     for program in (by_class, by_data, by_states):

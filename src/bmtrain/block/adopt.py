@@ -137,8 +137,8 @@ def _check_adoptable(path: str, param: torch.nn.Parameter, engine: Engine) -> No
     device = engine.device
     if engine.backward.replicated.knows(param):
         raise ParameterError(
-            f"parameter {path!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model first, then "
-            "make the optimizer."
+            f"parameter {path!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model "
+            "first, then make the optimizer."
         )
     if param.device.type not in ("cpu", "meta") and param.device != device:
         raise ParameterError(

@@ -17,7 +17,7 @@ from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGra
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
 from bmtrain.block.offload import is_movable, saving
-from bmtrain.block.outputs import before_backward_of, detached_from, tied_to
+from bmtrain.block.outputs import before_backward_of, detached_from, map_tensors, tied_to
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
 from bmtrain.block.probe import Runs, measure, unmeasured
@@ -34,6 +34,7 @@ from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.recording import Recorder
+from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.unshard import Use
@@ -234,6 +235,7 @@ class Block(DistributedModule):
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._binding.is_running:  # called by a function that has taken the place of `original`
             return original(*args, **kwargs)
+        args, kwargs = map_tensors(ordinary, (args, kwargs))
         slices = self._binding.slices()
         use = Use(slices.storages) if self._shared is None else self._shared
         given = _Given(slices, use, args, kwargs, self._compiled_now((*args, *kwargs.values())))

@@ -206,8 +206,8 @@ def _check_memory(model: torch.nn.Module, engine: Engine) -> None:
             continue
         if engine.backward.replicated.knows(param):
             raise ParameterError(
-                f"parameter {name!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model first, "
-                "then make the optimizer."
+                f"parameter {name!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model "
+                "first, then make the optimizer."
             )
         begin = param.data_ptr()
         last = sum((size - 1) * abs(stride) for size, stride in zip(param.shape, param.stride(), strict=True))
@@ -217,8 +217,8 @@ def _check_memory(model: torch.nn.Module, engine: Engine) -> None:
         for (_, end, name), (begin, _, other) in itertools.pairwise(members):
             if begin <= end:
                 raise ParameterError(
-                    f"parameters {name!r} and {other!r} share memory without being the same parameter: tie them by assigning one object "
-                    "to both modules, or give each its own memory, param.data = param.data.clone()."
+                    f"parameters {name!r} and {other!r} share memory without being the same parameter: tie them by assigning one "
+                    "object to both modules, or give each its own memory, param.data = param.data.clone()."
                 )
 
 

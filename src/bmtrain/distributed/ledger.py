@@ -101,7 +101,7 @@ class Ledger:
         Raises:
             RanksPartedError: if ranks have parted before.
         """
-        if axis.size == 1:
+        if axis.size == 1 or torch.compiler.is_compiling():  # what is traced happens later
             return
         if self._parted is not None:
             raise RanksPartedError(self._parted)
@@ -116,7 +116,7 @@ class Ledger:
         Raises:
             RanksPartedError: on all ranks, if they are about to do different things.
         """
-        if axis.size == 1:
+        if axis.size == 1 or torch.compiler.is_compiling():
             return
         self.note(axis, what)
         if is_on_host or self.is_immediate:

@@ -115,7 +115,7 @@ class AdamBase(torch.optim.Optimizer):
         self._lay_out()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        shared = {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+        shared: dict[str, Any] = {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
         for name, value in vars(self).items():
             vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
         return new

@@ -67,7 +67,7 @@ class Gradient:
         show: Callable[[torch.Tensor, int], Slices],
     ) -> None:
         self.layout, self.policy, self.axis = layout, policy, axis
-        self._params: Sequence[weakref.ref[Trained]] = params  # type: ignore[assignment]  # filled later, with parameters
+        self._params: Sequence[weakref.ref[Trained]] = params  # filled later, with parameters
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         self._public: torch.Tensor | None = None  # the same in the parameters' dtype: what `.grad` shows
@@ -194,8 +194,8 @@ class Gradient:
     def _check_deferring(self, defer: bool) -> None:
         if (defer or self.has_deferred) and any(p is not None and p.has_hooks for p in (r() for r in self._params)):
             raise ParameterError(
-                "a parameter with hooks got a gradient under reduce_gradients=False: hooks see the gradient of every pass, summed over "
-                "ranks. Call backward without it."
+                "a parameter with hooks got a gradient under reduce_gradients=False: hooks see the gradient of every pass, summed "
+                "over ranks. Call backward without it."
             )
 
     def _set_aside(self, grads: Sequence[Slices | None]) -> None:

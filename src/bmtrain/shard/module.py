@@ -17,9 +17,9 @@ from bmtrain.shard.window import Gathered, Window
 class DistributedModule(torch.nn.Module):
     """An nn.Module with distributed parameters that saves and loads them as full tensors.
 
-    Its attributes are the parameters: they can be frozen, written, hooked and tied, and are gathered by functions that compute with
-    them; inside a running Block they are the block's gathered views. `state_dict()` is collective and returns full tensors on the CPU
-    on every rank (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in place is written
+    Its attributes are the parameters: they can be frozen, written, hooked and tied, and are gathered by functions that compute
+    with them; inside a running Block they are the block's gathered views. `state_dict()` is collective and returns full tensors on
+    the CPU on every rank (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in place is written
     into the model. `load_state_dict` takes full tensors.
     """
 
@@ -31,8 +31,8 @@ class DistributedModule(torch.nn.Module):
             and not isinstance(value, torch.nn.Parameter)
         ):
             raise ParameterError(
-                f"cannot assign a tensor to the distributed parameter {name!r}: to tie two parameters, assign the parameter of the other "
-                f"module; to change its values, write them, module.{name}.data.copy_(values)."
+                f"cannot assign a tensor to the distributed parameter {name!r}: to tie two parameters, assign the parameter of the "
+                f"other module; to change its values, write them, module.{name}.data.copy_(values)."
             )
         super().__setattr__(name, value)
 
@@ -53,8 +53,8 @@ class DistributedModule(torch.nn.Module):
         out: dict[str, Any] = super().state_dict(*args, keep_vars=True, **kwargs)
         fresh = [name for name in out if name not in known]
         sharded = ((name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter))
-        for name, value in full_values(sharded):
-            value = value.to(device_of_state_dicts())
+        for name, whole in full_values(sharded):
+            value = whole.to(device_of_state_dicts())
             out[name] = Window.onto(value, Gathered(value, out[name], is_snapshot=True))
         for name in fresh:
             if isinstance(out[name], torch.Tensor) and not keep:
@@ -77,14 +77,25 @@ class DistributedModule(torch.nn.Module):
         unexpected_keys: Any,
         error_msgs: list[str],
     ) -> None:
-        check_same_state(state_dict, [prefix + name for name in self._own_names()])
+        own = {prefix + name: param for name, param in self._own_parameters()}
+        check_same_state(state_dict, own)
+        for key, param in own.items():
+            value = state_dict.get(key)
+            if param.cut.split is not None and isinstance(value, torch.Tensor):
+                if value.shape == param.cut.whole_shape:
+                    state_dict[key] = param.cut.part(value)
+                else:
+                    error_msgs.append(
+                        f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param.cut.whole_shape)}."
+                    )
+                    state_dict[key] = param.detach()  # reported above
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _own_names(self) -> Iterator[str]:
+    def _own_parameters(self) -> Iterator[tuple[str, DistributedParameter]]:
         for prefix, module in self.sharded_modules():
             for name, param in module._parameters.items():
                 if isinstance(param, DistributedParameter):
-                    yield prefix + name
+                    yield prefix + name, param
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModule:
         """Move or cast everything but the shards, which stay in their storage: a cast of those is an error."""

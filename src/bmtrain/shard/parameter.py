@@ -26,6 +26,7 @@ from bmtrain.shard.whole import Whole
 
 Initializer = Callable[[torch.Tensor], object]
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
+_NATIVE_GRAD: Any = torch.Tensor.grad  # torch's descriptor
 
 
 class ParameterInitializer:
@@ -41,7 +42,7 @@ class ParameterInitializer:
 class DistributedParameter(Sharded, torch.nn.Parameter):
     """An nn.Parameter of which this rank stores a slice of the flattened tensor, and which looks whole.
 
-    Shape, dim and numel are the whole's, `local` is the slice. What a program does with it is right or refused (see `Sharded`).
+    Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is the slice. What a program does with it is right or refused (see `Sharded`).
     `.grad` is of the same kind: the gradient summed over ranks.
 
     Args:
@@ -180,7 +181,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
             self._aliases[id(value)] = weakref.ref(value)
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]  # torch's is an attribute
+    def grad(self) -> torch.Tensor | None:
         """The gradient, summed over ranks: sharded as the parameter. Collective where `reduce_gradients=False` kept some back."""
         if self._storage.gradient.has_deferred:
             self._storage.engine.backward.flush()
@@ -226,7 +227,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         return self._never_set
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
-        """`hook(grad)` at the end of each backward pass, with the gradient of that pass, summed over ranks; it may return another."""
+        """`hook(grad)` at the end of a backward pass, with the gradient of that pass, summed over ranks; it may return another."""
         if not self.requires_grad:
             raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
         handle = RemovableHandle(self._hooks)
@@ -275,7 +276,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
 
     def differentiable_whole(self) -> torch.Tensor:
         if self._storage.placement.stage is None and len(self._storage.layout.slots) == 1:
-            return self.gather_all()
+            return self.gather()
         return super().differentiable_whole()  # without the rest of its storage, which only some ranks may have
 
     def read(self) -> torch.Tensor:
@@ -309,7 +310,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         """Take this rank's slice of the whole tensor `value`."""
         if tuple(value.shape) != tuple(self._tp_original_shape):
             raise ParameterError(f"a parameter of shape {tuple(self._tp_original_shape)} got values of shape {tuple(value.shape)}.")
-        self.set_slice(self._cut.own(value))
+        self.set_slice(self._cut.own_of_whole(value))
 
     def set_slice(self, values: torch.Tensor) -> None:
         """Take the values of this rank's slice, (numel of the slice,)."""
@@ -361,8 +362,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
                 return None
             storage = param._storage
             grads: list[torch.Tensor | None] = [None] * len(storage.layout.slots)
-            part = grad if param._cut.split is None else autograd.all_reduce(grad, "sum", storage.engine.mesh.tp)
-            grads[param._index] = param._cut.part(part)
+            grads[param._index] = grad
             storage.engine.backward.add(storage.gradient, grads)
             return grad.new_zeros(()).expand(grad.shape)
 
@@ -402,7 +402,7 @@ class _Slice(torch.autograd.Function):
 
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
-    torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]  # zeros, in the place of what has been collected
+    _NATIVE_GRAD.__set__(param, None)  # zeros, in the place of what has been collected
 
 
 def _described(value: object) -> str:

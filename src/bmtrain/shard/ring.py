@@ -34,7 +34,7 @@ class RingBuffer:
 
 def _num_references(tensor: torch.Tensor) -> int:
     """Tensors, and what else, that share the memory of this one."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 
 

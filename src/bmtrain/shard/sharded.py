@@ -37,7 +37,7 @@ class Sharded(Slices):
 
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`func(*args, **kwargs)`, some of whose tensors are sharded, as one process computes it. Collective unless it says otherwise."""
+    """`func(*args, **kwargs)`, some of whose tensors are sharded, as one process computes it. Collective if it needs values."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _access(func, name, args)
@@ -223,6 +223,11 @@ def gathered(x: Slices) -> torch.Tensor:
     return x.differentiable_whole() if x.requires_grad and torch.is_grad_enabled() else x.whole()
 
 
+def ordinary(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself if it is an ordinary tensor; else the whole of it, in the graph."""
+    return gathered(x) if isinstance(x, Slices) else _plain(x)
+
+
 def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = False) -> Any:
     """Any function, on gathered tensors. What it writes into one is copied back; results that share its memory are windows.
 
@@ -230,7 +235,7 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
         same_on_all: it draws random numbers into a tensor: all ranks take rank 0's.
     """
     sharded = {id(x): x for x in _tensors(args, kwargs) if isinstance(x, Slices)}
-    wholes = {key: gathered(x) for key, x in sharded.items()}
+    wholes = {key: x.whole_of_parts() if same_on_all else gathered(x) for key, x in sharded.items()}
     # Functions of lists do not count what they write.
     writes_lists = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_")) and func.__name__.endswith("_")
     before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
@@ -274,7 +279,7 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0] if args else None
     if len(args) != 1 or kwargs or not isinstance(x, Slices) or not x.is_floating_point():
         return NotImplemented
-    return total(x) if func.__name__ == "sum" else total(x) / x.numel()
+    return total(x) if func.__name__ == "sum" else total(x) / x.cut.whole_shape.numel()
 
 
 def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:

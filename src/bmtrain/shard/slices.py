@@ -74,7 +74,12 @@ class Slices(torch.Tensor):
         return out
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, a copy outside of any graph. Collective."""
+        """The whole tensor, a copy outside of any graph; of a tensor-parallel one, this tensor rank's part. Collective."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._cut.gathered(self._local)
+
+    def whole_of_parts(self) -> torch.Tensor:
+        """The same with a tensor-parallel split undone. Collective."""
         with torch.inference_mode(False), torch.no_grad():
             return self._cut.whole(self._local)
 
@@ -93,16 +98,17 @@ class Slices(torch.Tensor):
         return self.owner._num_written
 
     def take_whole(self, whole: torch.Tensor) -> None:
-        """Take this rank's slice of `whole`. Called alike on all ranks."""
-        if whole.shape != self._cut.shape:
+        """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts. Called alike on all ranks."""
+        is_part = whole.shape == self._cut.shape
+        if not is_part and whole.shape != self._cut.whole_shape:
             raise ParameterError(
                 f"a sharded tensor of shape {tuple(self._cut.shape)} cannot become one of shape {tuple(whole.shape)}."
             )
         with torch.no_grad():
-            self._local.copy_(self._cut.own(whole))
+            self._local.copy_(self._cut.own(whole) if is_part else self._cut.own_of_whole(whole))
         self.mark_written()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch says no more than Any
         """Needs no other rank."""
         piece = self._cut.piece
         return (
@@ -127,7 +133,7 @@ class Slices(torch.Tensor):
         )
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up gradients, and little else."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         sharded = [x for x in tensors if isinstance(x, Slices)]
@@ -179,7 +185,7 @@ class _Look(torch.autograd.Function):
         if isinstance(grad, Slices):
             return grad.differentiable_local() if grad.requires_grad else grad.local, None, None
         # Code that knows nothing of slices has computed with this tensor: the gradient is whole, of this rank's loss alone.
-        return ctx.cut.own(autograd.all_reduce(grad, "sum")), None, None
+        return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None, None
 
 
 class _Slice(torch.autograd.Function):
@@ -201,11 +207,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
         ctx.cut = cut
-        return cut.whole(local)
+        return cut.gathered(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.cut.own(autograd.all_reduce(grad, "sum")), None
+        return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None
 
 
 def norm(x: Slices, order: float) -> torch.Tensor:

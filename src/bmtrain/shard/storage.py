@@ -133,7 +133,7 @@ class Storage:
 
     def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """This rank's part, 1-D, of a tensor of slot `index`'s whole shape, tensor-parallel split undone."""
-        return self.cut(index).own(value.detach())
+        return self.cut(index).own_of_whole(value.detach())
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place."""

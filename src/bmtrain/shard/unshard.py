@@ -61,6 +61,10 @@ class Packed:
 Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
 
 
+def _nothing() -> None:
+    """There is nothing to give back."""
+
+
 class Loan:
     """Full tensors of a use in the hands of code that runs during backward: recomputation inside a module, hooks of the user.
 
@@ -81,7 +85,9 @@ class Loan:
         """Take the tensors back; returns the gradients that were left on them."""
         tensors, self._tensors = self._tensors, ()
         if tensors:
-            self._give_back()
+            # The pass keeps this object to its end: what gives back knows the tensors, and would keep their memory as long.
+            give_back, self._give_back = self._give_back, _nothing
+            give_back()
         grads = [tensor.grad for tensor in tensors]
         for tensor, grad in zip(tensors, grads, strict=True):
             if grad is not None:
