@@ -333,7 +333,7 @@ def parallel_states() -> None:
         cut = slice(axis.index * share, (axis.index + 1) * share)
         for name in ("exp_avg", "exp_avg_sq"):
             padded = torch.zeros(max(sizes))
-            padded[: param.numel()] = own["state"][index][name]
+            padded[: param.local.numel()] = own["state"][index][name]
             rows = bmt.distributed.all_gather(padded, axis)
             flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
             theirs["state"][index][name] = flat[cut].clone()

@@ -510,7 +510,7 @@ def adapted() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(seeded(0).chunk(2)[bmt.rank()]).square().sum().backward()
     optimizer.step()
-    return on_cpu(blocks.state_dict()), {name: param.numel() for name, param in blocks.named_parameters()}
+    return on_cpu(blocks.state_dict()), {name: local_of(param).numel() for name, param in blocks.named_parameters()}
 
 
 def test_modules_put_in_later_join_the_stage() -> None:

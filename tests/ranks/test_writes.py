@@ -162,7 +162,7 @@ def replace_data() -> None:
             assert torch.equal(param.data, before)
             kept.mul_(2.0)
             assert torch.equal(param.data, 2 * before)
-            for wrong in (torch.ones(3), torch.ones(param.shape, dtype=torch.float64), param):
+            for wrong in (torch.ones(3), torch.ones(param.shape, dtype=torch.float64)):
                 with pytest.raises(ParameterError):
                     param.data = wrong
             param.data.fill_(3.0)

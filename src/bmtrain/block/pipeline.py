@@ -11,6 +11,7 @@ import torch
 
 from bmtrain.block.block import Block
 from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
+from bmtrain.block.outputs import map_tensors
 from bmtrain.block.recompute import Level
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
@@ -22,6 +23,7 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.recording import Recorder
+from bmtrain.shard.sharded import ordinary
 
 Hidden = tuple[torch.Tensor, ...]
 
@@ -85,6 +87,7 @@ class PipelineTransformerBlockList(BlockList):
         """
         current = world.current("PipelineTransformerBlockList")
         axis, count = current.mesh.pipe, current.num_micro_batches
+        args, kwargs = map_tensors(ordinary, (args, kwargs))
         call, key = self._agree(current, args, kwargs, batch_related, return_hidden_states)
         known = self._known.get(key)
         joined = _Joined(call, axis, count)

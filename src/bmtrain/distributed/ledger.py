@@ -8,12 +8,13 @@ wherever the ranks agree on the host anyway, at the latest at the end of a backw
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,6 +95,16 @@ class Ledger:
         self._rank, self._timeout = world.rank, world.timeout
         self._lines: dict[tuple[int, ...], _Line] = {}
         self._parted: str | None = None
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is not done yet: it is being captured, to be repeated later."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def note(self, axis: Axis, what: str) -> None:
         """This rank is about to do `what` with the others of the axis.
@@ -101,7 +112,7 @@ class Ledger:
         Raises:
             RanksPartedError: if ranks have parted before.
         """
-        if axis.size == 1 or torch.compiler.is_compiling():  # what is traced happens later
+        if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:  # what is traced or captured happens later
             return
         if self._parted is not None:
             raise RanksPartedError(self._parted)
@@ -116,7 +127,7 @@ class Ledger:
         Raises:
             RanksPartedError: on all ranks, if they are about to do different things.
         """
-        if axis.size == 1 or torch.compiler.is_compiling():
+        if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:
             return
         self.note(axis, what)
         if is_on_host or self.is_immediate:
@@ -155,7 +166,7 @@ class Ledger:
 
     def compare_later(self, axis: Axis) -> None:
         """Begin to compare in the background; what it finds is said by the next comparison of this axis."""
-        if axis.size == 1:
+        if axis.size == 1 or self._is_paused:
             return
         self.settle(axis)
         line = self._line(axis)

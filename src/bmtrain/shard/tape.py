@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from bmtrain.distributed.agreement import largest
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
@@ -50,6 +51,7 @@ class Taping:
     """
 
     def __init__(self, world: World) -> None:
+        self._ledger = world.service(Ledger)
         self._tape: Tape | None = None
         self._rehearsal: Tape | None = None  # of the pass that is being captured
         self._draws: Iterator[Draws] = iter(())
@@ -78,7 +80,7 @@ class Taping:
         """The body is captured, and goes as the rehearsal went. The tape gets what replays need."""
         self._rehearsal = rehearsal
         try:
-            with self.rehearsing() as tape:
+            with self._ledger.paused(), self.rehearsing() as tape:
                 yield tape
             if len(tape.answers) != len(rehearsal.answers):
                 raise NotCapturableError(_OTHER_PASS)
