@@ -17,8 +17,9 @@ from bmtrain.optim import optim_step
 from bmtrain.runtime.config import config
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.world import device, init_distributed, is_initialized, rank, world_size
+from bmtrain.shard.listing import grouped_parameters
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, grouped_parameters
+from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
 from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.verification import verify

@@ -13,6 +13,7 @@ import torch
 
 from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of, share_buffers
 from bmtrain.block.binding import Binding, Slices
+from bmtrain.block.calls import Given, Run
 from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
@@ -44,39 +45,6 @@ MODES = ("BLOCK", "PIPE")
 _STATE_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """A call of a block: its arguments, its parameters, and the compiled code that may compute it."""
-
-    slices: Slices
-    use: Use
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    compiled: CompiledModule | CompiledByDefault | None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Those among the arguments."""
-        return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, torch.Tensor)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """How a call runs: the slices that full tensors replace, who gathers those, what computes with them.
-
-    packs: whether autograd saves tensors of this run until backward.
-    lends: whether Python code of the module may run in backward, hooks and recomputation inside it, and need full parameters.
-    moved: tensors that are saved on the host.
-    """
-
-    slices: Slices
-    use: Use
-    call: Call
-    packs: bool
-    lends: bool = True
-    moved: Sequence[torch.Tensor] = ()
 
 
 class Block(DistributedModule):
@@ -238,7 +206,7 @@ class Block(DistributedModule):
         args, kwargs = map_tensors(ordinary, (args, kwargs))
         slices = self._binding.slices()
         use = Use(slices.storages) if self._shared is None else self._shared
-        given = _Given(slices, use, args, kwargs, self._compiled_now((*args, *kwargs.values())))
+        given = Given(slices, use, args, kwargs, self._compiled_now((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
             return self._run_at(Level.NOTHING, given)
         level = level_of(self.use_checkpoint)
@@ -247,7 +215,7 @@ class Block(DistributedModule):
         with use.running():  # one gather, also where compiled code is given up in the middle of a call
             return self._run_at(level or Level.BLOCK, given)
 
-    def _run_as_planned(self, given: _Given) -> Any:
+    def _run_as_planned(self, given: Given) -> Any:
         current = world.current("Block")
         axis = current.mesh.world if self._stage is None else current.mesh.pp_zero
         subject = Subject(
@@ -270,7 +238,7 @@ class Block(DistributedModule):
         before_backward_of(out, first_node, turn.backward_begins)
         return out
 
-    def _measure(self, given: _Given, levels: Sequence[Level]) -> dict[Level, Option]:
+    def _measure(self, given: Given, levels: Sequence[Level]) -> dict[Level, Option]:
         """What a call keeps and takes at each level, on the parameters that its use holds."""
         if self._has_blocks():
             return unmeasured()
@@ -283,7 +251,7 @@ class Block(DistributedModule):
         with self._binding.running(given.slices, use, views), spare_buffers([part for _, part in self._parts()]):
             return measure(runs, levels, views, given.args, given.kwargs)
 
-    def _kind(self, given: _Given) -> object:
+    def _kind(self, given: Given) -> object:
         """What decides how much a call keeps, apart from shapes."""
         if self._shown is None:
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
@@ -291,22 +259,22 @@ class Block(DistributedModule):
         trainable = given.use.trainable
         return self._shown, self._inner.training, given.compiled is not None, len(trainable), sum(trainable), *tensors
 
-    def _run_at(self, level: Level, given: _Given) -> Any:
+    def _run_at(self, level: Level, given: Given) -> Any:
         slices, use, args, kwargs, compiled = given.slices, given.use, given.args, given.kwargs, given.compiled
         plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
         if level is Level.NOTHING:
-            return self._run(_Run(slices, use, plain, packs=torch.is_grad_enabled()), args, kwargs)
+            return self._run(Run(slices, use, plain, packs=torch.is_grad_enabled()), args, kwargs)
         moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
         if compiled is not None and compiled.recomputes_inside:
             with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
-                run = _Run(slices, use, compiled.recomputing(level), packs=True, lends=compiled.runs_python, moved=moved)
+                run = Run(slices, use, compiled.recomputing(level), packs=True, lends=compiled.runs_python, moved=moved)
                 return self._run(run, args, kwargs)
         if compiled is None and level is Level.CHEAP:
             plain = Selective(plain)
         current, taping = world.current("Block"), world.current("Block").service(Taping)
         draws, modules = taping.draws(), all_modules(self._inner)
         replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
-        run, first_node = _Run(slices, use, plain, packs=False), torch._C._autograd._get_sequence_nr()
+        run, first_node = Run(slices, use, plain, packs=False), torch._C._autograd._get_sequence_nr()
 
         def body(args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> tuple[Any, list[torch.Tensor]]:
             with next(draws):
@@ -349,13 +317,13 @@ class Block(DistributedModule):
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe)
 
-    def _run(self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = torch._C._autograd._get_sequence_nr()
         out, views = self._compute(run, args, kwargs)
         return self._tied(out, views, run, (args, kwargs), first_node)
 
     def _compute(
-        self, run: _Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
+        self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output, and those."""
         use, binding = run.use, self._binding
@@ -368,7 +336,7 @@ class Block(DistributedModule):
                 use.check_unchanged()
             return detached_from(use, out), views
 
-    def _tied(self, out: Any, views: Sequence[torch.Tensor], run: _Run, arguments: Any, first_node: int) -> Any:
+    def _tied(self, out: Any, views: Sequence[torch.Tensor], run: Run, arguments: Any, first_node: int) -> Any:
         """The output of a call, from where backward comes to its parameters, and lends them to the module before it goes on."""
         if not torch.is_grad_enabled():
             return out

@@ -9,7 +9,8 @@ import torch
 from bmtrain.block.block import Block
 from bmtrain.block.wrapper import init_parameters
 from bmtrain.shard import initialize
-from bmtrain.shard.parameter import DistributedParameter, grouped_parameters
+from bmtrain.shard.listing import grouped_parameters
+from bmtrain.shard.parameter import DistributedParameter
 
 
 def init_distributed_parameter(params: Iterable[torch.nn.Parameter]) -> None:

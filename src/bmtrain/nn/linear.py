@@ -59,7 +59,7 @@ class Linear(DistributedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return OpLinear.apply(x, self.weight, self.bias)
+        return OpLinear.apply(x, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""

@@ -126,7 +126,7 @@ class ColumnParallelLinear(DistributedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / ranks); see the arguments of the class."""
         return OpParallelLinear.apply(
-            x, self.weight, self.bias, self.gather_input, self.gather_output, False, None, self.async_gather_chunks
+            x, self.weight, self._parameters["bias"], self.gather_input, self.gather_output, False, None, self.async_gather_chunks
         )
 
     def extra_repr(self) -> str:
@@ -187,7 +187,7 @@ class RowParallelLinear(DistributedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(rows of all ranks, ..., in_features / ranks) -> (rows, ..., out_features); see the arguments of the class."""
         return OpParallelLinear.apply(
-            x, self.weight, self.bias, False, False, self.split_input, self.reduce_type, self.async_chunks
+            x, self.weight, self._parameters["bias"], False, False, self.split_input, self.reduce_type, self.async_chunks
         )
 
     def extra_repr(self) -> str:

@@ -17,7 +17,10 @@ _OPERATORS = (
     "__or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__ "
     "__rtruediv__ __rxor__ __sub__ __truediv__ __xor__"
 )
-_COPIES = "alias bfloat16 bool clone contiguous copy cpu cuda detach double empty_like float full_like half int long ones_like to type type_as zeros_like"
+_COPIES = (
+    "alias bfloat16 bool clone contiguous copy cpu cuda detach double empty_like float full_like half int long ones_like to type "
+    "type_as zeros_like"
+)
 
 #: An element of the result depends on the elements of the operands at its place only. In-place ones have a "_" behind the name.
 ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_OPERATORS} {_COPIES}".split())

@@ -9,7 +9,8 @@ import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.config import device_of_state_dicts
-from bmtrain.shard.parameter import DistributedParameter, full_values
+from bmtrain.shard.listing import full_values
+from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import check_same_state
 from bmtrain.shard.window import Gathered, Window
 
@@ -19,8 +20,8 @@ class DistributedModule(torch.nn.Module):
 
     Its attributes are the parameters: they can be frozen, written, hooked and tied, and are gathered by functions that compute
     with them; inside a running Block they are the block's gathered views. `state_dict()` is collective and returns full tensors on
-    the CPU on every rank (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in place is written
-    into the model. `load_state_dict` takes full tensors.
+    the CPU on every rank (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in place is
+    written into the model. `load_state_dict` takes full tensors.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

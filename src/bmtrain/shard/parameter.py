@@ -5,27 +5,24 @@ from __future__ import annotations
 import collections
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
-from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.engine import Engine
-from bmtrain.shard.layout import Split
-from bmtrain.shard.placement import Placement
+from bmtrain.shard.grad_function import gradients
+from bmtrain.shard.hooks import Hooked
+from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, run
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
-from bmtrain.shard.whole import Whole
 
 Initializer = Callable[[torch.Tensor], object]
-Hook = Callable[[torch.Tensor], torch.Tensor | None]
 _NATIVE_GRAD: Any = torch.Tensor.grad  # torch's descriptor
 
 
@@ -39,11 +36,11 @@ class ParameterInitializer:
         self.fn(tensor, *self.args, **self.kwargs)
 
 
-class DistributedParameter(Sharded, torch.nn.Parameter):
+class DistributedParameter(Hooked, torch.nn.Parameter):
     """An nn.Parameter of which this rank stores a slice of the flattened tensor, and which looks whole.
 
-    Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is the slice. What a program does with it is right or refused (see `Sharded`).
-    `.grad` is of the same kind: the gradient summed over ranks.
+    Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is the slice. What a program does
+    with it is right or refused (see `Sharded`). `.grad` is of the same kind: the gradient summed over ranks.
 
     Args:
         data: the full tensor, on any device, the same on every rank; a meta tensor allocates only the slice. With `tp_mode`
@@ -65,8 +62,6 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
     _init_method: Initializer | None
     _never_set: bool
     _shown: torch.Tensor | None  # what `.grad` shows
-    _hooks: collections.OrderedDict[int, Hook]
-    _post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
     _aliases: dict[int, weakref.ref[Slices]]
     _takes_whole_gradients: bool
     group: str | None
@@ -97,7 +92,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
             )
         defaults = current.defaults
         policy = ShardPolicy(zero_level=2, reduce_dtype=defaults.reduce_dtype, accumulate_dtype=defaults.accumulate_dtype)
-        split = _split_of(data, tp_split_dim, current.mesh.tp) if tp_mode else None
+        split = split_of(data, tp_split_dim, current.mesh.tp) if tp_mode else None
         storage = Storage(
             current.service(Engine), [("parameter", data.shape)], data.dtype, policy,
             placement=Placement(tensor_parallel=split is not None), splits=[split], adoptable=True,
@@ -226,39 +221,6 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
         """True while a parameter made from a meta tensor has no values yet."""
         return self._never_set
 
-    def register_hook(self, hook: Hook) -> RemovableHandle:
-        """`hook(grad)` at the end of a backward pass, with the gradient of that pass, summed over ranks; it may return another."""
-        if not self.requires_grad:
-            raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
-        return handle
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
-        """`hook(param)` at the end of each backward pass that has given this parameter a gradient, when `.grad` has it."""
-        if not self.requires_grad:
-            raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
-        handle = RemovableHandle(self._post_hooks)
-        self._post_hooks[handle.id] = hook
-        return handle
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether backward passes have more to do than to add up gradients."""
-        return bool(self._hooks or self._post_hooks)
-
-    def hooked(self, grad: torch.Tensor) -> torch.Tensor:
-        """What the hooks make of the gradient of a pass, sharded as the parameter."""
-        for hook in list(self._hooks.values()):
-            result = hook(grad)
-            grad = grad if result is None else cut_like(result, self)
-        return grad
-
-    def run_post_hooks(self) -> None:
-        """`.grad` is complete."""
-        for hook in list(self._post_hooks.values()):
-            hook(self)
-
     def alias(self) -> Slices:
         alias = ParameterAlias(self._local, self._cut)
         alias.param = self
@@ -343,7 +305,7 @@ class DistributedParameter(Sharded, torch.nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if func is torch.autograd.grad:
-            return _gradients(*args, **(kwargs or {}))
+            return gradients(*args, **(kwargs or {}))
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
@@ -387,7 +349,7 @@ class ParameterAlias(Sharded):
 
 
 class _Slice(torch.autograd.Function):
-    """The slice of a parameter. Its gradient joins those that come over all ranks, instead of being added to `.grad` by autograd."""
+    """The slice of a parameter. Its gradient joins those that come over all ranks; autograd adds nothing to `.grad`."""
 
     @staticmethod
     def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
@@ -407,35 +369,6 @@ def _forget_native_gradient(param: torch.Tensor) -> None:
 
 def _described(value: object) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _gradients(  # noqa: PLR0913 (torch's arguments)
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
-    only_inputs: bool = True, allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """torch.autograd.grad with sharded parameters among the inputs: a backward pass that leaves `.grad` as it was."""
-    if create_graph or is_grads_batched:
-        raise ParameterError(
-            "torch.autograd.grad(create_graph=True) with respect to sharded parameters is not supported: take it with respect to "
-            "whole = param.gather(), and compute with that."
-        )
-    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    before = [None if x.grad is None else x.grad.clone() for x in inputs]
-    for x in inputs:
-        x.grad = None
-    try:
-        torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=inputs)
-        found = [None if x.grad is None else x.grad.clone() for x in inputs]
-    finally:
-        for x, grad in zip(inputs, before, strict=True):
-            x.grad = grad
-    if materialize_grads:
-        found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
-    elif not allow_unused and any(grad is None for grad in found):
-        raise ParameterError(
-            "one of the inputs of torch.autograd.grad was not used in the graph: pass allow_unused=True if it may be."
-        )
-    return tuple(found)
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
@@ -461,42 +394,6 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
     memo[id(target)] = params  # keeps all alive until the copy is complete
 
 
-def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on the CPU) for each parameter, one storage gathered at a time. Collective."""
-    by_storage: dict[Storage, list[tuple[str, int]]] = {}
-    for name, param in params:
-        if isinstance(param, DistributedParameter):
-            by_storage.setdefault(param.storage_of, []).append((name, param.index_in_storage))
-        else:
-            yield name, param.detach().cpu()
-    for storage, members in by_storage.items():
-        whole = Whole(storage)
-        for name, index in members:
-            value = whole[index]
-            yield name, value.clone() if value.device.type == "cpu" else value.cpu()
-        del whole, value  # before the next is gathered
-
-
 def computed_with(x: torch.Tensor) -> torch.Tensor:
     """What a layer computes with: the gathered tensor of a distributed parameter, this rank's part of a tensor-parallel one."""
     return x.gather() if isinstance(x, DistributedParameter) else x
-
-
-def _split_of(data: torch.Tensor, dim: int, tp: Axis) -> Split | None:
-    """How `data` is a part of the whole; None where there is nothing to split."""
-    if dim == -1 or tp.size == 1:
-        return None
-    if not 0 <= dim < data.dim():
-        raise ParameterError(
-            f"tp_split_dim is {dim} for a parameter of shape {tuple(data.shape)}: expected 0 to {data.dim() - 1}, or -1 for none."
-        )
-    return Split(dim, tp.index, tp.size)
-
-
-def grouped_parameters(module: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """(group name, parameters) for each `group` given to the DistributedParameters of `module`; others are under None."""
-    groups: dict[str | None, list[torch.nn.Parameter]] = {}
-    for param in module.parameters():
-        name = param.group if isinstance(param, DistributedParameter) else None
-        groups.setdefault(name, []).append(param)
-    yield from groups.items()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
+from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis, Mesh
+from bmtrain.shard.layout import Split
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,3 +33,14 @@ class Placement:
 
 
 EVERYWHERE = Placement()
+
+
+def split_of(data: torch.Tensor, dim: int, tp: Axis) -> Split | None:
+    """How `data` is a part of the whole; None where there is nothing to split."""
+    if dim == -1 or tp.size == 1:
+        return None
+    if not 0 <= dim < data.dim():
+        raise ParameterError(
+            f"tp_split_dim is {dim} for a parameter of shape {tuple(data.shape)}: expected 0 to {data.dim() - 1}, or -1 for none."
+        )
+    return Split(dim, tp.index, tp.size)

@@ -50,8 +50,8 @@ class Replicated:
                 continue
             if id(param) in self._retired:
                 raise ParameterError(
-                    f"an optimizer has a parameter of shape {tuple(param.shape)} that was replaced when its model was sharded: make "
-                    "the optimizer after bmtrain.BMTrainModelWrapper or Block."
+                    f"an optimizer has a parameter of shape {tuple(param.shape)} that was replaced when its model was sharded: "
+                    "make the optimizer after bmtrain.BMTrainModelWrapper or Block."
                 )
             known.add(id(param))
             self._params.append(weakref.ref(param))

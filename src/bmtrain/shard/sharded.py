@@ -43,8 +43,8 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _access(func, name, args)
     if name in elementwise.OF_MEMORY:
         raise ParameterError(
-            f"{name} of a sharded tensor: no memory holds all of it on one rank. Take param.gather(), a whole copy, or param.local, "
-            "this rank's slice; a module whose kernels read memory can be made a bmtrain.Block."
+            f"{name} of a sharded tensor: no memory holds all of it on one rank. Take param.gather(), a whole copy, or "
+            "param.local, this rank's slice; a module whose kernels read memory can be made a bmtrain.Block."
         )
     if name in elementwise.ABOUT or func is torch.autograd.backward:
         return _natively(func, args, kwargs)

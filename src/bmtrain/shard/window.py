@@ -115,15 +115,15 @@ class Window(torch.Tensor):
             has_graph = self.requires_grad and torch.is_grad_enabled()
         if has_graph:
             raise ParameterError(
-                "a view of a sharded parameter that requires grad was changed in place: do it under torch.no_grad() or on param.data."
+                "a view of a sharded parameter that requires grad was changed in place: use torch.no_grad() or param.data."
             )
         self._gathered.write_back()
 
 
 def _stale(what: str) -> StaleParameterError:
     return StaleParameterError(
-        f"a view or state dict of a sharded parameter {what} after the parameter had changed: it holds a copy of earlier values. Take "
-        "the view, or state_dict(), again."
+        f"a view or state dict of a sharded parameter {what} after the parameter had changed: it holds a copy of earlier values. "
+        "Take the view, or state_dict(), again."
     )
 
 

@@ -1,0 +1,38 @@
+"""torch.autograd.grad with respect to sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bmtrain.errors import ParameterError
+
+
+def gradients(  # noqa: PLR0913 (torch's arguments)
+    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
+    only_inputs: bool = True, allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    """torch.autograd.grad with sharded parameters among the inputs: a backward pass that leaves `.grad` as it was."""
+    if create_graph or is_grads_batched:
+        raise ParameterError(
+            "torch.autograd.grad(create_graph=True) with respect to sharded parameters is not supported: take it with respect to "
+            "whole = param.gather(), and compute with that."
+        )
+    inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    before = [None if x.grad is None else x.grad.clone() for x in inputs]
+    for x in inputs:
+        x.grad = None
+    try:
+        torch.autograd.backward(outputs, grad_outputs, retain_graph=retain_graph, inputs=inputs)
+        found = [None if x.grad is None else x.grad.clone() for x in inputs]
+    finally:
+        for x, grad in zip(inputs, before, strict=True):
+            x.grad = grad
+    if materialize_grads:
+        found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
+    elif not allow_unused and any(grad is None for grad in found):
+        raise ParameterError(
+            "one of the inputs of torch.autograd.grad was not used in the graph: pass allow_unused=True if it may be."
+        )
+    return tuple(found)
