@@ -16,6 +16,7 @@ from bmtrain.block.replay import Replay
 from bmtrain.block.scripts import Scripts
 from bmtrain.errors import RecomputationError
 from bmtrain.runtime import world
+from bmtrain.shard.slices import Slices
 
 # Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output, and the parameters.
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]
@@ -149,19 +150,13 @@ class _Plan:
         if not (ends and wanted):
             return [None] * len(wanted)
         outputs, given = zip(*ends, strict=True)
-        if self.is_reentrant:
-            return self._in_full_pass(outputs, given, wanted)
-        return list(torch.autograd.grad(outputs, wanted, given, allow_unused=True))
-
-    def _in_full_pass(
-        self, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
         if not all(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in self.captured):
             raise RecomputationError(
-                "gradients of some tensors only were asked for through a block that runs TorchScript, has a reentrant checkpoint "
-                "inside and is recomputed: call backward(), or give the checkpoint use_reentrant=False."
+                "gradients of some tensors only were asked for through a block that runs TorchScript, has a block or a reentrant "
+                "checkpoint inside and is recomputed: call backward(), or give the block use_checkpoint=False."
             )
-        torch.autograd.backward(outputs, grads)
+        # A pass for these tensors alone, unless checkpoints inside work in full passes only. Blocks inside reduce their gradients.
+        torch.autograd.backward(outputs, given, inputs=None if self.is_reentrant else wanted)
         num_own = len(wanted) - len(self.captured)  # the others have got their gradients
         return [leaf.grad for leaf in wanted[:num_own]] + [None] * len(self.captured)
 
@@ -218,6 +213,8 @@ def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first
         if node is None or node in seen or (node, number) in edges:
             continue
         leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Slices):  # its gradient comes with that of the engine's leaf, which is beside it
+            continue
         if leaf is not None:
             leaves[id(leaf)] = leaf
         elif node._sequence_nr() < first_node:
