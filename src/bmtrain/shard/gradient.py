@@ -178,9 +178,9 @@ class Gradient:
         if self._public is not self._total:
             self._public.copy_(self._total)
         shown = []
-        for index, reference in enumerate(self._params):
-            param = reference()
-            if param is not None and param.requires_grad and (self._live[index] or touched[index]):
+        for index, is_trained in enumerate(self.trainable()):
+            param = self._params[index]()
+            if param is not None and is_trained and (self._live[index] or touched[index]):
                 self._run_hooks(index, param, is_touched=touched[index])
                 param.shown_grad = self._views[index]
                 shown.append((index, param))
@@ -244,7 +244,8 @@ class Gradient:
 
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters are trained."""
-        return tuple([param is not None and param.requires_grad for param in (reference() for reference in self._params)])
+        with torch._C.DisableTorchFunctionSubclass():
+            return tuple([param is not None and param.requires_grad for param in (reference() for reference in self._params)])
 
     def hide(self, given: Sequence[bool]) -> None:
         """Take back what has been shown since `settle` returned `given`: no gradient was computed after all."""
