@@ -126,8 +126,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
     "AdamW": lambda p: torch.optim.AdamW(groups(p), lr=1e-2),
     "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=2),
-    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
-    "LBFGS with line search": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3, line_search_fn="strong_wolfe"),
     "Muon": lambda p: torch.optim.Muon(matrices(p), lr=1e-2),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
     "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
@@ -141,8 +140,10 @@ OPTIMIZERS: dict[str, Optimizers] = {
 def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         for extra in (False, True):
-            if name in ("Rprop", "LBFGS with line search") and extra:
-                continue  # signs of gradients that are zero but for rounding, and choices that differ by it
+            if name == "Rprop" and extra:
+                continue  # by signs of gradients, some of which are rounding errors of zero there
+            # A line search chooses, and what it chooses may hang on the last bit of fp32.
+            torch.set_default_dtype(torch.float64 if name == "LBFGS" else torch.float32)
             tolerance = 2e-3 if name == "Muon" else 2e-4 if name in ("RMSprop", "Adadelta", "Rprop") else 5e-5
             compare(functools.partial(train, make, extra=extra), tolerance)
 
@@ -163,7 +164,7 @@ def clipping() -> None:
         nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         return grads(model)
 
-    compare(clip_value)
+    compare(clip_value, 1e-4)  # of values that are small beside the gradients they were
 
 
 def scaling() -> None:

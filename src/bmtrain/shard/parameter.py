@@ -354,13 +354,15 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
         ctx.param = param
+        ctx.set_materialize_grads(False)
         return param.local.detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> None:
-        storage = ctx.param.storage_of
-        storage.engine.backward.add_slice(storage.gradient, ctx.param.index_in_storage, grad)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            storage = ctx.param.storage_of
+            storage.engine.backward.add_slice(storage.gradient, ctx.param.index_in_storage, grad)
 
 
 def _forget_native_gradient(param: torch.Tensor) -> None:

@@ -178,10 +178,13 @@ class _Look(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
         ctx.cut = cut
+        ctx.set_materialize_grads(False)
         return kind(local.detach(), cut)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         if isinstance(grad, Slices):
             return grad.differentiable_local() if grad.requires_grad else grad.local, None, None
         # Code that knows nothing of slices has computed with this tensor: the gradient is whole, of this rank's loss alone.
@@ -194,11 +197,12 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharded: Slices) -> torch.Tensor:
         ctx.cut, ctx.kind = sharded.cut, sharded.kind()
+        ctx.set_materialize_grads(False)
         return sharded.local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Slices:
-        return look_whole(grad, ctx.cut, ctx.kind)
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Slices | None:
+        return None if grad is None else look_whole(grad, ctx.cut, ctx.kind)
 
 
 class _Gather(torch.autograd.Function):
@@ -207,10 +211,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
         ctx.cut = cut
+        ctx.set_materialize_grads(False)
         return cut.gathered(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if grad is None:
+            return None, None
         return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None
 
 
