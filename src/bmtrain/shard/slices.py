@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bmtrain.distributed import autograd, collectives
+from bmtrain.distributed.agreement import largest
 from bmtrain.errors import ParameterError
 from bmtrain.shard.cut import Cut
 
@@ -211,13 +212,16 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
         ctx.cut = cut
+        ctx.dtype, ctx.device = local.dtype, local.device
         ctx.set_materialize_grads(False)
         return cut.gathered(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        if grad is None:
+        # Stages of a pipeline may have a gradient where others have none: all take part in the sum, or none does.
+        if not any(largest([float(grad is not None)], ctx.cut.users)):
             return None, None
+        grad = torch.zeros(ctx.cut.shape, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
         return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None
 
 
