@@ -17,7 +17,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
 from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.placement import Placement, split_of
-from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, run
+from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
@@ -155,7 +155,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype or value.shape != self.shape:
             raise ParameterError(
-                f"param.data of {tuple(self.shape)} {self.dtype} cannot become {_described(value)}: cast or reshape it."
+                f"param.data of {tuple(self.shape)} {self.dtype} cannot become {described(value)}: cast or reshape it."
             )
         owner = value.owner if isinstance(value, Slices) else None
         if owner is self:
@@ -189,7 +189,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             self._shown = None
             return
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
-            raise ParameterError(f"param.grad got {_described(value)}: expected a tensor of {self.dtype}.")
+            raise ParameterError(f"param.grad got {described(value)}: expected a tensor of {self.dtype}.")
         self._shown = cut_like(value, self)
 
     @property
@@ -367,10 +367,6 @@ class _Slice(torch.autograd.Function):
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
     _NATIVE_GRAD.__set__(param, None)  # zeros, in the place of what has been collected
-
-
-def _described(value: object) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:

@@ -88,6 +88,11 @@ def cut_like(value: torch.Tensor, like: Slices) -> Slices:
     return Sharded(like.cut.own(whole).to(like.device).clone(), like.cut)
 
 
+def described(value: object) -> str:
+    """For messages."""
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 def _plain(x: torch.Tensor) -> torch.Tensor:
     return _natively(x.as_subclass, (torch.Tensor,), {}) if isinstance(x, Window) else x
 
