@@ -53,7 +53,7 @@ def tied_to(use: Use, views: Sequence[torch.Tensor], out: Any, arguments: Any, s
     """
     if not use.is_shared_by_ranks:
         return out
-    tensors = _tensors_of(out)
+    tensors = tensors_of(out)
     end = next((view for view in views if view.requires_grad), None)
     roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
     if end is None:
@@ -84,7 +84,7 @@ def _leads_to(end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.gra
     return False
 
 
-def _tensors_of(out: Any) -> list[torch.Tensor]:
+def tensors_of(out: Any) -> list[torch.Tensor]:
     """The tensors of `out`, in containers and dataclasses of any depth."""
     found: list[torch.Tensor] = []
 

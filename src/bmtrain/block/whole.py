@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from bmtrain.block.outputs import before_backward_of, map_tensors
+from bmtrain.block.outputs import before_backward_of, map_tensors, tensors_of
 from bmtrain.block.replay import Replay
 from bmtrain.block.scripts import Scripts
 from bmtrain.errors import RecomputationError
@@ -242,15 +242,3 @@ def _refuse_backward_of(tensors: Iterable[torch.Tensor], first_node: int) -> Non
     for tensor in tensors:
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
             tensor.grad_fn.register_prehook(refuse)
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors that `map_tensors` comes to, in that order."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
