@@ -7,10 +7,7 @@ import random
 from typing import Any
 
 # Features whose choices are not drawn because the engine does not have them yet: take names out to turn them on.
-OFF = frozenset({
-    "whole_shapes", "parameter_hooks", "data_written", "torch_clip", "freeze_attribute", "torchscript", "ranks_part",
-    "sparse", "max_norm", "double_clip", "double_adam", "nested_buffers",
-})  # fmt: skip
+OFF: frozenset[str] = frozenset()
 
 # The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f" belongs to the feature f.
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -175,10 +175,17 @@ class Both(torch.optim.Optimizer):
 
 
 def batch(spec: Spec, step: int, trainer: Plain) -> torch.Tensor:
-    rows = torch.randint(
-        0, modules.VOCAB, (modules.ROWS, modules.LENGTH), generator=torch.Generator().manual_seed(spec.seed + step)
-    )
-    return rows if spec["rows"] == "same" else rows.chunk(trainer.ranks)[trainer.rank]
+    return torch.cat(micro_batches(spec, step, trainer, 1))
+
+
+def micro_batches(spec: Spec, step: int, trainer: Plain, count: int) -> list[torch.Tensor]:
+    """Of one process each is what all ranks have together: hooks may make something of every one."""
+    shape, generator = (modules.ROWS, modules.LENGTH), torch.Generator().manual_seed(spec.seed + step)
+    rows = torch.randint(0, modules.VOCAB, shape, generator=generator)
+    if spec["rows"] == "same":
+        return list(rows.chunk(count))
+    ranks = [own.chunk(count) for own in rows.chunk(spec.ranks)]
+    return list(ranks[trainer.rank]) if trainer.ranks > 1 else [torch.cat(parts) for parts in zip(*ranks, strict=True)]
 
 
 def loss_of(spec: Spec, model: nn.Module, rows: torch.Tensor, step: int) -> torch.Tensor:
@@ -255,7 +262,7 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
             trainer.roundtrip()
         case "print":
             str(model)
-        case "no_gradient_step":
+        case "no_gradient_step" if spec["optimizer"] != "lbfgs":
             trainer.zero_grad()
             trainer.step()
         case "write_data":
@@ -281,8 +288,12 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
 
 def run(spec: Spec, trainer: Plain) -> Record:
     """All steps."""
-    record = Record(terms=modules.ROWS * modules.LENGTH * 16, coarsest=torch.finfo(getattr(torch, spec["dtype"])).eps)
+    coarsest = torch.finfo(getattr(torch, spec["dtype"])).eps
+    if "script" in spec.layers:  # it computes in fp32 whatever it gets
+        coarsest = max(coarsest, torch.finfo(torch.float32).eps)
+    record = Record(terms=modules.ROWS * modules.LENGTH * 16, coarsest=coarsest)
     torch.manual_seed(spec.seed)
+    record.add_model(0, trainer.model)
     hook(spec, trainer.model)
     for step in range(STEPS):
         for when, what in spec.between:
@@ -309,7 +320,7 @@ def _train(spec: Spec, trainer: Plain, record: Record, step: int) -> None:
         trainer.optimizer.step(closure)
         return
     trainer.zero_grad()
-    for number, rows in enumerate(batch(spec, step, trainer).chunk(spec["micro"])):
+    for number, rows in enumerate(micro_batches(spec, step, trainer, spec["micro"])):
         loss = loss_of(spec, model, rows, step) / spec["micro"]
         trainer.backward(loss, number == spec["micro"] - 1)
         record.add(step + 1, Kind.LOSS, f"micro-batch {number}", bmt.sum_loss(loss.detach()) if spec["micro"] == 1 else 0)

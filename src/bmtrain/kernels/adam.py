@@ -35,9 +35,9 @@ class AdamSettings:
 class AdamTensors(NamedTuple):
     """What belongs to the same elements, contiguous.
 
-    weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where weights are fp32.
+    weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where weights are fp32 or fp64.
     grad: (n,) of any floating dtype, read only.
-    master, mean, square: (n,) fp32: the exact weights and both moments.
+    master, mean, square: (n,) fp32, fp64 where weights are fp64: the exact weights and both moments.
     """
 
     weight: torch.Tensor
@@ -53,7 +53,7 @@ class AdamTensors(NamedTuple):
 
 
 def adamw_update(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
-    """Update tensors of one device in place, element by element, without waiting for the device.
+    """Update tensors of one device in place, element by element; only for fp64 weights a verdict is waited for.
 
     Args:
         tensors: rows of AdamTensors.
@@ -62,7 +62,10 @@ def adamw_update(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor |
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
-    if tensors.rows and tensors.rows[0][0].device.type != "cpu":
+    on_gpu = bool(tensors.rows) and tensors.rows[0][0].device.type != "cpu"
+    if on_gpu and any(row[2].dtype == torch.float64 for row in tensors.rows):
+        adamw_reference(tensors, settings, verdict)
+    elif on_gpu:
         adamw_triton(tensors, settings, verdict)
     elif verdict is None or bool(verdict.isfinite()):
         for row in tensors.rows:
@@ -75,7 +78,7 @@ def adamw_reference(tensors: Batch, settings: AdamSettings, verdict: torch.Tenso
         return
     s = settings
     for t in (AdamTensors(*row) for row in tensors.rows):
-        g = t.grad.float() * s.gradient_factor
+        g = t.grad.to(t.master.dtype) * s.gradient_factor
         t.mean.mul_(s.beta1).add_(g, alpha=1 - s.beta1)
         t.square.mul_(s.beta2).addcmul_(g, g, value=1 - s.beta2)
         denominator = (t.square / (1 - s.beta2**s.step)).sqrt() + s.eps
@@ -90,7 +93,7 @@ def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
     s = settings
     if t.weight.numel() == 0:
         return
-    exact = t.grad.float()
+    exact = t.grad.to(t.master.dtype)
     if s.scale != 1.0:
         exact = exact / s.scale
     torch._fused_adamw_(

@@ -18,12 +18,13 @@ def scale_(tensors: Batch, factor: torch.Tensor) -> None:
 
     Args:
         tensors: rows of one tensor of any floating dtype, strides and device.
-        factor: 0-dim fp32. The product is taken in fp32 and rounded once; where it is 1, the kernel reads and writes nothing.
+        factor: 0-dim fp32 or fp64. The product is taken in fp32 (of fp64 tensors in fp64) and rounded once;
+            where it is 1, the kernel reads and writes nothing.
     """
     fast, slow = tensors.by_path
     scale_reference_(slow, factor)
     if fast.rows:
-        scale_triton_(fast, factor)
+        scale_triton_(fast, factor.float())
 
 
 def scale_reference_(tensors: Batch, factor: torch.Tensor) -> None:

@@ -17,14 +17,15 @@ from bmtrain.shard.slices import local_of
 
 
 class RunState:
-    """fp32 state of one run: the moments, and for half-precision parameters the exact weights."""
+    """State of one run, in fp32, for fp64 parameters in fp64: the moments, and for half-precision parameters the exact weights."""
 
     def __init__(self, run: Run, device: torch.device) -> None:
         values = run.values
-        self.mean = torch.zeros(run.numel, dtype=torch.float32, device=device)
-        self.square = torch.zeros(run.numel, dtype=torch.float32, device=device)
-        self.is_exact = values.dtype == torch.float32 and values.device == device
-        self.master = values if self.is_exact else torch.empty(run.numel, dtype=torch.float32, device=device)
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        self.mean = torch.zeros(run.numel, dtype=dtype, device=device)
+        self.square = torch.zeros(run.numel, dtype=dtype, device=device)
+        self.is_exact = values.dtype == dtype and values.device == device
+        self.master = values if self.is_exact else torch.empty(run.numel, dtype=dtype, device=device)
         if not self.is_exact:
             self.master.copy_(values)
 
@@ -32,7 +33,7 @@ class RunState:
         """Take over weights that somebody else has written since the last update, a checkpoint for example."""
         values = run.values.to(self.master.device)
         # Weights that are the rounded masters are our own: those masters are more exact than what was written.
-        self.master.copy_(torch.where(self.master.to(values.dtype) == values, self.master, values.float()))
+        self.master.copy_(torch.where(self.master.to(values.dtype) == values, self.master, values.to(self.master.dtype)))
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
         """What an update of `piece`, a part of the run, reads and writes."""

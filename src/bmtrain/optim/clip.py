@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -34,7 +35,8 @@ def clip_grad_norm(
         eps: keeps the quotient finite.
 
     Returns:
-        The norm over all ranks, tied weights counted once: 0-dim fp32 on the device. No host synchronisation. Collective.
+        The norm over all ranks, tied weights counted once: 0-dim on the device, fp32, of fp64 gradients fp64. No
+        host synchronisation. Collective.
     """
     return clip_gradients(Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps)
 
@@ -44,7 +46,7 @@ def clip_gradients(gradients: Gradients, max_norm: float, scale: float, norm_typ
     if not float(norm_type) > 0:  # programs of BMTrain write "inf"
         raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
     found = gradients.look()
-    norm = (_global_norm(*found, float(norm_type)) / scale).float()
+    norm = (_global_norm(*found, float(norm_type)) / scale).to(_dtype_of(found))
     if not math.isinf(max_norm):
         factor = (max_norm / (norm + eps)).clamp(max=1.0)
         for parts in found:
@@ -93,11 +95,15 @@ def _global_norm(sharded: Parts, replicated: Parts, order: float) -> torch.Tenso
 
 def _local_norm(parts: Parts, order: float) -> torch.Tensor:
     device = world.current("clip_grad_norm").device
-    norms = [_norm(part.grad, order).to(device) for part in parts.parts]
-    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), device=device)
+    norms = [_norm(part.grad, order).to(device, torch.float64) for part in parts.parts]
+    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def _norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     if grad.numel() == 0:  # the maximum of nothing is an error in torch
         return torch.zeros((), device=grad.device)
-    return torch.linalg.vector_norm(grad, order, dtype=torch.float32)
+    return torch.linalg.vector_norm(grad, order, dtype=torch.promote_types(grad.dtype, torch.float32))
+
+
+def _dtype_of(found: Iterable[Parts]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (part.grad.dtype for parts in found for part in parts.parts), torch.float32)

@@ -27,7 +27,7 @@ CHUNK = 1 << 25
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a parameter run whose gradient is on its way to the host."""
+    """A part of a parameter run whose gradient is on its way to the host; without staging it is not, and stays where it is."""
 
     tensors: AdamTensors
     staging: Staging | None
@@ -45,7 +45,7 @@ class Staging:
 
 
 class AdamOffloadOptimizer(AdamBase):
-    """AdamW with fp32 weights and moments in host memory (the weights pinned) and the update on the CPU.
+    """AdamW with exact weights (fp32, of fp64 parameters fp64) and moments in host memory, and the update on the CPU.
 
     Within a step, gradients come down, the CPU updates, and weights go up in a pipeline of chunks. Same arithmetic and same
     arguments as AdamOptimizer. `record_delta` additionally measures the updates: after each step `get_avg_delta()` and
@@ -103,7 +103,8 @@ class AdamOffloadOptimizer(AdamBase):
         for update, settings in steps:
             self._sums[0] += update.cohort.numel
             for tensors in (part for whole in update.tensors for part in _cut(whole)):
-                chunk = Chunk(tensors, next(self._stagings), settings)
+                staging = next(self._stagings) if tensors.master.dtype == torch.float32 else None
+                chunk = Chunk(tensors, staging, settings)
                 self._fetch(chunk)
                 self._pipeline.append(chunk)
                 if len(self._pipeline) >= self.DEPTH - 1:
@@ -128,8 +129,11 @@ class AdamOffloadOptimizer(AdamBase):
         """Wait for the gradient, update on the CPU, start the weights' way back."""
         t, staging = chunk.tensors, chunk.staging
         before = t.master.clone() if self._record_delta else None
-        if staging is None:
-            adamw_update(Batch([t]), chunk.settings)
+        if staging is None:  # on the CPU, or for fp64, at once
+            here = t if t.weight.device == t.master.device else t._replace(weight=t.master, grad=t.grad.to(t.master.device))
+            adamw_update(Batch([here]), chunk.settings)
+            if here is not t:
+                t.weight.copy_(t.master)
         else:
             staging.arrived.synchronize()
             here = t._replace(weight=t.master, grad=staging.host_grad[: t.grad.numel()])

@@ -18,6 +18,7 @@ from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.residence import Label, Residence
 from bmtrain.shard.ring import Ring
 from bmtrain.shard.schedule import Phase, Schedule
+from bmtrain.shard.steps import Steps
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
 
@@ -40,7 +41,11 @@ class Engine:
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
-        world.service(Sameness)  # watches what takes over modules, and steps of optimizers
+        own = weakref.ref(self)
+        self._steps = Steps(
+            self.transport.ledger, world.mesh.world, self.backward.replicated, world.service(Sameness),
+            lambda: (engine := own()) is not None and any(any(gradient.trainable()) for gradient in engine._gradients),
+        )  # fmt: skip
         self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:

@@ -383,7 +383,6 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
         new = DistributedParameter.at(target, index, trainable)
         if isinstance(old, DistributedParameter):
             new._init_method, new.group, new._never_set = copy.copy(old._init_method), old.group, old._never_set
-            new._hooks, new._post_hooks = old._hooks.copy(), old._post_hooks.copy()
             for name in set(vars(old)) - set(vars(new)):
                 vars(new)[name] = copy.deepcopy(vars(old)[name], memo)
             memo[id(old)] = new

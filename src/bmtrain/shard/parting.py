@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
@@ -43,16 +42,25 @@ _STRANGERS = {
 
 
 class Sameness:
-    """Whether the models of all ranks are known to be the same. One per run, reached by `world.service(Sameness)`."""
+    """Whether the models of all ranks are known to be the same. One per run, reached by `world.service(Sameness)`.
+
+    Attributes:
+        others: ordinary parameters that a wrapper of torch's keeps the same on all ranks.
+    """
 
     def __init__(self, world: World) -> None:
         self._axis = world.mesh.world
         self._is_known = False
-        ledger, everyone = world.service(Ledger), world.mesh.world
         # Torch keeps the hook for ever: it must not keep the run.
-        handle = register_optimizer_step_pre_hook(_step_note(weakref.ref(ledger), everyone))
-        weakref.finalize(self, handle.remove)
-        weakref.finalize(self, register_module_module_registration_hook(_refuse_strangers).remove)
+        self.others: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        own = weakref.ref(self)
+
+        def registered(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+            sameness = own()
+            if sameness is not None and module is not None and _is_stranger(holder, module):
+                sameness.others.update((param, None) for param in module.parameters())
+
+        weakref.finalize(self, register_module_module_registration_hook(registered).remove)
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
@@ -116,27 +124,20 @@ def _checksum(x: torch.Tensor) -> str:
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}" if sample.numel() else "none"
 
 
-def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """ParameterError where a module that is sharded is given to one that would broadcast, shard or trace it as if it were whole."""
+def _is_stranger(holder: torch.nn.Module, module: torch.nn.Module) -> bool:
+    """Whether `holder` takes over the parameters of modules that it holds.
+
+    Raises:
+        ParameterError: if it does, and would broadcast, shard or trace a sharded `module` as if it were whole.
+    """
     for kind in type(holder).__mro__:
         cure = _STRANGERS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if cure is not None and module is not None and any(map(_is_sharded, module.parameters())):
+        if cure is not None and any(map(_is_sharded, module.parameters())):
             raise ParameterError(f"{kind.__name__} cannot hold a sharded model: {cure}.")
+        if cure is not None:
+            return True
+    return False
 
 
 def _is_sharded(param: torch.Tensor) -> bool:
     return getattr(type(param), "storage_of", None) is not None
-
-
-def _step_note(ledger: weakref.ref[Ledger], axis: Axis) -> Any:
-    """Ranks that do not all take a step have different parameters from then on: it is one of the things that they compare."""
-
-    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        found = ledger()
-        if found is None or axis.size == 1:
-            return
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        if any(map(_is_sharded, params)):
-            found.note(axis, f"a step of {type(optimizer).__name__}")
-
-    return note

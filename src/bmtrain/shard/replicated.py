@@ -63,17 +63,34 @@ class Replicated:
                 param.requires_grad_(trainable)
 
     def reduce(self) -> None:
-        """Add the sums over ranks of what has arrived to `.grad`."""
+        """Add the sums over ranks of what has arrived to `.grad`.
+
+        Raises:
+            ParameterError: if one of the parameters has hooks, which have seen this rank's part only.
+        """
         params = [reference() for reference in self._params]
-        touched = self._taping.any_rank([param is not None and id(param) in self._incoming for param in params], self._world)
-        for param, used in zip(params, touched, strict=True):
-            if param is None or not used:
+        for param in params if self._world.size > 1 else ():
+            _refuse_hooks(param)
+        incoming = [None if param is None else self._incoming.get(id(param)) for param in params]
+        kinds = [(grad is not None and not grad.is_sparse, grad is not None and grad.is_sparse) for grad in incoming]
+        flags = iter(self._taping.any_rank([flag for kind in kinds for flag in kind], self._world))
+        for param, grad, (is_dense, is_sparse) in zip(params, incoming, zip(flags, flags, strict=True), strict=True):
+            if param is None or not (is_dense or is_sparse):
                 continue
-            incoming = self._incoming.get(id(param))
-            total = torch.zeros_like(param) if incoming is None else incoming.contiguous()
-            total = collectives.all_reduce(total, "sum", self._world)
-            param.grad = total if param.grad is None else param.grad.add_(total)
+            total = self._total(torch.zeros_like(param, requires_grad=False) if grad is None else grad, keeps_rows=not is_dense)
+            param.grad = total if param.grad is None else _plus_(param.grad, total)
         self._incoming.clear()
+
+    def _total(self, grad: torch.Tensor, *, keeps_rows: bool) -> torch.Tensor:
+        """The sum over ranks; with `keeps_rows` sparse, of the rows that any rank has."""
+        total = collectives.all_reduce(grad.to_dense().contiguous() if grad.is_sparse else grad.contiguous(), "sum", self._world)
+        if not keeps_rows:
+            return total
+        has_row = torch.zeros(len(total), dtype=torch.uint8, device=total.device)
+        if grad.is_sparse:
+            has_row[grad.coalesce().indices()[0]] = 1
+        rows = collectives.all_reduce(has_row, "max", self._world).nonzero().view(1, -1)
+        return torch.sparse_coo_tensor(rows, total[rows[0]], total.shape, is_coalesced=True)
 
     def discard(self) -> None:
         """Forget what a pass that failed has left."""
@@ -117,10 +134,28 @@ class Replicated:
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass, the same on every rank.
             self._join()
             key = id(reference())
-            self._incoming[key] = self._incoming[key] + grad if key in self._incoming else grad
+            before = self._incoming.get(key)
+            self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)
             return torch.zeros_like(grad)
 
         return collect
+
+
+def _plus_(grad: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+    """In place, unless a sparse gradient becomes a dense one."""
+    return more + grad if grad.is_sparse else grad.add_(more)
+
+
+def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
+    """A hook of the optimizers' own collects gradients: that is the first."""
+    hooks = getattr(param, "_backward_hooks", None) or ()
+    post_hooks = getattr(param, "_post_accumulate_grad_hooks", None) or ()
+    if param is not None and (len(hooks) > 1 or post_hooks):
+        raise ParameterError(
+            f"a parameter of shape {tuple(param.shape)} outside of blocks has a hook: it sees the gradient of this rank alone, "
+            "before the sum over ranks. Wrap the model (bmtrain.BMTrainModelWrapper), whose parameters' hooks get the sum, or "
+            "change `.grad` after backward."
+        )
 
 
 def _show(grads: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:

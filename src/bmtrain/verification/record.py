@@ -57,6 +57,8 @@ class Record:
             key = Key(step, kind, f"{name} ({again})")
         if value is not None and not isinstance(value, torch.Tensor):
             value = torch.tensor(value, dtype=torch.float64, device="cpu")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            value = value.to_dense()
         self.values[key] = None if value is None else value.detach().to("cpu", copy=True)
 
     def add_model(self, step: int, model: torch.nn.Module) -> None:
