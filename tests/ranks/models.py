@@ -212,11 +212,11 @@ def switch_frozen(model: Whole, step: int) -> None:
     """Freeze and unfreeze between steps."""
     for layer in model.body.layers:
         params = layer._parameters
-        params["switch"].requires_grad_(not 3 <= step < 6)  # type: ignore[union-attr]
-        params["frozen"].requires_grad_(step >= 5)  # type: ignore[union-attr]
-    model.body.norm._parameters["weight"].requires_grad_(step != 4)  # type: ignore[union-attr]
-    model.plain.requires_grad_(step not in (2, 3))
-    model.plain_frozen.requires_grad_(step == 8)
+        params["switch"].requires_grad_(not 1 <= step < 3)  # type: ignore[union-attr]
+        params["frozen"].requires_grad_(step >= 3)  # type: ignore[union-attr]
+    model.body.norm._parameters["weight"].requires_grad_(step != 2)  # type: ignore[union-attr]
+    model.plain.requires_grad_(step not in (1, 2))
+    model.plain_frozen.requires_grad_(step == 4)
 
 
 def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def compare(program: Callable[[nn.Module, bool], Tensors], tolerance: float = 1e
             assert error <= tolerance * max(1e-3, value.double().abs().max().item()), (program, make.__name__, name, error)
 
 
-def train(make: Optimizers, model: nn.Module, is_plain: bool, *, extra: bool = False, steps: int = 4) -> Tensors:
+def train(make: Optimizers, model: nn.Module, is_plain: bool, *, extra: bool = False, steps: int = 3) -> Tensors:
     optimizer = make(model.parameters())
 
     def closure() -> float:

@@ -21,7 +21,7 @@ from bmtrain.shard import initialize
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.parting import Sameness
+from bmtrain.shard.parting import Sameness, watch_calls
 from bmtrain.shard.storage import Storage
 
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -70,6 +70,8 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
     if not isinstance(out, DistributedModule):
         become_distributed(out)
     _name_storages(out)
+    if not isinstance(out, Block):  # which gathers when it is called, whatever its module does
+        watch_calls(out)
     return cast(Module, out)
 
 

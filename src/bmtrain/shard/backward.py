@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -13,7 +12,6 @@ import torch
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Label
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
 
@@ -48,7 +46,6 @@ class Backward:
         self._task = -1
         self._deferring = False
         self.replicated = Replicated(world, taping, self._join)
-        self.labels: weakref.WeakKeyDictionary[Gradient, Label] = weakref.WeakKeyDictionary()
 
     @property
     def has_deferred(self) -> bool:
@@ -135,9 +132,7 @@ class Backward:
 
     def _note_reduction(self, gradient: Gradient) -> None:
         """Ranks that reduce gradients in different orders must not mix them up."""
-        label = self.labels.get(gradient)
-        if label is not None:
-            self._transport.ledger.note(gradient.axis, f"the gradient of {label.text}")
+        self._transport.ledger.note(gradient.axis, f"the gradient of {gradient.label.text}")
 
     def _close(self) -> None:
         """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""

@@ -8,7 +8,10 @@ import functools
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.ledger import Ledger
+from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis, Mesh
+from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import Placement
 
@@ -23,23 +26,35 @@ class Cut:
         shape: of the tensor; of a tensor-parallel one, of this tensor rank's part, with which programs compute.
         whole_shape, split: of all parts, and which part this is.
         pieces: what each rank of the axis owns of the flattened tensor.
-        axis, placement: the ranks that own slices, and where the others are.
+        placement: where the ranks that own slices are.
+        label, name: what its storage and the tensor are called in messages.
     """
 
     shape: torch.Size
     whole_shape: torch.Size
     split: Split | None
     pieces: tuple[Piece, ...]
-    axis: Axis
+    label: Label
+    name: str
     placement: Placement
     mesh: Mesh
 
     @classmethod
-    def of(cls, layout: Layout, index: int, axis: Axis, placement: Placement, mesh: Mesh) -> Cut:
+    def of(cls, layout: Layout, index: int, label: Label, placement: Placement, mesh: Mesh) -> Cut:
         """That of slot `index`."""
         slot = layout.slots[index]
         pieces = tuple(layout.piece(index, place) for place in range(layout.num_shards))
-        return cls(torch.Size(slot.shape), torch.Size(slot.whole_shape), slot.split, pieces, axis, placement, mesh)
+        return cls(torch.Size(slot.shape), torch.Size(slot.whole_shape), slot.split, pieces, label, slot.name, placement, mesh)
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks that own slices."""
+        return self.label.axis
+
+    def note(self, what: str, axis: Axis) -> None:
+        """What comes next is `what` of this tensor: ranks that do the same with different ones have parted."""
+        if axis.size > 1:
+            world.current().service(Ledger).note(axis, f"{what} of {self.name} in {self.label.text}")
 
     @functools.cached_property
     def piece(self) -> Piece:
@@ -77,6 +92,7 @@ class Cut:
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
         """The tensor, of which every rank brings its slice `local`. Collective over the run."""
+        self.note("gather", self.axis)
         out = self._of_axis(local)
         if self.placement.stage is not None:
             collectives.broadcast_(out, self.placement.stage, self.mesh.pipe)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.streams import make_streams
+from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import Backward
 from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.label import Label
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Label, Residence
+from bmtrain.shard.residence import Residence
 from bmtrain.shard.ring import Ring
 from bmtrain.shard.schedule import Phase, Schedule
 from bmtrain.shard.steps import Steps
@@ -41,11 +43,8 @@ class Engine:
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
-        own = weakref.ref(self)
-        self._steps = Steps(
-            self.transport.ledger, world.mesh.world, self.backward.replicated, world.service(Sameness),
-            lambda: (engine := own()) is not None and any(any(gradient.trainable()) for gradient in engine._gradients),
-        )  # fmt: skip
+        world.service(Sameness)  # watches what takes over modules
+        self._steps = Steps(self.transport.ledger, world.mesh.world, self.backward.replicated)
         self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
@@ -54,17 +53,18 @@ class Engine:
             self._rings[numel, dtype] = Ring(numel, dtype, self.device, self.defaults.num_buffers)
         return self._rings[numel, dtype]
 
+    def new_label(self, axis: Axis, names: Sequence[str]) -> Label:
+        """What the next storage is called."""
+        self.num_registered += 1
+        return Label(self.num_registered - 1, axis, names)
+
     def register(self, residence: Residence, gradient: Gradient) -> None:
         """Take part in the schedule and in backward passes."""
         self._residences.add(residence)
         self._gradients.add(gradient)
-        slots = gradient.layout.slots
-        label = Label(self.num_registered, gradient.axis, [slot.name for slot in slots])
-        self.num_registered += 1
-        residence.rename(label)
-        self.backward.labels[gradient] = label
-        shapes = " ".join(f"{slot.name} {slot.shape}" for slot in slots)
-        self.transport.ledger.note(gradient.axis, f"the making of {label.text}: {gradient.policy.dtype} {shapes}")
+        residence.rename(gradient.label)
+        shapes = " ".join(f"{slot.name} {slot.shape}" for slot in gradient.layout.slots)
+        self.transport.ledger.note(gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}")
 
     @property
     def num_alive(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.runtime.mesh import Axis
+from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.transport import Outgoing, Transport
@@ -63,10 +63,10 @@ class Gradient:
         policy: GradientPolicy,
         device: torch.device,
         transport: Transport,
-        axis: Axis,
+        label: Label,
         show: Callable[[torch.Tensor, int], Slices],
     ) -> None:
-        self.layout, self.policy, self.axis = layout, policy, axis
+        self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
         self._params: Sequence[weakref.ref[Trained]] = params  # filled later, with parameters
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype

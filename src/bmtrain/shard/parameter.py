@@ -242,10 +242,16 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return super().differentiable_whole()  # without the rest of its storage, which only some ranks may have
 
     def read(self) -> torch.Tensor:
-        self._expect_whole_gradients()
+        if not torch.is_grad_enabled():
+            self._expect_whole_gradients()
         return self._local
 
     def whole(self) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            self._expect_whole_gradients()
+        return super().whole()
+
+    def whole_for_torch(self) -> torch.Tensor:
         self._expect_whole_gradients()
         return super().whole()
 
@@ -309,11 +315,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
-        """A custom autograd function may be reading the parameter itself: what it returns in backward is a whole gradient.
+        """A custom autograd function, or TorchScript, may be reading the parameter itself: what it returns is a whole gradient.
 
         Such gradients come to torch's own `.grad`, and go where all others go: they are reduced over ranks at the end of the pass.
         """
-        if self._takes_whole_gradients or torch.is_grad_enabled() or not self.requires_grad:
+        if self._takes_whole_gradients or not self.requires_grad:
             return
         self._takes_whole_gradients = True
         reference = weakref.ref(self)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
@@ -42,25 +42,13 @@ _STRANGERS = {
 
 
 class Sameness:
-    """Whether the models of all ranks are known to be the same. One per run, reached by `world.service(Sameness)`.
-
-    Attributes:
-        others: ordinary parameters that a wrapper of torch's keeps the same on all ranks.
-    """
+    """Whether the models of all ranks are known to be the same. One per run, reached by `world.service(Sameness)`."""
 
     def __init__(self, world: World) -> None:
         self._axis = world.mesh.world
         self._is_known = False
         # Torch keeps the hook for ever: it must not keep the run.
-        self.others: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        own = weakref.ref(self)
-
-        def registered(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-            sameness = own()
-            if sameness is not None and module is not None and _is_stranger(holder, module):
-                sameness.others.update((param, None) for param in module.parameters())
-
-        weakref.finalize(self, register_module_module_registration_hook(registered).remove)
+        weakref.finalize(self, register_module_module_registration_hook(_refuse_strangers).remove)
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
@@ -79,6 +67,19 @@ class Sameness:
         """
         if not self._is_known and self._axis.size > 1:
             check_same("the parameters to be sharded differ between the ranks", [*params], self._axis, _SEED)
+
+
+def watch_calls(model: torch.nn.Module) -> None:
+    """Ranks compare at every call of `model`: one that has gathered nothing in the last would not notice that others have."""
+    if _note_call not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_note_call)
+
+
+def _note_call(model: torch.nn.Module, args: Any) -> None:
+    if world.is_initialized():
+        current = world.current()
+        what = f"a call of {model.__class__.__name__}"
+        current.service(Ledger).enter(current.mesh.world, what, is_on_host=False)
 
 
 def check_same_state(state: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -124,19 +125,12 @@ def _checksum(x: torch.Tensor) -> str:
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}" if sample.numel() else "none"
 
 
-def _is_stranger(holder: torch.nn.Module, module: torch.nn.Module) -> bool:
-    """Whether `holder` takes over the parameters of modules that it holds.
-
-    Raises:
-        ParameterError: if it does, and would broadcast, shard or trace a sharded `module` as if it were whole.
-    """
+def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """ParameterError where a module that is sharded is given to one that would broadcast, shard or trace it as if it were whole."""
     for kind in type(holder).__mro__:
         cure = _STRANGERS.get(f"{kind.__module__}.{kind.__qualname__}")
-        if cure is not None and any(map(_is_sharded, module.parameters())):
+        if cure is not None and module is not None and any(map(_is_sharded, module.parameters())):
             raise ParameterError(f"{kind.__name__} cannot hold a sharded model: {cure}.")
-        if cure is not None:
-            return True
-    return False
 
 
 def _is_sharded(param: torch.Tensor) -> bool:

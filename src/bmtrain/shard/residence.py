@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
+from bmtrain.shard.label import Label
 from bmtrain.shard.ring import Ring, RingBuffer, alias
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.transport import Source, Transport
 
 # Changes when a parameter is written in place on this rank.
 Version = Callable[[], int]
-
-
-class Label:
-    """What a storage is called in messages, the same on all ranks.
-
-    Args:
-        number: of the storage, in the order of their creation.
-        axis: the ranks that share it.
-        names: of its parameters.
-    """
-
-    def __init__(self, number: int, axis: Axis, names: Sequence[str]) -> None:
-        self.number, self.axis = number, axis
-        self.rename(names)
-
-    def rename(self, names: Sequence[str]) -> None:
-        """The parameters have better names."""
-        shown = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
-        self.text = f"storage {self.number} ({shown})"
-        self.places = {phase: f"{self.text} in the {phase.value} pass" for phase in Phase}
 
 
 class Residence(ABC):

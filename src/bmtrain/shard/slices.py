@@ -79,6 +79,10 @@ class Slices(torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return self._cut.gathered(self._local)
 
+    def whole_for_torch(self) -> torch.Tensor:
+        """The same for code of torch's that has this tensor itself in its graph."""
+        return self.whole()
+
     def whole_of_parts(self) -> torch.Tensor:
         """The same with a tensor-parallel split undone. Collective."""
         with torch.inference_mode(False), torch.no_grad():
@@ -141,7 +145,11 @@ class Slices(torch.Tensor):
         cut = sharded[0].cut
         fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 for x in tensors)
         if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
-            raise ParameterError(f"{func} was called with a sharded parameter by code that cannot take one: pass param.gather().")
+            if func._schema.is_mutable:
+                raise ParameterError(f"{func} was called with a sharded tensor by code that cannot take one: pass param.gather().")
+            # TorchScript, and what else does not ask `__torch_function__`: it computes with whole tensors.
+            wholes = tree_map_only(Slices, lambda x: x.whole_for_torch(), (args, kwargs or {}))
+            return func(*wholes[0], **wholes[1])
         locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
         out = func(*locals_[0], **locals_[1])
         same = next((x for x in sharded if x.local is out), None)
@@ -219,6 +227,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         # Stages of a pipeline may have a gradient where others have none: all take part in the sum, or none does.
+        ctx.cut.note("gradient", ctx.cut.users)
         if not any(largest([float(grad is not None)], ctx.cut.users)):
             return None, None
         grad = torch.zeros(ctx.cut.shape, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
@@ -230,6 +239,7 @@ def norm(x: Slices, order: float) -> torch.Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     local = x.local.to(wide)
     own = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
+    x.cut.note("norm", x.cut.mesh.world)
     everyone = collectives.all_gather(own, x.cut.mesh.world)  # every element is owned by exactly one rank of the run
     return torch.linalg.vector_norm(everyone, order).to(x.dtype)
 
@@ -238,6 +248,7 @@ def total(x: Slices) -> torch.Tensor:
     """The sum of all elements, 0-dim, differentiable. Collective."""
     local = x.differentiable_local() if x.requires_grad and torch.is_grad_enabled() else x.local
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    x.cut.note("sum", x.cut.mesh.world)
     return autograd.all_reduce(local.sum(dtype=wide), "sum", x.cut.mesh.world).to(x.dtype)
 
 

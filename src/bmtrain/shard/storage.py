@@ -68,7 +68,8 @@ class Storage:
         self.axis = placement.axis(engine.mesh)
         self.is_here = placement.is_here(engine.mesh)
         self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits)
-        self._cuts = [Cut.of(self.layout, i, self.axis, placement, engine.mesh) for i in range(len(self.layout.slots))]
+        label = engine.new_label(self.axis, [name for name, _ in shapes])
+        self._cuts = [Cut.of(self.layout, i, label, placement, engine.mesh) for i in range(len(self.layout.slots))]
         # Where nothing of the storage is, or a block may take it over, there is nothing for other ranks to read.
         numel = self.layout.shard_numel if self.is_here else 0
         self.shard, source = engine.transport.new_shard(numel, dtype, self.axis, shared=self.is_here and not adoptable)
@@ -78,7 +79,7 @@ class Storage:
             dtype=dtype, reduce_dtype=policy.reduce_dtype or dtype, accumulate_dtype=policy.accumulate_dtype or dtype
         )
         self.gradient = Gradient(
-            self.layout, self._params, wire, engine.device, engine.transport, self.axis,
+            self.layout, self._params, wire, engine.device, engine.transport, label,
             functools.partial(_looking_whole, self._cuts),
         )  # fmt: skip
         self.residence = self._make_residence(source)
@@ -168,7 +169,9 @@ class Storage:
         elif self.is_here:
             transport = self.engine.transport
             transport.fence()
-            transport.streams.compute_waits(transport.gather(full, Source(shard), self.axis, None))
+            transport.streams.compute_waits(
+                transport.gather(full, Source(shard), self.axis, None, f"values of {self.gradient.label.text}")
+            )
         if self.placement.stage is not None:
             collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)
         return full
