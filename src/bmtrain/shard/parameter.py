@@ -242,18 +242,16 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return super().differentiable_whole()  # without the rest of its storage, which only some ranks may have
 
     def read(self) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            self._expect_whole_gradients()
+        self._expect_whole_gradients()
         return self._local
 
     def whole(self) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            self._expect_whole_gradients()
+        self._expect_whole_gradients()
         return super().whole()
 
     def whole_for_torch(self) -> torch.Tensor:
-        self._expect_whole_gradients()
-        return super().whole()
+        with torch.no_grad():
+            return self.whole()
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name, which torch uses for something else
         """The full tensor, differentiable: its gradient is summed over ranks into this slice. Collective."""
@@ -319,7 +317,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         Such gradients come to torch's own `.grad`, and go where all others go: they are reduced over ranks at the end of the pass.
         """
-        if self._takes_whole_gradients or not self.requires_grad:
+        if self._takes_whole_gradients or torch.is_grad_enabled() or not self.requires_grad:
             return
         self._takes_whole_gradients = True
         reference = weakref.ref(self)
