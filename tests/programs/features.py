@@ -132,7 +132,10 @@ def _consistent(options: dict[str, Any], layers: tuple[str, ...]) -> dict[str, A
     if out["embedding"] == "sparse":
         out["optimizer"], out["tie"], out["clip"] = "sgd", "none", "none"
     if out["optimizer"] == "lbfgs":
-        out |= {"manager": False, "deferred": False, "micro": 1, "clip": "none"}
+        # Its steps hang on the last bit of what it computes with.
+        out |= {"manager": False, "deferred": False, "micro": 1, "clip": "none", "dtype": "float64"}
+    if out["optimizer"] == "adafactor" and {"batchnorm", "buffer"} & set(layers):
+        out["dtype"] = "float64"  # of rounding errors it makes steps, which statistics show
     if out["micro"] == 1:
         out["deferred"] = False
     if out["dtype"] == "bfloat16" and out["optimizer"] == "offload":

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.block.adopt import Place, places_of
+from bmtrain.block.states import version_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
@@ -76,6 +77,7 @@ class Binding:
         self._resting: Slices | None = None
         self._replaced: Slices | None = None  # what rests where full tensors stand now
         self._lent: list[torch.Tensor] | None = None  # those that stand there between calls, during backward
+        self._num_runs = 0
         self.is_running = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,20 +106,45 @@ class Binding:
         outer, lent = self.is_running, self._lent
         standing = [home[name] for home, name in slices.homes]
         bound = use.select(views, slices.storages, slices.positions)
-        addresses = [view.data_ptr() for view in bound]
+        addresses, versions = [view.data_ptr() for view in bound], list(map(version_of, bound))
         self._replaced, self.is_running = slices, True
+        self._num_runs += 1
         self._put(slices, bound)
         try:
             yield
             for (home, name), view, address, (place, _) in zip(slices.homes, bound, addresses, slices, strict=True):
                 if home.get(name) is not view or view.data_ptr() != address:
                     raise _lost_value(place.path)
+            self._refuse_written(slices, bound, versions)
+        except RuntimeError as error:
+            # Autograd says of what it calls a view that it was changed, where it is used next.
+            self._refuse_written(slices, bound, versions, error)
+            raise
         finally:
             self.is_running = outer
             if outer or (lent is not None and lent is self._lent):
                 self._put(slices, standing)
             else:
                 self._put_to_rest(slices)
+
+    def _refuse_written(
+        self, slices: Slices, bound: Sequence[torch.Tensor], versions: Sequence[int], cause: Exception | None = None
+    ) -> None:
+        """ParameterError if the module has written into a gathered parameter.
+
+        What it wrote through `.data` torch does not count: values are compared with the slices that they came from, on the CPU in
+        every run, on a GPU, where that takes time, in the first and ever more seldom.
+        """
+        for (place, _), view, version in zip(slices, bound, versions, strict=True):
+            if version_of(view) != version:
+                raise _lost_value(place.path) from cause
+        number = self._num_runs
+        is_looking = cause is None and bool(bound) and (bound[0].device.type == "cpu" or number & (number - 1) == 0)
+        if not is_looking or torch.compiler.is_compiling() or (bound[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        for (place, param), view in zip(slices, bound, strict=True):
+            if not _same_bits(param.cut.own(view.detach()), param.local):
+                raise _lost_value(place.path)
 
     def lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Modules find `tensors` of `use` between calls too, until the function that this returns is called."""
@@ -152,6 +179,11 @@ def _sharded(place: Place) -> DistributedParameter:
         f"parameter {place.path!r} of a block is not sharded: it was put in after the block was made. Call "
         "model = bmtrain.BMTrainModelWrapper(model) again, then give the new parameters to an optimizer."
     )
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """NaN included, which equals nothing."""
+    return a.data_ptr() == b.data_ptr() or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _lost_value(path: str) -> ParameterError:

@@ -13,7 +13,7 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.slices import Slices, is_vector_order, look_whole, norm, total
-from bmtrain.shard.window import Gathered, Window, shares_memory
+from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -316,6 +316,10 @@ def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return x if is_flat else NotImplemented
 
 
+def _numpy(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    return as_copy(on_wholes(func, args, kwargs))
+
+
 def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """With `max_norm` rows of the weight are shortened before they are looked up: in the slices."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type")
@@ -340,4 +344,5 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flat),
     **{name: _initial for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")},
     **dict.fromkeys(("embedding", "embedding_bag"), _embedding),
+    **dict.fromkeys(("numpy", "__array__"), _numpy),
 }

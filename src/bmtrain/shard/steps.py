@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
+from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
@@ -20,17 +21,17 @@ class Steps:
 
     Args:
         ledger: gets a note of each step: ranks that do not all take one have different parameters from then on.
-        world: the axis of all ranks.
+        axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
     """
 
-    def __init__(self, ledger: Ledger, world: Axis, replicated: Replicated) -> None:
-        self._ledger, self._world, self._replicated = ledger, world, replicated
+    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated) -> None:
+        self._ledger, self._axis, self._replicated = ledger, axis, replicated
         own = weakref.ref(self)  # torch keeps the hook for ever: it must not keep the run
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             steps = own()
-            if steps is not None and world.size > 1:
+            if steps is not None and axis.size > 1 and world.is_initialized() and world.current().mesh.world is axis:
                 steps.begin(optimizer)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(begin).remove)
@@ -44,7 +45,7 @@ class Steps:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not any(isinstance(param, Slices) for param in params):
             return
-        self._ledger.note(self._world, f"a step of {type(optimizer).__name__}")
+        self._ledger.note(self._axis, f"a step of {type(optimizer).__name__}")
         known = {id(param) for param in self._replicated}
         for param in params:
             if not isinstance(param, Slices) and param.requires_grad and id(param) not in known:

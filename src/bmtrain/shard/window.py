@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bmtrain.errors import ParameterError, StaleParameterError
+from bmtrain.runtime import world
 
 
 class Behind(Protocol):
@@ -93,6 +94,8 @@ class Window(torch.Tensor):
             written = [window for window, version in zip(windows, before, strict=True) if _version(window) != version]
         for window in written:
             window._write_back()
+        if getattr(func, "__name__", "") in ("numpy", "__array__"):
+            return as_copy(out)
         return tree_map_only(torch.Tensor, functools.partial(_shown, windows), out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -118,6 +121,16 @@ class Window(torch.Tensor):
                 "a view of a sharded parameter that requires grad was changed in place: use torch.no_grad() or param.data."
             )
         self._gathered.write_back()
+
+
+def as_copy(array: Any) -> Any:
+    """A numpy array of gathered values. On a CPU it would share memory with the tensor: whoever writes into it gets an error.
+
+    From a GPU it would come as a copy in one process too, to be written as the program likes.
+    """
+    if world.is_initialized() and world.device().type == "cpu":
+        array.flags.writeable = False
+    return array
 
 
 def _stale(what: str) -> StaleParameterError:
