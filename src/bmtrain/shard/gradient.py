@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import torch
 from bmtrain.errors import ParameterError
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
+from bmtrain.shard.ring import num_references
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.transport import Outgoing, Transport
 
@@ -76,6 +78,7 @@ class Gradient:
         self._slices: list[tuple[int, torch.Tensor]] = []  # gradients of this rank's slices, to be added
         self._keeps_slices = False  # for a later reduction
         self._versions: list[int] = []
+        self._num_own = 0  # references, when no gradient is shown
         self._live = [False] * len(layout.slots)
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
@@ -107,6 +110,7 @@ class Gradient:
     def open(self) -> None:
         """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
         self.is_open = True
+        self._part_from_readers()
         grads = self._grads()
         self._live = [grad is not None for grad in grads]
         self._empty = not any(self._live)
@@ -262,6 +266,34 @@ class Gradient:
         """What `.grad` of the parameters shows."""
         return [None if param is None else param.shown_grad for param in (reference() for reference in self._params)]
 
+    def _part_from_readers(self) -> None:
+        """Leave the memory to a program that has cleared gradients and kept them, and go on in other.
+
+        Per-task gradients are taken so (`old = p.grad; p.grad = None`): the next pass would change them in silence.
+        """
+        shown = [self.shows(grad, index) for index, grad in enumerate(self._grads())]
+        if self._public is None or self._total is None or self._stays or all(shown):
+            return
+        if self._num_references() - sum(shown) <= self._num_own:
+            return
+        old = self._total, self._public, self._views, self._versions
+        with torch.inference_mode(False):
+            self._total = old[0].clone()
+        self._show_total(self._total)
+        if self._public is not self._total:
+            self._public.copy_(old[1])
+        for index, reference in enumerate(self._params):
+            param = reference()
+            if param is not None and shown[index]:
+                param.shown_grad = view = self._views[index]
+                if old[2][index].local._version == old[3][index]:
+                    self._versions[index] = view.local._version
+
+    def _num_references(self) -> int:
+        """To the memory and to the views of it."""
+        views: int = sum(map(sys.getrefcount, self._views))
+        return views + num_references(self._views[0].local)
+
     def _free_if_cleared(self) -> None:
         if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open:
             return
@@ -273,16 +305,22 @@ class Gradient:
     def _allocate(self) -> None:
         """Memory, unless there is some: zeros if the user's gradients fill it in part, else anything, for a sum will fill it."""
         if self._total is None:
-            policy, numel = self.policy, self.layout.shard_numel
             with torch.inference_mode(False):
-                self._total = torch.empty(numel, dtype=policy.accumulate_dtype, device=self._device)
-                same = policy.accumulate_dtype == policy.dtype
-                self._public = self._total if same else torch.empty(numel, dtype=policy.dtype, device=self._device)
-                self._views = [self._show(self._slice(self._public, index), index) for index in range(len(self._params))]
-            self._versions, self._is_filled = [-1] * len(self._params), False
+                self._total = torch.empty(self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device)
+            self._show_total(self._total)
+            self._is_filled = False
         if not (self._empty or self._is_filled):
             self._total.zero_()
             self._is_filled = True
+
+    def _show_total(self, total: torch.Tensor) -> None:
+        """Make what `.grad` shows of a new sum."""
+        with torch.inference_mode(False):
+            same = total.dtype == self.policy.dtype
+            self._public = public = total if same else torch.empty_like(total, dtype=self.policy.dtype)
+            self._views = [self._show(self._slice(public, index), index) for index in range(len(self._params))]
+        self._versions = [-1] * len(self._params)
+        self._num_own = self._num_references()
 
     def _slice(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         piece = self.layout.piece(index, self.axis.index)

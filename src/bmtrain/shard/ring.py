@@ -10,7 +10,7 @@ class RingBuffer:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._num_own = _num_references(tensor)
+        self._num_own = num_references(tensor)
         self.owner: object | None = None
         self.free: torch.Event | None = None
         self.held = False
@@ -22,17 +22,17 @@ class RingBuffer:
         holds what backward read: filling the buffer under them would change their values in silence. Which memory a buffer has
         is nobody's business on other ranks.
         """
-        if _num_references(self.tensor) > self._num_own:
+        if num_references(self.tensor) > self._num_own:
             with torch.inference_mode(False):
                 self.tensor = torch.empty_like(self.tensor)
-            self.free, self._num_own = None, _num_references(self.tensor)
+            self.free, self._num_own = None, num_references(self.tensor)
 
     def alias(self) -> torch.Tensor:
         """The same memory as a tensor with a version counter of its own: refilling it is not an in-place change to autograd."""
         return alias(self.tensor)
 
 
-def _num_references(tensor: torch.Tensor) -> int:
+def num_references(tensor: torch.Tensor) -> int:
     """Tensors, and what else, that share the memory of this one."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
