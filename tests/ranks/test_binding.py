@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.errors import ParameterError
 
 
 class Pair(nn.Module):
@@ -88,3 +90,55 @@ def test_changes_of_the_module_count_from_the_next_call_on() -> None:
     """Children and parameters that move, come, go or are shared: values and gradients as of a plain module."""
     for world_size in (1, 2):
         run_ranks(every_change, world_size)
+
+
+class Writing(nn.Module):
+    """Changes its weight in its forward pass."""
+
+    def __init__(self, write: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.weight, self._write = nn.Parameter(torch.randn(4, 4)), write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._write(self)
+        return torch.tanh(x @ self.weight)
+
+
+@torch.no_grad()
+def in_place(module: nn.Module) -> None:
+    module.weight.mul_(0.9)
+
+
+@torch.no_grad()
+def a_row(module: nn.Module) -> None:
+    module.weight[2] = 0.5
+
+
+def through_data(module: nn.Module) -> None:
+    module.weight.data.clamp_(-0.1, 0.1)
+
+
+def through_numpy(module: nn.Module) -> None:
+    array = module.weight.detach().numpy()
+    array *= 0.5
+
+
+def anew(module: nn.Module) -> None:
+    module.weight.data = module.weight.data * 0.9
+
+
+WRITES = [in_place, a_row, through_data, through_numpy, anew]
+
+
+def refused_writes() -> None:
+    for write in WRITES:
+        for options in ({"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}):
+            for with_grad in (True, False):
+                block = bmt.Block(Writing(write), **options)  # type: ignore[arg-type]
+                with torch.set_grad_enabled(with_grad), pytest.raises(ParameterError, match="which would be lost"):
+                    block(torch.ones(3, 4))
+
+
+def test_writes_that_would_be_lost_are_refused() -> None:
+    run_ranks(refused_writes, 2)

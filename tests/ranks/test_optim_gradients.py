@@ -13,6 +13,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.errors import ParameterError
 from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import AdamOptimizer, OptimManager
 from bmtrain.optim.gradients import Gradients
@@ -156,3 +157,66 @@ def test_dtypes_and_kinds_together(world_size: int) -> None:
 def test_an_empty_batch_has_no_tables() -> None:
     """Of ranks that own nothing."""
     assert Batch([(torch.empty(0), torch.empty(0))]).tables(16) == []
+
+
+def ordinary_parameters() -> None:
+    """Beside sharded ones: summed by a manager, else refused."""
+    block, plain = make()
+    alone = torch.optim.SGD([*block.parameters(), *plain.parameters()], lr=0.1)
+    before = plain.weight.detach().clone()
+    plain(block(torch.ones(2, 7))).sum().backward()
+    with pytest.raises(ParameterError, match="OptimManager"):
+        alone.step()
+    torch.testing.assert_close(plain.weight, before, rtol=0, atol=0)
+
+    manager = OptimManager()
+    manager.add_optimizer(alone)
+    backward(manager, block, plain)
+    manager.step()
+    plain.weight.register_hook(lambda grad: grad * 0.5)
+    with pytest.raises(ParameterError, match="has a hook"):
+        backward(manager, block, plain)
+
+
+def test_ordinary_parameters_are_summed_or_refused() -> None:
+    run_ranks(ordinary_parameters, 2)
+
+
+class Words(nn.Module):
+    """Sparse gradients of an embedding outside of blocks, as in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.body = nn.Embedding(9, 7, sparse=True), nn.Linear(7, 5)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(self.words(rows)).square().mean()
+        return out
+
+
+def sparse_gradients() -> None:
+    own, twin = Words(), Words()
+    own.body = bmt.Block(own.body)
+    rows = torch.tensor([[1, 4], [4, 4], [7, 1], [2, 4], [1, 1], [1, 8]])
+    manager = OptimManager()
+    adam = torch.optim.SparseAdam(own.words.parameters(), lr=0.1)
+    manager.add_optimizer(adam)
+    twin_adam = torch.optim.SparseAdam(twin.words.parameters(), lr=0.1)
+    for step in range(3):
+        manager.zero_grad()
+        twin_adam.zero_grad()
+        manager.backward(own(rows.roll(step, 0).chunk(bmt.world_size())[bmt.rank()]))
+        twin(rows.roll(step, 0)).backward()
+        grad, want = own.words.weight.grad, twin.words.weight.grad
+        assert grad is not None and want is not None and grad.is_sparse
+        torch.testing.assert_close(grad.coalesce().indices(), want.coalesce().indices())
+        torch.testing.assert_close(grad.to_dense(), want.to_dense())
+        manager.step()
+        twin_adam.step()
+    torch.testing.assert_close(own.words.weight, twin.words.weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_sparse_gradients_stay_sparse(world_size: int) -> None:
+    run_ranks(sparse_gradients, world_size)

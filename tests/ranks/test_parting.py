@@ -232,6 +232,44 @@ def test_ranks_that_part_are_refused_on_all(program: Callable[[torch.nn.Sequenti
     assert "rank 1 did" in messages[0] or "ranks 1, 2 did" in messages[0]
 
 
+class Early(Layer):
+    """Gathers nothing where its input is positive."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if float(x.sum()) > 0 else super().forward(x)
+
+
+def another_module(model: torch.nn.Module) -> None:
+    model[bmtrain.rank()](-rows().abs())  # type: ignore[operator,index]
+
+
+def norms_of_others(model: torch.nn.Module) -> None:
+    list(model.parameters())[bmtrain.rank()].norm()
+
+
+def sums_of_others(model: torch.nn.Module) -> None:
+    list(model.parameters())[bmtrain.rank()].sum()
+
+
+def nothing_on_one_rank(model: torch.nn.Module) -> None:
+    for _ in range(2):
+        model(rows().abs() * (1 if bmtrain.rank() else -1))
+
+
+def refused_outside_of_blocks(program: Callable[[torch.nn.Module], None]) -> str:
+    """Parameters are gathered where they are read."""
+    model = bmtrain.BMTrainModelWrapper(layers(2, Early))
+    with pytest.raises(RanksPartedError) as caught:
+        program(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("program", [another_module, norms_of_others, sums_of_others, nothing_on_one_rank])
+def test_ranks_that_part_outside_of_blocks(program: Callable[[torch.nn.Module], None]) -> None:
+    messages = run_ranks(refused_outside_of_blocks, 2, program)
+    assert len(set(messages)) == 1 and "did different things" in messages[0]
+
+
 def leaves_early(seconds: float) -> str:
     """The last rank leaves, or sleeps."""
     model = blocks(layers(2))

@@ -36,6 +36,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.sharded import ordinary
+from bmtrain.shard.slices import refuse_transforms
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.unshard import Use
@@ -203,6 +204,7 @@ class Block(DistributedModule):
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._binding.is_running:  # called by a function that has taken the place of `original`
             return original(*args, **kwargs)
+        refuse_transforms()
         args, kwargs = map_tensors(ordinary, (args, kwargs))
         slices = self._binding.slices()
         use = Use(slices.storages) if self._shared is None else self._shared

@@ -249,9 +249,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self._expect_whole_gradients()
         return super().whole()
 
-    def whole_for_torch(self) -> torch.Tensor:
-        with torch.no_grad():
-            return self.whole()
+    @torch.no_grad()
+    def expect_gradients_of_torch(self) -> None:
+        self._expect_whole_gradients()
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name, which torch uses for something else
         """The full tensor, differentiable: its gradient is summed over ranks into this slice. Collective."""
@@ -313,10 +313,8 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
-        """A custom autograd function, or TorchScript, may be reading the parameter itself: what it returns is a whole gradient.
-
-        Such gradients come to torch's own `.grad`, and go where all others go: they are reduced over ranks at the end of the pass.
-        """
+        """A custom function, or TorchScript, may be reading the parameter itself: its whole gradient, at torch's own `.grad`, is
+        to be summed over ranks."""
         if self._takes_whole_gradients or torch.is_grad_enabled() or not self.requires_grad:
             return
         self._takes_whole_gradients = True
@@ -327,9 +325,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             if grad is None or param is None:
                 return None
             storage = param._storage
-            grads: list[torch.Tensor | None] = [None] * len(storage.layout.slots)
-            grads[param._index] = grad
-            storage.engine.backward.add(storage.gradient, grads)
+            if isinstance(grad, Slices):
+                storage.engine.backward.add_slice(storage.gradient, param._index, grad.local)
+            else:
+                own = [grad if index == param._index else None for index in range(len(storage.layout.slots))]
+                storage.engine.backward.add(storage.gradient, own)
             return grad.new_zeros(()).expand(grad.shape)
 
         torch.Tensor.register_hook(self, collect)

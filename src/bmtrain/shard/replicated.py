@@ -90,7 +90,7 @@ class Replicated:
         if grad.is_sparse:
             has_row[grad.coalesce().indices()[0]] = 1
         rows = collectives.all_reduce(has_row, "max", self._world).nonzero().view(1, -1)
-        return torch.sparse_coo_tensor(rows, total[rows[0]], total.shape, is_coalesced=True)
+        return torch.sparse_coo_tensor(rows, total[rows[0]], total.shape, is_coalesced=True, check_invariants=False)
 
     def discard(self) -> None:
         """Forget what a pass that failed has left."""

@@ -79,9 +79,8 @@ class Slices(torch.Tensor):
         with torch.inference_mode(False), torch.no_grad():
             return self._cut.gathered(self._local)
 
-    def whole_for_torch(self) -> torch.Tensor:
-        """The same for code of torch's that has this tensor itself in its graph."""
-        return self.whole()
+    def expect_gradients_of_torch(self) -> None:
+        """Code of torch's has this tensor itself in its graph."""
 
     def whole_of_parts(self) -> torch.Tensor:
         """The same with a tensor-parallel split undone. Collective."""
@@ -142,13 +141,20 @@ class Slices(torch.Tensor):
         """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up gradients, and little else."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         sharded = [x for x in tensors if isinstance(x, Slices)]
+        if torch.is_grad_enabled():
+            for x in sharded:
+                x.expect_gradients_of_torch()
         cut = sharded[0].cut
-        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 for x in tensors)
+        # In backward a number may be the gradient of this rank's loss alone, and what it makes of slices no sum over ranks.
+        in_backward = torch._C._current_graph_task_id() != -1
+        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and not in_backward for x in tensors)
         if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
             if func._schema.is_mutable:
                 raise ParameterError(f"{func} was called with a sharded tensor by code that cannot take one: pass param.gather().")
+            if func in _SUMS and in_backward:  # of a rank's own gradient and one of all ranks
+                raise ParameterError("a sharded tensor was used by TorchScript and by Python: give one of them param.gather().")
             # TorchScript, and what else does not ask `__torch_function__`: it computes with whole tensors.
-            wholes = tree_map_only(Slices, lambda x: x.whole_for_torch(), (args, kwargs or {}))
+            wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))
             return func(*wholes[0], **wholes[1])
         locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
         out = func(*locals_[0], **locals_[1])
@@ -156,7 +162,17 @@ class Slices(torch.Tensor):
         return same if same is not None else cls.kind()(out, cut)
 
 
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+
+
+def refuse_transforms() -> None:
+    """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded parameters along."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ParameterError(
+            "a sharded parameter was used inside of a transform of torch.func (grad, vmap, jvp and the like): take whole = "
+            "param.gather() of the parameters outside, and compute with those, or use torch.autograd."
+        )
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:

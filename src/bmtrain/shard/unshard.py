@@ -14,7 +14,7 @@ import torch
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import in_backward
 from bmtrain.shard.schedule import Phase
-from bmtrain.shard.slices import memory_of
+from bmtrain.shard.slices import memory_of, refuse_transforms
 from bmtrain.shard.storage import Storage
 
 
@@ -142,6 +142,7 @@ class Use:
             return []
         if not (torch.is_grad_enabled() and any(self.trainable)):
             return self.views()
+        refuse_transforms()
         if self._tied is not None:
             return self._tied
         for storage, _ in self._trained():
