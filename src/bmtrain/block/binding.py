@@ -147,7 +147,7 @@ class Binding:
     def _is_looking(self, slices: Slices, bound: Sequence[torch.Tensor]) -> bool:
         """Whether this run is one whose parameters are looked at: the first, and ever more seldom, for it takes time."""
         self._num_runs += 1
-        is_copy = any(param.cut.axis.size > 1 for _, param in slices)  # else what is written is written into the parameter
+        is_copy = any(storage.axis.size > 1 for storage in slices.storages)  # else it is the parameter itself that is written
         if not is_copy or self._num_runs & (self._num_runs - 1):
             return False
         return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())

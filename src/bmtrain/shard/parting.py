@@ -76,7 +76,7 @@ def watch_calls(model: torch.nn.Module) -> None:
 
 
 def _note_call(model: torch.nn.Module, args: Any) -> None:
-    if world.is_initialized():
+    if not torch.compiler.is_compiling() and world.is_initialized():
         current = world.current()
         what = f"a call of {model.__class__.__name__}"
         current.service(Ledger).enter(current.mesh.world, what, is_on_host=False)

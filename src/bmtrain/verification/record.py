@@ -12,7 +12,7 @@ import torch
 
 from bmtrain.runtime import seeding
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.whole import Whole
+from bmtrain.shard.slices import Slices
 
 
 class Kind(enum.Enum):
@@ -115,14 +115,4 @@ def whole_shape(param: torch.nn.Parameter) -> torch.Size:
 def whole_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
     """(name, whole gradient or None) of every parameter. Collective: ranks must have gradients of the same parameters."""
     for name, param in model.named_parameters():
-        grad = param.grad
-        if grad is None or not isinstance(param, DistributedParameter):
-            yield name, grad
-        elif type(grad) is not torch.Tensor:
-            yield name, torch.stack([grad.detach()])[0]  # a tensor that looks whole is gathered by what is not element-wise
-        else:
-            storage, index = param.storage_of, param.index_in_storage
-            piece = storage.piece(index)
-            shard = torch.zeros(storage.shard.numel(), dtype=grad.dtype, device=grad.device)
-            shard[piece.begin : piece.end].copy_(grad.reshape(-1))
-            yield name, Whole(storage, shard)[index]
+        yield name, param.grad.whole_of_parts() if isinstance(param.grad, Slices) else param.grad
