@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.block.adopt import Place, places_of
-from bmtrain.block.states import version_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
@@ -108,7 +107,7 @@ class Binding:
         outer, lent = self.is_running, self._lent
         standing = [home[name] for home, name in slices.homes]
         bound = use.select(views, slices.storages, slices.positions)
-        addresses, versions = [view.data_ptr() for view in bound], list(map(version_of, bound))
+        addresses, versions = [view.data_ptr() for view in bound], _versions(bound)
         sums = _sums(bound) if self._is_looking(slices, bound) else None
         self._replaced, self.is_running = slices, True
         self._put(slices, bound)
@@ -137,9 +136,12 @@ class Binding:
         cause: Exception | None = None,
     ) -> None:
         """ParameterError if the module has written into a gathered parameter. Torch does not count what goes through `.data`."""
-        changed = [version_of(view) != version for view, version in zip(bound, versions, strict=True)]
+        now = _versions(bound)
+        if sums is None and now == versions:
+            return
+        changed = [version != before for version, before in zip(now, versions, strict=True)]
         if sums is not None and not any(changed):
-            changed = [not torch.equal(now, before) for now, before in zip(_sums(bound), sums, strict=True)]
+            changed = [not torch.equal(after, before) for after, before in zip(_sums(bound), sums, strict=True)]
         for (place, _), is_changed in zip(slices, changed, strict=True):
             if is_changed:
                 raise _lost_value(place.path) from cause
@@ -185,6 +187,11 @@ def _sharded(place: Place) -> DistributedParameter:
         f"parameter {place.path!r} of a block is not sharded: it was put in after the block was made. Call "
         "model = bmtrain.BMTrainModelWrapper(model) again, then give the new parameters to an optimizer."
     )
+
+
+def _versions(views: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written; torch does not count in inference mode."""
+    return [0 if view.is_inference() else view._version for view in views]
 
 
 def _sums(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

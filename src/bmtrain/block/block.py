@@ -18,7 +18,7 @@ from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGra
 from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
 from bmtrain.block.offload import is_movable, saving
-from bmtrain.block.outputs import before_backward_of, detached_from, map_tensors, tied_to
+from bmtrain.block.outputs import before_backward_of, detached_from, tied_to
 from bmtrain.block.plan import Option
 from bmtrain.block.planner import Planners, Subject
 from bmtrain.block.probe import Runs, measure, unmeasured
@@ -39,6 +39,7 @@ from bmtrain.shard.sharded import ordinary
 from bmtrain.shard.slices import refuse_transforms
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.tape import Taping
+from bmtrain.shard.trees import has_plain_tensors, map_tensors
 from bmtrain.shard.unshard import Use
 
 MODES = ("BLOCK", "PIPE")
@@ -205,7 +206,8 @@ class Block(DistributedModule):
         if self._binding.is_running:  # called by a function that has taken the place of `original`
             return original(*args, **kwargs)
         refuse_transforms()
-        args, kwargs = map_tensors(ordinary, (args, kwargs))
+        if not has_plain_tensors((*args, *kwargs.values())):
+            args, kwargs = map_tensors(ordinary, (args, kwargs))
         slices = self._binding.slices()
         use = Use(slices.storages) if self._shared is None else self._shared
         given = Given(slices, use, args, kwargs, self._compiled_now((*args, *kwargs.values())))

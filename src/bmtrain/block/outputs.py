@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.unshard import Use
 
 
@@ -64,7 +63,7 @@ def tied_to(use: Use, views: Sequence[torch.Tensor], out: Any, arguments: Any, s
         return out
     wanted = {id(x) for x in tensors if x.requires_grad}
     if not wanted and end is not None:  # an argument that needs no gradient here has been passed on
-        given = {id(x) for x in tree_flatten(arguments)[0]}
+        given = {id(x) for x in tensors_of(arguments)}
         wanted = {id(x) for x in tensors if id(x) in given and x.is_floating_point()}
     return map_tensors(lambda x: _Tie.apply(x, end) if id(x) in wanted else x, out)
 
@@ -84,18 +83,6 @@ def _leads_to(end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.gra
     return False
 
 
-def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of `out`, in containers and dataclasses of any depth."""
-    found: list[torch.Tensor] = []
-
-    def note(x: torch.Tensor) -> torch.Tensor:
-        found.append(x)
-        return x
-
-    map_tensors(note, out)
-    return found
-
-
 def detached_from(use: Use, out: Any) -> Any:
     """Copies in place of outputs that lie in a full buffer, which other blocks will overwrite."""
 
@@ -103,20 +90,3 @@ def detached_from(use: Use, out: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) and use.owns(value) else value
 
     return map_tensors(copy, out)
-
-
-def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
-    """`out` with `fn` applied to its tensors, in containers and dataclasses of any depth; the same object if none changes."""
-    if isinstance(out, torch.Tensor):
-        return fn(out)
-    if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        fields = {field.name: getattr(out, field.name) for field in dataclasses.fields(out) if field.init}
-        mapped = {name: map_tensors(fn, value) for name, value in fields.items()}
-        same = all(mapped[name] is value for name, value in fields.items())
-        return out if same else dataclasses.replace(out, **mapped)
-    leaves, spec = tree_flatten(out)
-    if len(leaves) == 1 and leaves[0] is out:
-        return out
-    mapped_leaves = [map_tensors(fn, leaf) for leaf in leaves]
-    same = all(new is old for new, old in zip(mapped_leaves, leaves, strict=True))
-    return out if same else tree_unflatten(mapped_leaves, spec)

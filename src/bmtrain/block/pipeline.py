@@ -11,7 +11,6 @@ import torch
 
 from bmtrain.block.block import Block
 from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
-from bmtrain.block.outputs import map_tensors
 from bmtrain.block.recompute import Level
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
@@ -24,6 +23,7 @@ from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.recording import Recorder
 from bmtrain.shard.sharded import ordinary
+from bmtrain.shard.trees import map_tensors
 
 Hidden = tuple[torch.Tensor, ...]
 

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -99,9 +100,8 @@ class States:
     def add_module(self, module: torch.nn.Module) -> None:
         """Note the attributes, buffers, children and hooks of a module, not of those below it."""
         own, name = module.__dict__, type(module).__name__
-        for hooks in _HOOKS:
-            if isinstance(own.get(hooks), dict):
-                self._contents.append((own[hooks], dict(own[hooks])))
+        hooks = _Hooks(module)
+        self._contents.append((hooks, _contents_of(hooks)))
         self._contents.append((module._modules, dict(module._modules)))
         self._contents.append((module._buffers, dict(module._buffers)))
         if isinstance(module, torch.jit.ScriptModule):
@@ -144,14 +144,20 @@ class States:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Inside, everything is as it was noted; afterwards, as it is now."""
-        now = [(owner, _contents_of(owner)) for owner, _ in self._contents]
+        now: list[tuple[Any, Any]] = []
         try:
-            for owner, contents in self._contents:
-                _put(owner, self._begun(contents) if self._copies else contents)
+            for owner, noted in self._contents:
+                contents = self._begun(noted) if self._copies else noted
+                if _holds(owner, contents):
+                    now.append((owner, contents))
+                else:
+                    now.append((owner, _contents_of(owner)))
+                    _put(owner, contents)
             yield
         finally:
             for owner, contents in now:
-                _put(owner, contents)
+                if not _holds(owner, contents):
+                    _put(owner, contents)
 
     def _begun(self, contents: Any) -> Any:
         if isinstance(contents, dict):
@@ -205,9 +211,37 @@ class _Object:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def contents(self) -> dict[str, Any]:
+        """What it holds now."""
+        return _attributes_of(self.value)
+
+    def put(self, contents: dict[str, Any]) -> None:
+        """Let it hold this."""
+        _put_attributes(self.value, _attributes_of(self.value).keys(), contents)
+
 
 class _Compiled(_Object):
     """The attributes of a module that TorchScript has compiled, apart from those that Python sees."""
+
+    def contents(self) -> dict[str, Any]:
+        return attributes_of(self.value)
+
+    def put(self, contents: dict[str, Any]) -> None:
+        put_attributes(self.value, contents)
+
+
+class _Hooks(_Object):
+    """The hooks of a module, which most modules have none of: by kind, if there are any."""
+
+    def contents(self) -> dict[str, Any]:
+        own = self.value.__dict__
+        return {name: dict(own.get(name) or {}) for name in _HOOKS} if any(map(own.get, _HOOKS)) else {}
+
+    def put(self, contents: dict[str, Any]) -> None:
+        for name in _HOOKS:
+            found = self.value.__dict__.get(name)
+            if isinstance(found, dict):
+                _put(found, contents.get(name, {}))
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -225,13 +259,21 @@ def _without_graph(value: Any) -> Any:
     return value
 
 
+def _holds(owner: Any, contents: Any) -> bool:
+    """Whether `owner` holds just these objects; False where telling takes as long as putting them there."""
+    present = owner if type(owner) in (dict, collections.OrderedDict) else _contents_of(owner)
+    if len(present) != len(contents) or not isinstance(present, dict | list):
+        return False
+    if isinstance(present, list):
+        return all(map(operator.is_, present, contents))
+    return all(map(operator.is_, present, contents)) and all(map(operator.is_, present.values(), contents.values()))
+
+
 def _contents_of(owner: Any) -> Any:
     if isinstance(owner, torch.nn.Module):
         return {key: value for key, value in owner.__dict__.items() if key not in _STANDARD}
-    if isinstance(owner, _Compiled):
-        return attributes_of(owner.value)
     if isinstance(owner, _Object):
-        return _attributes_of(owner.value)
+        return owner.contents()
     if isinstance(owner, collections.OrderedDict):
         return dict(collections.OrderedDict.items(owner))
     if isinstance(owner, dict):
@@ -243,10 +285,8 @@ def _put(owner: Any, contents: Any) -> None:
     """Let `owner` hold `contents`. Methods of subclasses are not asked: they may refuse, or do more."""
     if isinstance(owner, torch.nn.Module):
         _put_attributes(owner, {key for key in owner.__dict__ if key not in _STANDARD}, contents)
-    elif isinstance(owner, _Compiled):
-        put_attributes(owner.value, contents)
     elif isinstance(owner, _Object):
-        _put_attributes(owner.value, _attributes_of(owner.value).keys(), contents)
+        owner.put(contents)
     elif isinstance(owner, dict):
         kind: Any = next(kind for kind in (Slots, collections.OrderedDict, dict) if isinstance(owner, kind))
         kind.clear(owner)

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from bmtrain.runtime.seeding import read_generator, write_generator
+from bmtrain.runtime.seeding import is_same_state, read_generator, write_generator
 
 # Read, and set. They decide which operators run, and so what these save for backward.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -50,8 +50,9 @@ class Surroundings:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches))
             try:
                 _set(self._switches, switches)
-                for generator, state in self._generators:
-                    write_generator(generator, state)
+                for (generator, state), (_, present) in zip(self._generators, now, strict=True):
+                    if not is_same_state(state, present):
+                        write_generator(generator, state)
                 yield
             finally:
                 for generator, state in now:

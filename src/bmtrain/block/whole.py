@@ -11,12 +11,13 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from bmtrain.block.outputs import before_backward_of, map_tensors, tensors_of
+from bmtrain.block.outputs import before_backward_of
 from bmtrain.block.replay import Replay
 from bmtrain.block.scripts import Scripts
 from bmtrain.errors import RecomputationError
 from bmtrain.runtime import world
 from bmtrain.shard.slices import Slices
+from bmtrain.shard.trees import map_tensors, tensors_of
 
 # Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output, and the parameters.
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -110,8 +111,7 @@ class Gradient:
     def open(self) -> None:
         """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
         self.is_open = True
-        self._part_from_readers()
-        grads = self._grads()
+        grads = self._part_from_readers(self._grads())
         self._live = [grad is not None for grad in grads]
         self._empty = not any(self._live)
         self._allocate()
@@ -181,22 +181,23 @@ class Gradient:
         self._add_slices()
         if self._public is not self._total:
             self._public.copy_(self._total)
-        shown = []
+        shown, hooked = [], self._hooked()
         for index, is_trained in enumerate(self.trainable()):
             param = self._params[index]()
             if param is not None and is_trained and (self._live[index] or touched[index]):
-                self._run_hooks(index, param, is_touched=touched[index])
+                if index in hooked or index in self._before:
+                    self._run_hooks(index, param, is_touched=touched[index])
                 param.shown_grad = self._views[index]
                 shown.append((index, param))
         for index, _ in shown:
             self._views[index].mark_written()
             self._versions[index] = self._views[index].local._version
         for index, param in shown:
-            if touched[index] and param.has_hooks:
+            if touched[index] and index in hooked:
                 param.run_post_hooks()
 
     def _check_deferring(self, defer: bool) -> None:
-        if (defer or self.has_deferred) and any(p is not None and p.has_hooks for p in (r() for r in self._params)):
+        if (defer or self.has_deferred) and self._hooked():
             raise ParameterError(
                 "a parameter with hooks got a gradient under reduce_gradients=False: hooks see the gradient of every pass, summed "
                 "over ranks. Call backward without it."
@@ -204,16 +205,18 @@ class Gradient:
 
     def _set_aside(self, grads: Sequence[Slices | None]) -> None:
         """Hooks see what a pass adds, not the sum: of parameters that have some, the sum begins at zero."""
-        for index, (reference, grad) in enumerate(zip(self._params, grads, strict=True)):
-            param = reference()
-            if param is not None and param.has_hooks and grad is not None and self._total is not None:
+        for index in self._hooked():
+            grad = grads[index]
+            if grad is not None and self._total is not None:
                 self._before[index] = grad.local.clone()
                 self._slice(self._total, index).zero_()
 
+    def _hooked(self) -> set[int]:
+        """Slots of parameters with hooks."""
+        return {index for index, ref in enumerate(self._params) if (param := ref()) is not None and param.has_hooks}
+
     def _run_hooks(self, index: int, param: Trained, *, is_touched: bool) -> None:
         before = self._before.pop(index, None)
-        if not param.has_hooks and before is None:
-            return
         view, own = self._views[index].local, self._show(self._views[index].local.clone(), index)
         with torch.no_grad():
             if is_touched:
@@ -266,16 +269,18 @@ class Gradient:
         """What `.grad` of the parameters shows."""
         return [None if param is None else param.shown_grad for param in (reference() for reference in self._params)]
 
-    def _part_from_readers(self) -> None:
+    def _part_from_readers(self, grads: list[Slices | None]) -> list[Slices | None]:
         """Leave the memory to a program that has cleared gradients and kept them, and go on in other.
 
         Per-task gradients are taken so (`old = p.grad; p.grad = None`): the next pass would change them in silence.
+
+        Returns what `.grad` shows afterwards, of what it has shown before.
         """
-        shown = [self.shows(grad, index) for index, grad in enumerate(self._grads())]
+        shown = list(map(operator.is_, grads, self._views))
         if self._public is None or self._total is None or self._stays or all(shown):
-            return
-        if self._num_references() - sum(shown) <= self._num_own:
-            return
+            return grads
+        if self._num_references() - 2 * sum(shown) <= self._num_own:  # `grads` and the parameters refer to what is shown
+            return grads
         old = self._total, self._public, self._views, self._versions
         with torch.inference_mode(False):
             self._total = old[0].clone()
@@ -288,6 +293,7 @@ class Gradient:
                 param.shown_grad = view = self._views[index]
                 if old[2][index].local._version == old[3][index]:
                     self._versions[index] = view.local._version
+        return self._grads()
 
     def _num_references(self) -> int:
         """To the memory and to the views of it."""

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.slices import Slices, is_vector_order, look_whole, norm, total
+from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory
 
 Args = tuple[Any, ...]
@@ -108,10 +108,6 @@ def _writes(name: str) -> bool:
     return name.endswith("_")
 
 
-def _tensors(args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-
-
 def refuse_leaf(x: torch.Tensor) -> None:
     """ParameterError where autograd would raise in one process: `x` is about to be changed in place."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -125,7 +121,7 @@ def refuse_leaf(x: torch.Tensor) -> None:
 
 def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     """An element-wise function; NotImplemented if its operands do not lie alike."""
-    tensors = _tensors(args, kwargs)
+    tensors = tensors_of((args, kwargs))
     writes = _writes(name)
     like = args[0] if writes and args else next(x for x in tensors if isinstance(x, Slices))
     if not isinstance(like, Slices) or "out" in kwargs or not all(_fits(x, like) for x in tensors):
@@ -170,7 +166,7 @@ def _own(x: torch.Tensor, like: Slices) -> torch.Tensor:
 
 
 def _mapped(value: Any, own: Mapping[int, Any]) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: own[id(x)], value)
+    return map_tensors(lambda x: own[id(x)], value)
 
 
 def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -187,7 +183,7 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         for x, like in zip(column, likes, strict=True)
         if isinstance(x, torch.Tensor)
     )
-    if not is_known or not rows_fit or any(x.requires_grad and torch.is_grad_enabled() for x in _tensors(args, kwargs)):
+    if not is_known or not rows_fit or any(x.requires_grad and torch.is_grad_enabled() for x in tensors_of((args, kwargs))):
         return NotImplemented
 
     def own(value: Any) -> Any:
@@ -198,7 +194,7 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
 
     out = func(*[own(value) for value in args], **{key: own(value) for key, value in kwargs.items()})
     if name.endswith("_"):
-        written = [x for x in tree_leaves(args) if isinstance(x, Slices)] if name in elementwise.FUSED else likes
+        written = [x for x in tensors_of(args) if isinstance(x, Slices)] if name in elementwise.FUSED else likes
         for x in {id(x.owner): x for x in written if isinstance(x, Slices)}.values():
             x.mark_written()
         if name == _UNSCALE:  # every rank hears of what one has found
@@ -239,12 +235,13 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     Args:
         same_on_all: it draws random numbers into a tensor: all ranks take rank 0's.
     """
-    sharded = {id(x): x for x in _tensors(args, kwargs) if isinstance(x, Slices)}
+    tensors = tensors_of((args, kwargs))
+    sharded = {id(x): x for x in tensors if isinstance(x, Slices)}
     wholes = {key: x.whole_of_parts() if same_on_all else gathered(x) for key, x in sharded.items()}
     # Functions of lists do not count what they write.
     writes_lists = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_")) and func.__name__.endswith("_")
     before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
-    own = {id(x): wholes.get(id(x), x) for x in _tensors(args, kwargs)}
+    own = {id(x): wholes.get(id(x), x) for x in tensors}
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
     for key, whole in wholes.items():
         if whole._version != before[key]:
@@ -252,7 +249,7 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
             if same_on_all:
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
             sharded[key].take_whole(whole.detach())
-    return tree_map_only(torch.Tensor, functools.partial(_as_result, sharded, wholes), out)
+    return map_tensors(functools.partial(_as_result, sharded, wholes), out)
 
 
 def _as_result(sharded: Mapping[int, Slices], wholes: Mapping[int, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -294,7 +291,7 @@ def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
 
     if func.__name__.startswith("new_") or not isinstance(args[0], Slices):
-        own = {id(x): stand_in(x) if isinstance(x, Slices) else x for x in _tensors(args, kwargs)}
+        own = {id(x): stand_in(x) if isinstance(x, Slices) else x for x in tensors_of((args, kwargs))}
         return func(*_mapped(args, own), **_mapped(kwargs, own))
     return NotImplemented
 
