@@ -291,6 +291,8 @@ def run(spec: Spec, trainer: Plain) -> Record:
     coarsest = torch.finfo(getattr(torch, spec["dtype"])).eps
     if "script" in spec.layers:  # it computes in fp32 whatever it gets
         coarsest = max(coarsest, torch.finfo(torch.float32).eps)
+    if spec["optimizer"] == "muon":  # it orthogonalises in bf16
+        coarsest = max(coarsest, torch.finfo(torch.bfloat16).eps)
     record = Record(terms=modules.ROWS * modules.LENGTH * 16, coarsest=coarsest)
     torch.manual_seed(spec.seed)
     record.add_model(0, trainer.model)

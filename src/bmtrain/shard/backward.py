@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.replicated import Replicated
@@ -152,9 +153,18 @@ class Backward:
         if task in (self._task, -1):
             return
         if self._task != -1:
+            self._refuse_hooks()
             self.finish()  # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown now
         self._task = task
         torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _refuse_hooks(self) -> None:
+        """A hook would be called with a part of what the pass gives its parameter, and again with the rest."""
+        if any(gradient.has_hooks for gradient in self._gradients):
+            raise ParameterError(
+                "a parameter with hooks got a gradient in a backward pass that runs another one inside, as reentrant checkpoints "
+                "and recomputed blocks with TorchScript do: give those blocks use_checkpoint=False, or change `.grad` after backward."
+            )
 
     def abandon_if_dead(self) -> None:
         """Forget a pass that an exception ended. Called outside of backward passes, where none can be open."""

@@ -99,6 +99,11 @@ class Gradient:
         return list(self._touched)
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether a parameter has some."""
+        return bool(self._hooked())
+
+    @property
     def has_deferred(self) -> bool:
         """Whether gradients wait on this rank for a later reduction."""
         return self._deferred is not None or self._keeps_slices
