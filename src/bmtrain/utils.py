@@ -6,17 +6,19 @@ import re
 import resource
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsFloat, TextIO
+from typing import Any, NoReturn, SupportsFloat, TextIO
 
+import rich.box
+import rich.console
+import rich.panel
+import rich.table
+import rich.text
 import torch
 
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import print_rank
-
-if TYPE_CHECKING:
-    import rich.console
 
 
 def round_up(x: int, d: int) -> int:
@@ -87,10 +89,6 @@ class AverageRecorder:
 
 def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
     """Print on rank 0 a line with `title` and under it `content`, if any, as it prints itself; to stdout or `file`."""
-    import rich.box  # see inspect/table.py
-    import rich.panel
-    import rich.text
-
     heading = rich.text.Text(title)
     if content is None:
         _print(rich.panel.Panel(heading, box=rich.box.HORIZONTALS), file)
@@ -100,11 +98,6 @@ def print_block(title: str, content: Any = None, file: TextIO | None = None) -> 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
     """Print on rank 0 a line with `title` and under it the keys and values of `content`; to stdout or `file`."""
-    import rich.box
-    import rich.panel
-    import rich.table
-    import rich.text
-
     table = rich.table.Table.grid(padding=(0, 2))
     for key, value in content.items():
         table.add_row(rich.text.Text(str(key)), rich.text.Text(str(value)))
@@ -150,6 +143,4 @@ def _version_number(text: str) -> int:
 
 def _print(what: rich.console.RenderableType, file: TextIO | None) -> None:
     if world.rank() == 0:
-        import rich.console
-
         rich.console.Console(file=file).print(what)

@@ -8,10 +8,11 @@ import sys
 
 from tests.arch.source import ROOT
 
-SHARE = 0.2  # of what `import torch` takes: 0.3 s where that takes 1.5, on any processor
+SHARE = 0.16  # of what `import torch` takes: 0.2 s where that takes 1.3, on any processor
 
 MEASURE = """
-import time
+import gc, time
+gc.disable()  # one collection takes a third of the time of our import, and falls into it or into torch's by chance
 start = time.process_time()  # waiting for a core that other processes use is not our cost
 import torch
 between = time.process_time()
@@ -36,7 +37,7 @@ def in_a_fresh_process(program: str) -> str:
 
 
 def test_import_is_cheap() -> None:
-    """A fifth of the processor time of `import torch` on top of it; the least of three, as caches are shared too."""
+    """A sixth of the processor time of `import torch` on top of it; the least of three, as caches are shared too."""
     share = min(float(in_a_fresh_process(MEASURE)) for _ in range(3))
     assert share <= SHARE, f"import bmtrain takes {share:.0%} of the time that import torch takes, expected at most {SHARE:.0%}"
 

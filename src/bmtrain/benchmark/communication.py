@@ -6,6 +6,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+import rich.console
+import rich.table
 import torch
 
 from bmtrain.distributed import collectives
@@ -133,9 +135,6 @@ def _wait_for_device() -> None:
 
 
 def _print(what: str, rows: list[Row], axis: Axis) -> None:
-    import rich.console  # see inspect/table.py
-    import rich.table
-
     table = rich.table.Table(title=f"{what}, {axis.size} ranks")
     for name in ("size", "time", "bandwidth"):
         table.add_column(name, justify="right")

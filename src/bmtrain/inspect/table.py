@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TextIO
 
+import rich.console
+import rich.table
+import rich.text
+
 from bmtrain.runtime import world
 
 LOG_WIDTH = 160  # columns where there is no terminal to ask
@@ -14,10 +18,6 @@ def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str
     """Print a table on rank 0, to stdout or `file`: the first column to the left, the others to the right."""
     if world.rank() != 0:
         return
-    import rich.console  # a tenth of what `import bmtrain` would take
-    import rich.table
-    import rich.text
-
     table = rich.table.Table(title=rich.text.Text(title), caption=rich.text.Text(caption))
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", overflow="fold")

@@ -163,7 +163,7 @@ class Backward:
         if any(gradient.has_hooks for gradient in self._gradients):
             raise ParameterError(
                 "a parameter with hooks got a gradient in a backward pass that runs another one inside, as reentrant checkpoints "
-                "and recomputed blocks with TorchScript do: give those blocks use_checkpoint=False, or change `.grad` after backward."
+                "and recomputed blocks with TorchScript do: give those blocks use_checkpoint=False, or change `.grad` later."
             )
 
     def abandon_if_dead(self) -> None:
