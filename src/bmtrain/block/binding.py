@@ -14,6 +14,7 @@ from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
+from bmtrain.shard.window import version_of
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -107,7 +108,7 @@ class Binding:
         outer, lent = self.is_running, self._lent
         standing = [home[name] for home, name in slices.homes]
         bound = use.select(views, slices.storages, slices.positions)
-        addresses, versions = [view.data_ptr() for view in bound], _versions(bound)
+        addresses, versions = [view.data_ptr() for view in bound], list(map(version_of, bound))
         sums = _sums(bound) if self._is_looking(slices, bound) else None
         self._replaced, self.is_running = slices, True
         self._put(slices, bound)
@@ -136,7 +137,7 @@ class Binding:
         cause: Exception | None = None,
     ) -> None:
         """ParameterError if the module has written into a gathered parameter. Torch does not count what goes through `.data`."""
-        now = _versions(bound)
+        now = list(map(version_of, bound))
         if sums is None and now == versions:
             return
         changed = [version != before for version, before in zip(now, versions, strict=True)]
@@ -187,11 +188,6 @@ def _sharded(place: Place) -> DistributedParameter:
         f"parameter {place.path!r} of a block is not sharded: it was put in after the block was made. Call "
         "model = bmtrain.BMTrainModelWrapper(model) again, then give the new parameters to an optimizer."
     )
-
-
-def _versions(views: Sequence[torch.Tensor]) -> list[int]:
-    """How often each was written; torch does not count in inference mode."""
-    return [0 if view.is_inference() else view._version for view in views]
 
 
 def _sums(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from bmtrain.block.scripted import Slots, attributes_of, put_attributes
 from bmtrain.errors import RecomputationError
 from bmtrain.runtime.seeding import is_generator
 from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.window import version_of
 
 _FIXED = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size, torch.dtype, torch.device,
@@ -242,11 +243,6 @@ class _Hooks(_Object):
             found = self.value.__dict__.get(name)
             if isinstance(found, dict):
                 _put(found, contents.get(name, {}))
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often `tensor` was changed in place; 0 for tensors that do not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _without_graph(value: Any) -> Any:

@@ -120,7 +120,7 @@ class OptimManager:
             optimizer.zero_grad(set_to_none=set_to_none)
 
     def clip_grad_norm(self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6) -> torch.Tensor:
-        """Clip the gradients of `param_groups` together; returns their global norm, unscaled, 0-dim fp32. Collective."""
+        """Clip the gradients of `param_groups` together; returns their norm as optim.clip_grad_norm does, unscaled."""
         self._engine.backward.flush()
         return clip_gradients(self._gradients(parameters_of(param_groups)), max_norm, self.loss_scale, norm_type, eps)
 

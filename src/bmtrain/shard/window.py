@@ -83,15 +83,15 @@ class Window(torch.Tensor):
             # Another class has its say, with ordinary tensors in the place of these.
             with torch._C.DisableTorchFunctionSubclass():
                 plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
-                before = [_version(window) for window in windows]
+                before = [version_of(window) for window in windows]
             args, kwargs = tree_map_only(Window, lambda x: plain[id(x)], (args, kwargs))
             out = func(*args, **kwargs)
         else:
             with torch._C.DisableTorchFunctionSubclass():
-                before = [_version(window) for window in windows]
+                before = [version_of(window) for window in windows]
                 out = func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            written = [window for window, version in zip(windows, before, strict=True) if _version(window) != version]
+            written = [window for window, version in zip(windows, before, strict=True) if version_of(window) != version]
         for window in written:
             window._write_back()
         if getattr(func, "__name__", "") in ("numpy", "__array__"):
@@ -160,5 +160,6 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was changed in place; 0 for tensors that do not count."""
     return 0 if tensor.is_inference() else tensor._version
