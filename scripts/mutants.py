@@ -26,29 +26,40 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
+UNNOTICED = ("survived", "unreached")
 COPIED = ("src", "tests", "examples", "scripts", "docs", "pyproject.toml", "README.md", "Makefile")
 # Calls whose loss no test of values need notice at once: waits, releases, agreements.
 GUARDS = re.compile(
     r"(^|_)(wait|waits|release|forget|fence|barrier|agree|attempt|flush|settle|discard|synchronize|mark_written|mark_set|"
     r"clear|detach|record|check|join|close|hold|drop|lend|finish)(_|$)|^_?check"
 )
-# Tests that stand near a folder: quick ones first. The random programs stand near all that computes.
+# Tests that stand near a folder: quick ones first. Random programs and idioms stand near all that computes.
+QUICK = ["tests/unit/test_layout.py", "tests/unit/test_ring.py", "tests/unit/test_schedule.py", "tests/unit/test_exchange.py"]
+TRAINING = ["tests/ranks/test_idioms.py", "tests/ranks/test_blocks.py", "tests/ranks/test_wrapper.py", "tests/programs"]
 NEAREST = {
-    "shard": ["tests/unit/test_layout.py", "tests/unit/test_ring.py", "tests/unit/test_schedule.py", "tests/unit/test_exchange.py",
-              "tests/ranks/test_blocks.py", "tests/ranks/test_cleared_gradients.py", "tests/ranks/test_writes.py",
-              "tests/ranks/test_transport.py", "tests/ranks/test_stream_order.py", "tests/ranks/test_wrapper.py"],
-    "block": ["tests/ranks/test_blocks.py", "tests/ranks/test_recompute.py", "tests/ranks/test_binding.py",
-              "tests/ranks/test_wrapper.py"],
+    "shard": [*QUICK, "tests/ranks/test_cleared_gradients.py", "tests/ranks/test_writes.py", "tests/ranks/test_parting.py",
+              *TRAINING, "tests/ranks/test_placement.py", "tests/ranks/test_transport.py", "tests/ranks/test_stream_order.py",
+              "tests/ranks/test_optim_gradients.py", "tests/ranks/test_overflow.py",
+              "tests/ranks/test_tensor_parallel.py", "tests/ranks/test_pipeline.py", "tests/ranks/test_graph.py"],
+    "block": ["tests/unit/test_recompute_plan.py", "tests/unit/test_fusions.py", "tests/ranks/test_binding.py",
+              "tests/ranks/test_replay.py", *TRAINING, "tests/ranks/test_recompute.py", "tests/ranks/test_inner_checkpoint.py",
+              "tests/ranks/test_recompute_plans.py", "tests/ranks/test_compile.py", "tests/ranks/test_graph.py",
+              "tests/ranks/test_pipeline.py", "tests/ranks/test_fp8.py", "tests/ranks/test_recompute_memory.py"],
     "optim": ["tests/unit/test_adam.py", "tests/unit/test_loss_scale.py", "tests/ranks/test_optim.py",
-              "tests/ranks/test_overflow.py"],
-    "distributed": ["tests/ranks/test_communication.py", "tests/ranks/test_transport.py", "tests/ranks/test_tensor_parallel.py"],
-    "checkpoint": ["tests/ranks/test_checkpoint.py", "tests/ranks/test_background_save.py"],
+              "tests/ranks/test_overflow.py", "tests/ranks/test_optim_gradients.py", *TRAINING, "tests/ranks/test_checkpoint.py",
+              "tests/ranks/test_seeds.py"],
+    "distributed": ["tests/unit/test_topology.py", "tests/ranks/test_communication.py", "tests/ranks/test_parting.py",
+                    "tests/ranks/test_transport.py", "tests/ranks/test_tensor_parallel.py", *TRAINING],
+    "runtime": ["tests/unit/test_utils.py", "tests/ranks/test_bad_input.py", "tests/ranks/test_default_device.py",
+                "tests/ranks/test_communication.py", "tests/ranks/test_compat.py", *TRAINING],
+    "checkpoint": ["tests/ranks/test_checkpoint.py", "tests/ranks/test_background_save.py", "tests/ranks/test_old_files.py"],
     "inspect": ["tests/ranks/test_inspect.py", "tests/unit/test_inspect_format.py"],
-    "loss": ["tests/unit/test_cross_entropy.py", "tests/unit/test_linear_cross_entropy.py", "tests/ranks/test_parallel_loss.py"],
-    "lr_scheduler": ["tests/unit/test_lr_scheduler.py"],
+    "loss": ["tests/unit/test_cross_entropy.py", "tests/unit/test_linear_cross_entropy.py", "tests/ranks/test_parallel_loss.py",
+             "tests/ranks/test_linear_cross_entropy.py", "tests/ranks/test_token_mean.py"],
+    "lr_scheduler": ["tests/unit/test_lr_scheduler.py", "tests/unit/test_schedules.py"],
+    "nn": ["tests/ranks/test_tensor_parallel.py", "tests/ranks/test_placement.py", "tests/ranks/test_seeds.py"],
     "verification": ["tests/verification"],
 }  # fmt: skip
-PROGRAMS = "tests/programs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a fault: killed by a test, or survived."""
+    """What became of a fault: killed by a test, survived, or unreached, where no test runs its line on a CPU."""
 
     fault: Fault
     outcome: str
@@ -79,16 +90,19 @@ class Result:
 def main() -> int:
     """Plant, test, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", default="src/bmtrain/shard", help="a folder or file of src/bmtrain (src/bmtrain/shard)")
-    parser.add_argument("--count", type=int, default=12, help="how many faults, drawn from all that there are (12)")
+    parser.add_argument(
+        "--path", nargs="+", default=["src/bmtrain/shard"], help="folders or files of src/bmtrain (src/bmtrain/shard)"
+    )
+    parser.add_argument("--count", type=int, default=12, help="how many faults of each, drawn from all that there are (12)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     parser.add_argument(
         "--limit", type=float, default=0.0, help="seconds for the tests of one fault (three times what they take without)"
     )
     parser.add_argument("--tests", nargs="*", default=None, help="test files in place of the nearest")
+    parser.add_argument("--jobs", type=int, default=2, help="workers of pytest (2)")
     parser.add_argument("--list", action="store_true", help="print the faults drawn, and plant none")
     args = parser.parse_args()
-    faults = drawn(args.path, args.count, args.seed)
+    faults = [fault for path in args.path for fault in drawn(path, args.count, args.seed)]
     if args.list:
         print("\n".join(map(str, faults)))
         return 0
@@ -96,7 +110,7 @@ def main() -> int:
         base = pathlib.Path(folder, "base")
         copy_tree(ROOT, base)  # once: the files may be edited meanwhile
         limits: dict[tuple[str, ...], float] = {}
-        how = f"--path {args.path} --count {args.count} --seed {args.seed}" + (
+        how = f"--path {' '.join(args.path)} --count {args.count} --seed {args.seed}" + (
             f" --tests {' '.join(args.tests)}" if args.tests else ""
         )
         words = read_words()
@@ -104,12 +118,11 @@ def main() -> int:
         for fault in faults:
             tests = tuple(args.tests or tests_near(fault.path))
             if tests not in limits:
-                limits[tests] = args.limit or limit_of(base, tests)
-            results.append(planted(base, fault, tests, limits[tests]))
+                limits[tests] = args.limit or limit_of(base, tests, args.jobs)
+            results.append(planted(base, fault, tests, limits[tests], args.jobs))
             print(f"{results[-1].outcome:9s}{results[-1].seconds:5.0f} s  {fault}  [{results[-1].by}]", flush=True)
             write_table(results, how, words)  # what is known, should this be interrupted
-    killed = sum(result.outcome != "survived" for result in results)
-    print(f"{killed} of {len(results)} noticed")
+    print(counted(results))
     return 0
 
 
@@ -196,9 +209,9 @@ def with_fault(text: str, fault: Fault) -> str:
 
 
 def tests_near(path: str) -> list[str]:
-    """Of a file of src/bmtrain: those of its folder, then the random programs."""
+    """Of a file of src/bmtrain: those of its folder."""
     room = pathlib.PurePosixPath(path).parts[2]
-    return [*NEAREST.get(room, ["tests/ranks"]), PROGRAMS]
+    return NEAREST.get(room, ["tests/ranks"])
 
 
 def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -211,31 +224,55 @@ def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
-def limit_of(base: pathlib.Path, tests: tuple[str, ...]) -> float:
+def limit_of(base: pathlib.Path, tests: tuple[str, ...], jobs: int) -> float:
     """Three times what the tests take without a fault; the script ends if they fail."""
     began = time.monotonic()
-    outcome, by = _tested(base, tests, 3600.0)
+    outcome, by = _tested(base, tests, 3600.0, jobs)
     if outcome != "survived":
         sys.exit(f"the tests fail without a fault: {by}")
     return 3 * (time.monotonic() - began) + 10
 
 
-def planted(base: pathlib.Path, fault: Fault, tests: tuple[str, ...], limit: float) -> Result:
+def planted(base: pathlib.Path, fault: Fault, tests: tuple[str, ...], limit: float, jobs: int) -> Result:
     """Run the tests on a copy of the tree with the fault in it, until the first fails."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = pathlib.Path(folder, "tree")
         copy_tree(base, tree)
         file = tree / fault.path
-        file.write_text(with_fault(file.read_text(encoding="utf-8"), fault), encoding="utf-8")
-        outcome, by = _tested(tree, tests, limit)
+        text = file.read_text(encoding="utf-8")
+        file.write_text(with_fault(text, fault), encoding="utf-8")
+        outcome, by = _tested(tree, tests, limit, jobs)
+        if outcome == "survived":
+            file.write_text(with_end(text, fault), encoding="utf-8")
+            if _tested(tree, tests, limit, jobs)[0] == "survived":
+                outcome = "unreached"
     return Result(fault, outcome, by, time.monotonic() - began)
 
 
-def _tested(tree: pathlib.Path, tests: tuple[str, ...], limit: float) -> tuple[str, str]:
+def with_end(text: str, fault: Fault) -> str:
+    """The file's text with an error in front of the statement in which the fault is."""
+
+    class Ender(ast.NodeTransformer):
+        done = False
+
+        def generic_visit(self, node: ast.AST) -> ast.AST:
+            super().generic_visit(node)  # the innermost statement first
+            blocks = [value for _, value in ast.iter_fields(node) if isinstance(value, list)]
+            for block in blocks:
+                held = [x for x in block if isinstance(x, ast.stmt) and x.lineno <= fault.first <= (x.end_lineno or x.lineno)]
+                if held and not self.done:
+                    self.done = True
+                    block.insert(block.index(held[0]), ast.parse('raise AssertionError("reached")').body[0])
+            return node
+
+    return ast.unparse(ast.fix_missing_locations(Ender().visit(ast.parse(text))))
+
+
+def _tested(tree: pathlib.Path, tests: tuple[str, ...], limit: float, jobs: int) -> tuple[str, str]:
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", str(jobs), "--dist=loadfile", *tests]
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -253,12 +290,12 @@ def _tested(tree: pathlib.Path, tests: tuple[str, ...], limit: float) -> tuple[s
 
 def write_table(results: list[Result], how: str, words: dict[tuple[str, str], str]) -> None:
     """docs/mutants.md."""
-    killed = sum(result.outcome != "survived" for result in results)
     lines = [
         "# Planted faults",
         "",
-        f'Written by `make mutants ARGS="{how}"`: faults planted one at a time, and the test that noticed each. {killed} of '
-        f"{len(results)} were noticed. A hang is noticed too: the tests take less than their limit without a fault.",
+        f'Written by `make mutants ARGS="{how}"`: faults planted one at a time, and the test that noticed each. '
+        f"{counted(results)}. A hang is noticed too: the tests take less than their limit without a fault. Unreached lines run on "
+        "GPUs only, or in tests that stand further off.",
         "",
         "| where | fault | before | after | outcome | word |",
         "|---|---|---|---|---|---|",
@@ -267,9 +304,16 @@ def write_table(results: list[Result], how: str, words: dict[tuple[str, str], st
         fault = result.fault
         cells = [fault.path.removeprefix("src/bmtrain/") + f":{fault.first}", fault.kind, _code(fault.before), _code(fault.after)]
         said = f"{result.outcome}: {result.by}" if result.by else result.outcome
-        word = words.get((fault.kind, _code(fault.before)), "") if result.outcome == "survived" else ""
+        word = words.get((fault.kind, _code(fault.before)), "") if result.outcome in UNNOTICED else ""
         lines.append("| " + " | ".join([*cells, said, word]) + " |")
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def counted(results: list[Result]) -> str:
+    """How many tests have noticed, of those whose lines they run."""
+    reached = [result for result in results if result.outcome != "unreached"]
+    killed = sum(result.outcome != "survived" for result in reached)
+    return f"{killed} of {len(reached)} were noticed, and {len(results) - len(reached)} were not reached"
 
 
 def read_words() -> dict[tuple[str, str], str]:
@@ -279,7 +323,7 @@ def read_words() -> dict[tuple[str, str], str]:
         return found
     for line in TABLE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 6 and cells[4] == "survived":
+        if len(cells) == 6 and cells[4] in UNNOTICED:
             found[cells[1], cells[2]] = cells[5]
     return found
 

@@ -6,6 +6,7 @@ Inside the ranks the GPU is torch's default device, so that programs need not na
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,12 +17,15 @@ from tests.ranks import (
     runner,
     test_communication,
     test_delta,
+    test_idioms,
     test_inner_checkpoint,
     test_inspect,
     test_peft,
     test_seeds,
     test_transformers,
+    test_whole_parameters,
 )
+from tests.verification import subjects
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
@@ -51,6 +55,13 @@ def on_its_gpu(program: Callable[..., Any], *args: Any) -> Any:
 def drawn_on_the_cpu(program: Callable[..., Any], *args: Any) -> Any:
     with DrawnOnTheCpu():
         return program(*args)
+
+
+def with_its_data(program: Callable[[], Any]) -> Any:
+    """The program with the tensors of its module on the GPU."""
+    names = vars(sys.modules[program.__module__])
+    names |= {name: value.to(bmt.device()) for name, value in names.items() if isinstance(value, torch.Tensor)}
+    return program()
 
 
 def run_on_gpus(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
@@ -129,3 +140,16 @@ OTHERS = [
 @pytest.mark.parametrize("program", OTHERS)
 def test_other_peoples_models(program: Callable[[], None], size: int) -> None:
     run_on_gpus(program, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("program", [*test_whole_parameters.PROGRAMS, test_idioms.all_idioms])
+def test_parameters_look_whole(program: Callable[[], None], size: int) -> None:
+    run_on_gpus(functools.partial(with_its_data, program), size)
+
+
+@pytest.mark.parametrize("program", [subjects.correct, subjects.gpt2_example, subjects.llama_on_a_gpu, subjects.bert])
+def test_verified(program: Callable[[], bmt.verify.Program]) -> None:
+    """Ranks on GPUs beside one process on a GPU."""
+    report = bmt.verify(program, ranks=SIZES[-1], device="cuda")
+    assert report, str(report)

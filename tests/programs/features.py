@@ -137,6 +137,9 @@ def _consistent(options: dict[str, Any], layers: tuple[str, ...]) -> dict[str, A
     if out["optimizer"] == "adafactor" and set(layers) - {"linear", "residual", "norm", "conv", "tiny", "sometimes"}:
         # It divides each step by the mean of all its elements, which the rounding errors of one may decide, that of a key's bias.
         out["optimizer"] = "adagrad"
+    if "batchnorm" in layers and out["optimizer"] not in ("sgd", "lbfgs"):
+        # The gradient of the bias before it is rounding, of which an optimizer that normalises makes a whole step.
+        out["optimizer"] = "momentum"
     if out["micro"] == 1:
         out["deferred"] = False
     if out["dtype"] == "bfloat16" and out["optimizer"] == "offload":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable
 
 import pytest
@@ -142,3 +144,37 @@ def refused_writes() -> None:
 
 def test_writes_that_would_be_lost_are_refused() -> None:
     run_ranks(refused_writes, 2)
+
+
+class Late(nn.Module):
+    """Changes its weight in its fifth call, and looks at it as at a parameter before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.num_calls = nn.Parameter(torch.ones(4, 4)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        assert isinstance(self.weight, nn.Parameter) and not self.weight.data.requires_grad
+        file = io.BytesIO()
+        torch.save(self.weight.detach(), file)
+        torch.save(self.weight, file)
+        if self.num_calls == 5:
+            through_data(self)
+        return x @ self.weight
+
+
+def written_late() -> None:
+    for with_grad in (True, False):
+        block = bmt.Block(Late(), use_checkpoint=False)
+        with torch.set_grad_enabled(with_grad):
+            for _ in range(4):
+                block(torch.ones(3, 4))
+            with pytest.raises(ParameterError, match="which would be lost") if bmt.world_size() > 1 else contextlib.nullcontext():
+                block(torch.ones(3, 4))
+
+
+def test_writes_are_found_in_every_call() -> None:
+    """On one rank the gathered tensor is the parameter: what is written through `.data` stays, as in one process."""
+    for world_size in (1, 2):
+        run_ranks(written_late, world_size)

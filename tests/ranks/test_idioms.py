@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import io
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -352,8 +354,8 @@ def torchscript(model: nn.Module, is_plain: bool) -> Tensors:
 
 @idiom
 def numpy(model: nn.Module, is_plain: bool) -> Tensors:
-    array = first(model).detach().numpy()
-    if not is_plain:
+    array = first(model).detach().cpu().numpy()
+    if not is_plain and bmt.device().type == "cpu":  # from a GPU it is a copy in one process too
         with pytest.raises(ValueError, match="read-only"):
             array *= 2
     return {"copy": torch.from_numpy(array.copy()), "sum": torch.tensor(array.sum())}
@@ -375,6 +377,76 @@ def gradients_of_gradients_of_parameters(model: nn.Module, is_plain: bool) -> Te
     loss = model(batch()).square().mean()
     found = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
     sum((grad.square().sum() for grad in found), torch.zeros(())).backward()
+    return grads(model)
+
+
+def adam(groups: Any, is_plain: bool) -> torch.optim.Optimizer:
+    """The library's, whose state is laid out in flat tensors."""
+    return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0) if is_plain else bmt.optim.AdamOptimizer(groups, lr=0.1)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, is_plain: bool, number: int = 1) -> Tensors:
+    for _ in range(number):
+        optimizer.zero_grad()
+        loss_of(model, is_plain).backward()
+        optimizer.step()
+    return state(model)
+
+
+@idiom
+def adam_starts_anew(model: nn.Module, is_plain: bool) -> Tensors:
+    optimizer = adam(model.parameters(), is_plain)
+    steps(model, optimizer, is_plain, 2)
+    optimizer.state = collections.defaultdict(dict)
+    steps(model, optimizer, is_plain, 2)
+    optimizer.state.clear()
+    steps(model, optimizer, is_plain)
+    optimizer.state.pop(first(model))
+    return steps(model, optimizer, is_plain, 2)
+
+
+@idiom
+def adam_gets_other_parameters(model: nn.Module, is_plain: bool) -> Tensors:
+    params = list(model.parameters())
+    optimizer = adam([{"params": params[:3]}, {"params": params[3:5], "lr": 0.03}], is_plain)
+    steps(model, optimizer, is_plain, 2)
+    optimizer.param_groups[0]["params"] += params[5:]
+    steps(model, optimizer, is_plain, 2)
+    optimizer.param_groups.reverse()
+    steps(model, optimizer, is_plain)
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(0))
+    steps(model, optimizer, is_plain)
+    del optimizer.param_groups[0]
+    return steps(model, optimizer, is_plain, 2)
+
+
+@idiom
+def adam_gets_other_states(model: nn.Module, is_plain: bool) -> Tensors:
+    optimizer = adam(model.parameters(), is_plain)
+    steps(model, optimizer, is_plain)
+    optimizer.state[first(model)]["exp_avg"] = torch.zeros_like(first(model))
+    steps(model, optimizer, is_plain)
+    optimizer.state[first(model)]["exp_avg_sq"] = torch.ones(first(model).shape)
+    return steps(model, optimizer, is_plain)
+
+
+@idiom
+def adam_after_writes_and_another_group(model: nn.Module, is_plain: bool) -> Tensors:
+    params = list(model.parameters())
+    optimizer = adam(params[:4], is_plain)
+    steps(model, optimizer, is_plain)
+    with torch.no_grad():
+        params[0].mul_(0.5)
+    optimizer.add_param_group({"params": params[4:]})
+    return steps(model, optimizer, is_plain, 2)
+
+
+@idiom
+def frozen_between_passes(model: nn.Module, is_plain: bool) -> Tensors:
+    loss_of(model, is_plain).backward()
+    loss = loss_of(model, is_plain)
+    first(model).requires_grad_(False)
+    loss.backward()
     return grads(model)
 
 
@@ -405,7 +477,7 @@ def compare(program: Idiom, *, may_refuse: bool) -> int:
         for name, value in expected.items():
             largest = max(1e-3, float(value.double().abs().max()))
             value_found = found[name].whole() if isinstance(found[name], Slices) else found[name]
-            error = float((value_found.double() - value.double()).abs().max()) / largest
+            error = float((value_found.cpu().double() - value.cpu().double()).abs().max()) / largest
             assert error <= 1e-9, (program.__name__, make.__name__, name, error)
     return num_refused
 
@@ -413,11 +485,32 @@ def compare(program: Idiom, *, may_refuse: bool) -> int:
 def all_idioms() -> None:
     torch.set_default_dtype(torch.float64)
     for program in IDIOMS:
-        compare(program, may_refuse=False)
+        if program is torchscript and bmt.device().type == "cuda":
+            refused_script()
+        else:
+            compare(program, may_refuse=False)
     for program in REFUSED:
         assert compare(program, may_refuse=True) > 0
+
+
+def refused_script() -> None:
+    """On a GPU it is fused, and the kernels read memory. TorchScript makes an error of its own of ours."""
+    for make in SHARDED:
+        with warnings.catch_warnings(record=True) as warned, pytest.raises(RuntimeError):
+            warnings.simplefilter("always")
+            torchscript(make(), False)
+        assert any("outside of blocks by TorchScript" in str(entry.message) for entry in warned)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_idioms_give_what_one_process_gets(world_size: int) -> None:
     run_ranks(all_idioms, world_size, timeout=200)
+
+
+def as_on_a_gpu() -> None:
+    with mock.patch.object(Slices, "is_cuda", new=True):
+        refused_script()
+
+
+def test_scripts_outside_of_blocks_are_refused_where_they_are_fused() -> None:
+    run_ranks(as_on_a_gpu, 2)

@@ -182,6 +182,34 @@ def test_ordinary_parameters_are_summed_or_refused() -> None:
     run_ranks(ordinary_parameters, 2)
 
 
+def ordinary_alone(rows_of: str) -> None:
+    """A head with an optimizer of its own, beside a sharded block in another."""
+    block, head = make()
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (block, head)]
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0))
+    own = x if rows_of == "all" else x.chunk(bmt.world_size())[bmt.rank()]
+    for _ in range(2):
+        head(block(own).detach() if rows_of == "beside" else block(own)).square().mean().backward()
+        for param in head.parameters() if rows_of == "summed" else ():
+            param.grad = bmt.sum_loss(param.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def ordinary_alone_refused() -> None:
+    for rows_of in ("all", "summed"):
+        ordinary_alone(rows_of)
+    for rows_of in ("rank", "beside"):
+        with pytest.raises(ParameterError, match="gradient differs between ranks"):
+            ordinary_alone(rows_of)
+
+
+def test_ordinary_parameters_in_an_optimizer_of_their_own() -> None:
+    """They are trained where their gradients are alike on all ranks, and refused before a step changes them where not."""
+    run_ranks(ordinary_alone_refused, 2)
+    run_ranks(ordinary_alone, 1, "rank")
+
+
 class Words(nn.Module):
     """Sparse gradients of an embedding outside of blocks, as in one process."""
 

@@ -177,6 +177,28 @@ def step_on_one_rank(model: torch.nn.Sequential) -> None:
     model(rows())
 
 
+def another_rate(model: torch.nn.Sequential) -> None:
+    """As a scheduler sets it that looks at each rank's own loss."""
+    model(rows()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1 / (1 + bmtrain.rank())).step()
+
+
+def a_gradient_less(model: torch.nn.Sequential) -> None:
+    """Rank 0 drops the gradient of a parameter."""
+    model(rows()).sum().backward()
+    if bmtrain.rank() == 0:
+        next(model.parameters()).grad = None
+    bmtrain.optim.AdamOptimizer(model.parameters()).step()
+
+
+def frozen_on_one_rank(model: torch.nn.Sequential) -> None:
+    """Rank 0 freezes a parameter."""
+    if bmtrain.rank() == 0:
+        next(model.parameters()).requires_grad_(False)
+    model(rows()).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def state_on_one_rank(model: torch.nn.Sequential) -> None:
     """Reading the state is collective."""
     if bmtrain.rank() == 0:
@@ -200,8 +222,8 @@ def block_on_one_rank(model: torch.nn.Sequential) -> None:
 
 
 PROGRAMS = (
-    another_block, one_more_forward, another_order_of_backward, output_unused, no_backward, step_on_one_rank, state_on_one_rank,
-    load_on_one_rank, block_on_one_rank,
+    another_block, one_more_forward, another_order_of_backward, output_unused, no_backward, step_on_one_rank, another_rate,
+    a_gradient_less, frozen_on_one_rank, state_on_one_rank, load_on_one_rank, block_on_one_rank,
 )  # fmt: skip
 
 
@@ -215,8 +237,7 @@ def refused(program: Callable[[torch.nn.Sequential], None]) -> str:
         message = str(error)
     else:
         return "not refused"
-    if program is not step_on_one_rank:
-        torch.testing.assert_close([storage.shard for block in model for storage in block.storages], before, rtol=0, atol=0)
+    torch.testing.assert_close([storage.shard for block in model for storage in block.storages], before, rtol=0, atol=0)
     with pytest.raises(RanksPartedError):
         model(rows())
     return message
@@ -347,6 +368,45 @@ def bring_different_models() -> None:
 def test_models_and_states_that_differ_are_refused(ranks: int) -> None:
     """On all ranks, before anything is changed; the run goes on."""
     run_ranks(bring_different_models, ranks)
+
+
+def give_other_values() -> None:
+    """Each rank would keep its slice of its own values."""
+    model = bmtrain.BMTrainModelWrapper(layers(1))
+    words = bmtrain.BMTrainModelWrapper(torch.nn.Embedding(6, 4, max_norm=0.1))
+    param = next(model.parameters())
+    own = torch.ones(param.shape) * (1 + bmtrain.rank())
+    same = torch.ones(param.shape) * 0.5
+
+    def data() -> None:
+        param.data = own
+
+    def grad() -> None:
+        param.grad = own
+
+    def view() -> None:
+        param.data[1:].mul_(own[1:])
+
+    def copy() -> None:
+        param.data.copy_(own)
+
+    def renormalized() -> None:
+        words(torch.tensor([bmtrain.rank()]))
+
+    before = {name: value.clone() for module in (model, words) for name, value in module.state_dict().items()}
+    for write in (data, grad, view, copy, renormalized):
+        with pytest.raises(ParameterError, match="differ between ranks"):
+            write()
+    after = {name: value for module in (model, words) for name, value in module.state_dict().items()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    param.data = same
+    param.grad = same
+    words(torch.tensor([1, 2]))
+    torch.testing.assert_close(bmtrain.gather_result(param.detach()), same)
+
+
+def test_values_that_differ_between_ranks_are_refused() -> None:
+    run_ranks(give_other_values, 2)
 
 
 def give_to_strangers() -> None:

@@ -60,11 +60,11 @@ def loss_of(model: nn.Module, is_plain: bool) -> torch.Tensor:
 
 def whole(x: torch.Tensor) -> torch.Tensor:
     found = bmt.gather_result(x.detach()) if isinstance(x, bmt.DistributedParameter) or type(x) is not torch.Tensor else x.detach()
-    return found.clone()
+    return found.clone().cpu()
 
 
 def state(model: nn.Module) -> Tensors:
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {name: value.detach().clone().cpu() for name, value in model.state_dict().items()}
 
 
 def grads(model: nn.Module) -> Tensors:
@@ -79,7 +79,7 @@ def compare(program: Callable[[nn.Module, bool], Tensors], tolerance: float = 1e
         found = program(make(), False)
         assert found.keys() == expected.keys(), (program, make)
         for name, value in expected.items():
-            error = (found[name].double() - value.double()).abs().max().item()
+            error = (found[name].cpu().double() - value.cpu().double()).abs().max().item()
             assert error <= tolerance * max(1e-3, value.double().abs().max().item()), (program, make.__name__, name, error)
 
 
@@ -170,7 +170,7 @@ def clipping() -> None:
 def scaling() -> None:
     def scaled(model: nn.Module, is_plain: bool) -> Tensors:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        scaler = torch.amp.GradScaler(bmt.device().type, init_scale=8.0, growth_interval=2)
         for step in range(4):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, is_plain)).backward()
@@ -487,7 +487,7 @@ def before_wrapping() -> None:
         loss_of(sharded, False).backward()
         for (name, p), q in zip(sharded.named_parameters(), expected.parameters(), strict=True):
             assert q.grad is not None
-            torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(whole(p.grad), q.grad.cpu(), rtol=1e-5, atol=1e-6, msg=name)
     model = plain()
     bmt.optim.AdamOptimizer(model.parameters())
     if bmt.world_size() > 1:
@@ -497,8 +497,11 @@ def before_wrapping() -> None:
             bmt.Block(model[0])
     model = plain()
     model[2].b.weight.data = model[0].b.weight.data
-    with pytest.raises(ParameterError, match="share memory"):
-        bmt.BMTrainModelWrapper(model)
+    for shard in (bmt.BMTrainModelWrapper, bmt.Block):
+        with pytest.raises(ParameterError, match="share memory"):
+            shard(model)
+        with pytest.raises(ParameterError, match="lazy"):
+            shard(nn.LazyLinear(3))
 
 
 PROGRAMS = [optimizers, clipping, scaling, about, hooks, writing, averages, copies, inputs, others, before_wrapping]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,6 +90,23 @@ def with_a_step() -> bmt.verify.Program:
     )
 
 
+class Normalized(nn.Module):
+    """The gradient of the bias before a BatchNorm is rounding, of which Adam makes whole steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.norm = nn.Embedding(VOCAB, 24), nn.Linear(24, 24), nn.BatchNorm1d(24)
+        self.head = nn.Linear(24, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.inner(self.embedding(tokens))
+        return self.head(self.norm(x.flatten(0, 1)).view_as(x))
+
+
+def with_batch_norm() -> bmt.verify.Program:
+    return Program(model=Normalized, batches=BATCHES, loss=cross_entropy, batch="same", optimizer=bmt.optim.AdamOptimizer)
+
+
 def with_dropout() -> bmt.verify.Program:
     return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy, batch="same")
 
@@ -105,7 +123,7 @@ def _example() -> nn.Module:
 
 
 def _example_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    positions = torch.arange(5).expand_as(batch["tokens"])
+    positions = torch.arange(5, device=batch["tokens"].device).expand_as(batch["tokens"])
     return bmt.loss.FusedCrossEntropy(parallel=True)(model(batch["tokens"], positions).flatten(0, 1), batch["targets"].flatten())
 
 
@@ -131,6 +149,12 @@ def _with_values(model: nn.Module) -> nn.Module:
     return model
 
 
+def _on_the_gpu(model: Callable[[], nn.Module]) -> nn.Module:
+    """Ranks draw the values of model_center's models on their GPUs."""
+    with torch.device("cuda"):
+        return _with_values(model())
+
+
 def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["targets"].flatten())
 
@@ -139,6 +163,13 @@ def llama() -> bmt.verify.Program:
     from model_center.model.llama import Llama, LlamaConfig  # here: the other programs are quick to import
 
     return Program(model=lambda: _with_values(Llama(LlamaConfig(**SIZES, num_heads_kv=2))), batches=BATCHES, loss=_of_logits)
+
+
+def llama_on_a_gpu() -> bmt.verify.Program:
+    from model_center.model.llama import Llama, LlamaConfig
+
+    config = LlamaConfig(**SIZES, num_heads_kv=2)
+    return Program(model=lambda: _on_the_gpu(lambda: Llama(config)), batches=BATCHES, loss=_of_logits)
 
 
 def bert() -> bmt.verify.Program:

@@ -54,6 +54,7 @@ def report(maker: Maker, ranks: int = 2, **more: Any) -> Report:
         (subjects.in_double, 3, 3),
         (subjects.with_a_step, 2, 2),
         (subjects.with_dropout, 2, 3),
+        (subjects.with_batch_norm, 3, 3),
         (subjects.gpt2_example, 2, 3),
         (subjects.llama, 2, 3),
         (subjects.bert, 3, 2),

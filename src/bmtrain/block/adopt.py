@@ -93,7 +93,6 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         param = place.value
         if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
             continue
-        _check_adoptable(place.path, param, converted.engine)
         placement = param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
         groups.setdefault(_Kind(param.dtype, param.requires_grad, placement), {}).setdefault(param, place.path)
     for kind, members in groups.items():
@@ -131,20 +130,6 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
                 param.move_to(new, index)
         # A slot whose parameter the program has dropped stays without one.
         new.attach([DistributedParameter.at(new, index, False) if param is None else param for index, param in enumerate(params)])
-
-
-def _check_adoptable(path: str, param: torch.nn.Parameter, engine: Engine) -> None:
-    device = engine.device
-    if engine.backward.replicated.knows(param):
-        raise ParameterError(
-            f"parameter {path!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model "
-            "first, then make the optimizer."
-        )
-    if param.device.type not in ("cpu", "meta") and param.device != device:
-        raise ParameterError(
-            f"parameter {path!r} is on {param.device}, this rank computes on {device}: build the module on the CPU, on meta, or on "
-            "bmtrain.device()."
-        )
 
 
 def _build(

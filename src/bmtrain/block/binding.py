@@ -16,6 +16,8 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
 from bmtrain.shard.window import version_of
 
+_NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
+_NUM_LOOKS = 2  # runs of a module whose parameters are compared with what they were, which reads all of them twice
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -33,6 +35,7 @@ class Slices(tuple[Slice, ...]):
         modules: with their paths.
         storages: where the parameters live, in order of first appearance.
         positions: of each parameter among the slots of all storages.
+        are_copies: whether gathered tensors are; on one rank they are the parameters themselves.
     """
 
     def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> Slices:
@@ -47,6 +50,7 @@ class Slices(tuple[Slice, ...]):
             zip(self.storages, itertools.accumulate([len(s.layout.slots) for s in self.storages], initial=0), strict=False)
         )
         self.positions = [starts[param.storage_of] + param.index_in_storage for param in self.params]
+        self.are_copies = any(storage.axis.size > 1 for storage in self.storages)
         self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
         self._dicts: list[dict[str, Any]] = [found for _, m in modules for found in (m._modules, m._parameters)]
         self._lengths = [len(found) for found in self._dicts]
@@ -63,6 +67,30 @@ class Slices(tuple[Slice, ...]):
 
     def _count_storages(self) -> int:
         return self.storages[0].engine.num_registered if self.storages else 0
+
+
+class Bound(torch.Tensor):
+    """A tensor in the place of a parameter, as the code of a module sees it: isinstance(x, torch.nn.Parameter) is true of it."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    _is_param = True  # asked by torch.nn.Parameter
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """In a file it is an ordinary tensor."""
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class BoundCopy(Bound):
+    """A gathered copy. Torch counts what is written into its `.data`: nobody would learn of a write into an ordinary tensor's."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, without a graph."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        _NATIVE_DATA.__set__(self, values)
 
 
 class Binding:
@@ -99,8 +127,8 @@ class Binding:
         return self._resting
 
     @contextlib.contextmanager
-    def running(self, slices: Slices, use: Use, views: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The module computes inside, on `views` of `use` in place of `slices`.
+    def running(self, slices: Slices, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool) -> Iterator[None]:
+        """The module computes inside, on `views` of `use` in place of `slices`, by its own code or `is_compiled`.
 
         Raises:
             ParameterError: when it has given a parameter a new value.
@@ -109,6 +137,10 @@ class Binding:
         standing = [home[name] for home, name in slices.homes]
         bound = use.select(views, slices.storages, slices.positions)
         addresses, versions = [view.data_ptr() for view in bound], list(map(version_of, bound))
+        if not is_compiled:
+            kind = BoundCopy if slices.are_copies else Bound
+            for view in bound:
+                view.__class__ = kind
         sums = _sums(bound) if self._is_looking(slices, bound) else None
         self._replaced, self.is_running = slices, True
         self._put(slices, bound)
@@ -136,7 +168,7 @@ class Binding:
         sums: Sequence[torch.Tensor] | None,
         cause: Exception | None = None,
     ) -> None:
-        """ParameterError if the module has written into a gathered parameter. Torch does not count what goes through `.data`."""
+        """ParameterError if the module has written into a gathered parameter. What goes around torch (numpy) has no version."""
         now = list(map(version_of, bound))
         if sums is None and now == versions:
             return
@@ -148,10 +180,9 @@ class Binding:
                 raise _lost_value(place.path) from cause
 
     def _is_looking(self, slices: Slices, bound: Sequence[torch.Tensor]) -> bool:
-        """Whether this run is one whose parameters are looked at: the first, and ever more seldom, for it takes time."""
+        """Whether this run is one whose parameters are looked at: it takes time, and a GPU is waited for."""
         self._num_runs += 1
-        is_copy = any(storage.axis.size > 1 for storage in slices.storages)  # else it is the parameter itself that is written
-        if not is_copy or self._num_runs & (self._num_runs - 1):
+        if not slices.are_copies or self._num_runs > _NUM_LOOKS:
             return False
         return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -26,11 +26,13 @@ from bmtrain.block.programs import Call, Programs, Structure, call, call_in_fp8
 from bmtrain.block.recompute import Level, Selective, level_of
 from bmtrain.block.replay import Replay, spare_buffers
 from bmtrain.block.scripted import open_slots
+from bmtrain.block.shardable import check_shardable
 from bmtrain.block.states import all_modules
 from bmtrain.block.whole import recomputed
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.backward import in_backward
+from bmtrain.shard.engine import Engine
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness
@@ -141,6 +143,7 @@ class Block(DistributedModule):
         parts = self._parts()
         places = list(places_of(parts))
         new = [(place.path, place.value) for place in places if not isinstance(place.value, DistributedParameter)]
+        check_shardable(new, current.service(Engine))
         current.service(Sameness).check(new)
         adopt(places, self._policy, current.service(Converted))
         for _, part in parts:
@@ -252,7 +255,8 @@ class Block(DistributedModule):
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
         runs = Runs(self._inner, call_in_fp8 if self._fp8 else call, given.compiled)
-        with self._binding.running(given.slices, use, views), spare_buffers([part for _, part in self._parts()]):
+        parts, is_compiled = [part for _, part in self._parts()], given.compiled is not None
+        with self._binding.running(given.slices, use, views, is_compiled=is_compiled), spare_buffers(parts):
             return measure(runs, levels, views, given.args, given.kwargs)
 
     def _kind(self, given: Given) -> object:
@@ -267,18 +271,20 @@ class Block(DistributedModule):
         slices, use, args, kwargs, compiled = given.slices, given.use, given.args, given.kwargs, given.compiled
         plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
         if level is Level.NOTHING:
-            return self._run(Run(slices, use, plain, packs=torch.is_grad_enabled()), args, kwargs)
+            return self._run(Run(slices, use, plain, packs=torch.is_grad_enabled(), is_compiled=compiled is not None), args, kwargs)
         moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
         if compiled is not None and compiled.recomputes_inside:
             with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
-                run = Run(slices, use, compiled.recomputing(level), packs=True, lends=compiled.runs_python, moved=moved)
+                again = compiled.recomputing(level)
+                run = Run(slices, use, again, packs=True, is_compiled=True, lends=compiled.runs_python, moved=moved)
                 return self._run(run, args, kwargs)
         if compiled is None and level is Level.CHEAP:
             plain = Selective(plain)
         current, taping = world.current("Block"), world.current("Block").service(Taping)
         draws, modules = taping.draws(), all_modules(self._inner)
         replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
-        run, first_node = Run(slices, use, plain, packs=False), torch._C._autograd._get_sequence_nr()
+        run = Run(slices, use, plain, packs=False, is_compiled=compiled is not None)
+        first_node = torch._C._autograd._get_sequence_nr()
 
         def body(args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> tuple[Any, list[torch.Tensor]]:
             with next(draws):
@@ -334,7 +340,7 @@ class Block(DistributedModule):
         again = spare_buffers([part for _, part in self._parts()]) if in_backward() else contextlib.nullcontext()
         with use.running(), again:
             views = use.open_apart() if apart else use.open()
-            with binding.running(run.slices, use, views):
+            with binding.running(run.slices, use, views, is_compiled=run.is_compiled):
                 with saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()

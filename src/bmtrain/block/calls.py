@@ -35,6 +35,7 @@ class Run:
     """How a call runs: the slices that full tensors replace, who gathers those, what computes with them.
 
     packs: whether autograd saves tensors of this run until backward.
+    is_compiled: whether that is compiled code.
     lends: whether Python code of the module may run in backward, hooks and recomputation inside it, and need full parameters.
     moved: tensors that are saved on the host.
     """
@@ -43,5 +44,6 @@ class Run:
     use: Use
     call: Call
     packs: bool
+    is_compiled: bool
     lends: bool = True
     moved: Sequence[torch.Tensor] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TypeVar, cast
 
 import torch
@@ -12,8 +11,9 @@ from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
 from bmtrain.block.block import Block
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
 from bmtrain.block.recompute import Level, level_of
+from bmtrain.block.shardable import check_shardable
 from bmtrain.block.stack import plan_gathers
-from bmtrain.errors import ConfigurationError, ParameterError
+from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
@@ -54,8 +54,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module.")
     level_of(use_checkpoint)
-    _check(model)
-    _check_memory(model, current.service(Engine))
+    check_shardable(((name, x) for name, x in model.named_parameters() if not stays_whole(x)), current.service(Engine))
     unset = _unset_buffers(model)
     if unset:
         warn(
@@ -180,48 +179,6 @@ class _Wrapping:
                 new.storage_of.attach([new])
             module._parameters[name] = new
         move_buffers(module, self._world.device)
-
-
-def _check(model: torch.nn.Module) -> None:
-    """ParameterError for what cannot be sharded, before anything is changed."""
-    for name, param in model.named_parameters():
-        if isinstance(param, DistributedParameter):
-            continue
-        if isinstance(param, torch.nn.parameter.UninitializedParameter):
-            raise ParameterError(f"parameter {name!r} is lazy and has no shape yet: run the model once before it is sharded.")
-        if stays_whole(param):
-            continue
-        kind = type(param.detach())
-        if not param.dtype.is_floating_point or kind is not torch.Tensor:
-            what = str(param.dtype) if kind is torch.Tensor else f"a {kind.__name__}"
-            raise ParameterError(
-                f"parameter {name!r} is {what}: only plain floating point tensors are sharded and trained. Freeze it, "
-                "param.requires_grad_(False), and every rank keeps it whole."
-            )
-
-
-def _check_memory(model: torch.nn.Module, engine: Engine) -> None:
-    """ParameterError for parameters that are different objects over the same memory, and for those that train already."""
-    ranges: dict[int, list[tuple[int, int, str]]] = {}
-    for name, param in model.named_parameters():
-        if isinstance(param, DistributedParameter) or param.is_meta or param.numel() == 0:
-            continue
-        if engine.backward.replicated.knows(param):
-            raise ParameterError(
-                f"parameter {name!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model "
-                "first, then make the optimizer."
-            )
-        begin = param.data_ptr()
-        last = sum((size - 1) * abs(stride) for size, stride in zip(param.shape, param.stride(), strict=True))
-        ranges.setdefault(param.untyped_storage().data_ptr(), []).append((begin, begin + last * param.element_size(), name))
-    for members in ranges.values():
-        members.sort()
-        for (_, end, name), (begin, _, other) in itertools.pairwise(members):
-            if begin <= end:
-                raise ParameterError(
-                    f"parameters {name!r} and {other!r} share memory without being the same parameter: tie them by assigning one "
-                    "object to both modules, or give each its own memory, param.data = param.data.clone()."
-                )
 
 
 def _unset_buffers(model: torch.nn.Module) -> list[str]:

@@ -27,7 +27,7 @@ Step = tuple[Update, AdamSettings]
 class AdamBase(torch.optim.Optimizer):
     """What the two Adams share: groups, state layout, state dicts, and the loss scale of 0.1.x programs."""
 
-    _layout: AdamLayout | None  # made by the first step; gone when a group is added, which `__init__` does
+    _layout: AdamLayout | None = None  # made by the first step
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
@@ -73,11 +73,6 @@ class AdamBase(torch.optim.Optimizer):
     def has_scaled(self, loss: torch.Tensor) -> bool:
         """Whether `loss` is what `loss_scale` returned last."""
         return self._scaled is not None and self._scaled() is loss
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; the state is laid out anew at the next step."""
-        super().add_param_group(param_group)
-        self._layout = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:
@@ -132,6 +127,10 @@ class AdamBase(torch.optim.Optimizer):
         return self._engine.device
 
     def _lay_out(self) -> AdamLayout:
+        """Anew where the program has changed groups or states, as it may those of torch's optimizers."""
+        if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
+            self._layout.follow()  # the exact weights are taken over: they must know what was written since the last step
+            self._layout = None
         if self._layout is None:
             self._layout = AdamLayout(self.param_groups, self.state, self._make_state)
         return self._layout

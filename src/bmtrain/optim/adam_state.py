@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +14,11 @@ from bmtrain.kernels.adam import AdamTensors
 from bmtrain.optim.gradients import Gradients, Parts
 from bmtrain.optim.runs import Run, contiguous_runs, local_numel
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.sharded import Sharded
-from bmtrain.shard.slices import local_of
+from bmtrain.shard.sharded import Sharded, cut_like
+from bmtrain.shard.slices import Slices, local_of
+
+_flat = itertools.chain.from_iterable
+_params_of = operator.itemgetter("params")
 
 
 class RunState:
@@ -111,9 +116,22 @@ class AdamLayout:
             if not state.is_exact:
                 self._rounded.setdefault(run.owner, []).append(run)
             self._show(run, state)
+        self._params = [list(group["params"]) for group in groups]
+        self._shown = [(param, states[param]) for params in self._params for param in params]
+        self._views = [list(filter(_is_tensor, state.values())) for _, state in self._shown]
         self._gradients = Gradients([run for _, run in runs])
         self._versions = self._current_versions()
         self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
+
+    def is_current(self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, dict[str, Any]]) -> bool:
+        """Whether the groups have the parameters that they had, and the states are those that were laid out."""
+        return (
+            states is self._states
+            and list(map(len, map(_params_of, groups))) == list(map(len, self._params))
+            and all(map(operator.is_, _flat(map(_params_of, groups)), _flat(self._params)))
+            and all(param in states and states[param] is state for param, state in self._shown)
+            and all(map(operator.is_, filter(_is_tensor, _flat(s.values() for _, s in self._shown)), _flat(self._views)))
+        )
 
     def follow(self) -> None:
         """Take over weights that somebody else has written since `close`."""
@@ -143,7 +161,7 @@ class AdamLayout:
             views = state.views(*run.offset(param))
             for name, view in views.items():
                 if name in old:
-                    view.copy_(local_of(old[name]).reshape(-1))
+                    view.copy_(_local(old[name], param).reshape(-1))
             if isinstance(param, DistributedParameter):
                 views = {name: Sharded(view, param.cut) for name, view in views.items()}
             self._states[param] = {"step": int(old.get("step", 0)), **views}
@@ -165,3 +183,14 @@ class AdamLayout:
 
     def _current_versions(self) -> dict[int, int]:
         return {owner: runs[0].version for owner, runs in self._rounded.items()}
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """This rank's elements of a state: of a sharded tensor, of a whole one that the program has put there, or a slice already."""
+    if isinstance(param, DistributedParameter) and not isinstance(value, Slices) and value.shape == param.shape:
+        return cut_like(value, param).local
+    return local_of(value)

@@ -44,7 +44,7 @@ class Engine:
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # watches what takes over modules
-        self._steps = Steps(self.transport.ledger, world.mesh.world, self.backward.replicated)
+        self._steps = Steps(self.transport.ledger, world.mesh.world, self.backward.replicated, self._gradients)
         self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:

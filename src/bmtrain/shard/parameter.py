@@ -18,7 +18,7 @@ from bmtrain.shard.grad_function import gradients
 from bmtrain.shard.hooks import Hooked
 from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
-from bmtrain.shard.slices import Slices
+from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.unshard import Use
 
@@ -106,9 +106,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def at(cls, storage: Storage, index: int, requires_grad: bool) -> DistributedParameter:
         """The parameter of one slot of a storage."""
         cut = storage.cut(index)
-        param = torch.Tensor._make_wrapper_subclass(
-            cls, cut.shape, dtype=storage.dtype, device=storage.shard.device, requires_grad=requires_grad
-        )
+        param = without_memory(cls, cut.shape, storage.shard, requires_grad=requires_grad)
         param._aliases, param._hooks, param._post_hooks = {}, collections.OrderedDict(), collections.OrderedDict()
         param._shown, param._init_method, param.group = None, None, None
         param._never_set = param._takes_whole_gradients = False
@@ -194,7 +192,6 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @property
     def shown_grad(self) -> Any:
-        """What `.grad` shows now, without waiting for what is kept back."""
         return self._shown
 
     @shown_grad.setter

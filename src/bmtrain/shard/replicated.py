@@ -42,17 +42,22 @@ class Replicated:
         key = id(param)
         self._retired[key] = weakref.ref(param, lambda _: self._retired.pop(key, None) and None)
 
+    def refuse_retired(self, params: Iterable[torch.Tensor]) -> None:
+        """ParameterError if sharded parameters have taken the place of some of `params`, which an optimizer trains."""
+        for param in params if self._retired else ():
+            if id(param) in self._retired:
+                raise ParameterError(
+                    f"an optimizer has a parameter of shape {tuple(param.shape)} that was replaced when its model was sharded: "
+                    "make the optimizer after bmtrain.BMTrainModelWrapper or Block."
+                )
+
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of these too from now on, and start all ranks from rank 0's values."""
         known = {id(param) for param in self}
         for param in params:
             if id(param) in known:
                 continue
-            if id(param) in self._retired:
-                raise ParameterError(
-                    f"an optimizer has a parameter of shape {tuple(param.shape)} that was replaced when its model was sharded: "
-                    "make the optimizer after bmtrain.BMTrainModelWrapper or Block."
-                )
+            self.refuse_retired([param])
             known.add(id(param))
             self._params.append(weakref.ref(param))
             if self._world.size > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.shard import elementwise
-from bmtrain.shard.slices import Slices, is_vector_order, look_whole, norm, total
+from bmtrain.shard.cut import Cut
+from bmtrain.shard.slices import Slices, check_alike, is_vector_order, look_whole, norm, total
 from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory
 
@@ -78,13 +79,15 @@ def cut_like(value: torch.Tensor, like: Slices) -> Slices:
     """This rank's slice of `value`, a whole tensor or one that is sharded in another way, cut as `like`; without a graph.
 
     Raises:
-        ParameterError: for another shape.
+        ParameterError: for another shape, and for values that differ between ranks.
     """
     if isinstance(value, Slices) and value.cut.is_like(like.cut):
         return value
     if value.shape != like.shape:
         raise ParameterError(f"got a tensor of shape {tuple(value.shape)} for a parameter of shape {tuple(like.shape)}.")
     whole = value.whole() if isinstance(value, Slices) else _plain(value.detach())
+    if not isinstance(value, Slices):
+        check_alike(whole, like.cut)
     return Sharded(like.cut.own(whole).to(like.device).clone(), like.cut)
 
 
@@ -126,8 +129,11 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     like = args[0] if writes and args else next(x for x in tensors if isinstance(x, Slices))
     if not isinstance(like, Slices) or "out" in kwargs or not all(_fits(x, like) for x in tensors):
         return NotImplemented
+    if not writes and not all(isinstance(x, Slices) for x in tensors):
+        return NotImplemented  # an ordinary operand may come from this rank's rows: slices would be of different results
     if writes:
         refuse_leaf(like)
+    _check_operands(name, [x for x in (*args, *kwargs.values()) if x is not like], like.cut)
     own = {id(x): x.local if writes and x is like else _own(x, like) for x in tensors}
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
     if writes:
@@ -139,6 +145,25 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     if name in ("detach", "alias"):
         return like.alias()
     return look_whole(out, like.cut, Sharded) if isinstance(out, torch.Tensor) else NotImplemented
+
+
+def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
+    """What sharded tensors are computed with is the same on all ranks, or they hear of it.
+
+    Numbers of what is not written in place are noted, and compared with what comes next; those on a GPU are not, since the host
+    would wait for each. In place programs mark single ranks: `grad.fill_(inf)` on one must lead all to skip a step.
+    """
+    if cut.axis.size == 1:
+        return
+    numbers: list[float] = []
+    for x in operands:
+        if isinstance(x, torch.Tensor) and not isinstance(x, Slices):
+            if x.numel() > 1:
+                check_alike(_plain(x), cut)
+        elif isinstance(x, int | float):
+            numbers.append(x)
+    if numbers and not _writes(name):
+        cut.note(f"{name} with {', '.join(map(str, numbers))}", cut.axis)
 
 
 def _fits(x: torch.Tensor, like: Slices) -> bool:
@@ -185,6 +210,15 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     )
     if not is_known or not rows_fit or any(x.requires_grad and torch.is_grad_enabled() for x in tensors_of((args, kwargs))):
         return NotImplemented
+    operands: list[Any] = []  # of the sharded tensors
+    for value in (*args[1:], *kwargs.values()):
+        is_column = any(value is column for column in columns)
+        operands += [x for x, like in zip(value, likes, strict=True) if isinstance(like, Slices)] if is_column else [value]
+    if not name.endswith("_") and any(isinstance(x, torch.Tensor) and not isinstance(x, Slices) for x in operands):
+        return NotImplemented
+    first = next((x for x in likes if isinstance(x, Slices)), None)
+    if first is not None and name != _UNSCALE:
+        _check_operands(name, operands, first.cut)
 
     def own(value: Any) -> Any:
         if not any(value is column for column in columns):
@@ -248,7 +282,9 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
             refuse_leaf(sharded[key])
             if same_on_all:
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
-            sharded[key].take_whole(whole.detach())
+                sharded[key].take_same(whole.detach())
+            else:
+                sharded[key].take_whole(whole.detach())
     return map_tensors(functools.partial(_as_result, sharded, wholes), out)
 
 

@@ -11,8 +11,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bmtrain.distributed import autograd, collectives
-from bmtrain.distributed.agreement import largest
+from bmtrain.distributed.agreement import differ, largest
 from bmtrain.errors import ParameterError
+from bmtrain.runtime.log import warn
 from bmtrain.shard.cut import Cut
 
 
@@ -28,7 +29,7 @@ class Slices(torch.Tensor):
 
     def __new__(cls, local: torch.Tensor, cut: Cut) -> Slices:
         """The slices `local`, cut like this."""
-        out = torch.Tensor._make_wrapper_subclass(cls, cut.shape, dtype=local.dtype, device=local.device)
+        out = without_memory(cls, cut.shape, local)
         out._local, out._cut = local, cut
         return out
 
@@ -46,6 +47,11 @@ class Slices(torch.Tensor):
     def cut(self) -> Cut:
         """Which slice that is."""
         return self._cut
+
+    @property
+    def shown_grad(self) -> Any:
+        """What `.grad` shows now, without waiting for what is kept back; None of what is no parameter."""
+        return None
 
     @property
     def data(self) -> torch.Tensor:
@@ -102,7 +108,16 @@ class Slices(torch.Tensor):
         return self.owner._num_written
 
     def take_whole(self, whole: torch.Tensor) -> None:
-        """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts. Called alike on all ranks."""
+        """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts. Collective.
+
+        Raises:
+            ParameterError: for another shape, and for values that differ between ranks.
+        """
+        check_alike(whole, self._cut)
+        self.take_same(whole)
+
+    def take_same(self, whole: torch.Tensor) -> None:
+        """`take_whole` of what is known to be the same on all ranks."""
         is_part = whole.shape == self._cut.shape
         if not is_part and whole.shape != self._cut.whole_shape:
             raise ParameterError(
@@ -145,14 +160,16 @@ class Slices(torch.Tensor):
             for x in sharded:
                 x.expect_gradients_of_torch()
         cut = sharded[0].cut
-        # In backward a number may be the gradient of this rank's loss alone, and what it makes of slices no sum over ranks.
-        in_backward = torch._C._current_graph_task_id() != -1
-        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and not in_backward for x in tensors)
+        # A number may come of this rank's rows, in backward of its loss: what that makes of slices is of different results.
+        in_backward, writes = torch._C._current_graph_task_id() != -1, func._schema.is_mutable
+        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and writes and not in_backward for x in tensors)
         if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
-            if func._schema.is_mutable:
+            if writes:
                 raise ParameterError(f"{func} was called with a sharded tensor by code that cannot take one: pass param.gather().")
             if func in _SUMS and in_backward:  # of a rank's own gradient and one of all ranks
                 raise ParameterError("a sharded tensor was used by TorchScript and by Python: give one of them param.gather().")
+            if sharded[0].is_cuda and not in_backward:  # later calls are fused: they would read its memory
+                raise _cannot_be_fused(func)
             # TorchScript, and what else does not ask `__torch_function__`: it computes with whole tensors.
             wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))
             return func(*wholes[0], **wholes[1])
@@ -164,6 +181,31 @@ class Slices(torch.Tensor):
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+
+
+def check_alike(whole: torch.Tensor, cut: Cut) -> None:
+    """ParameterError on all ranks unless they bring the same `whole`, of which each takes its slice. Collective."""
+    if any(differ([whole], cut.axis)):  # not all stages of a pipeline write what one of them does
+        raise ParameterError(
+            f"a sharded tensor of shape {tuple(cut.shape)} was given values that differ between ranks, of which each would keep "
+            "its slice. Compute them from the same rows and random numbers on all ranks, or sum them over ranks first."
+        )
+
+
+def without_memory(kind: type[Any], shape: torch.Size, like: torch.Tensor, *, requires_grad: bool = False) -> Any:
+    """A tensor of class `kind`. Kernels that read its memory get a RuntimeError: on a GPU a null pointer ends the process."""
+    out = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
+    torch._C._set_throw_on_mutable_data_ptr(out)
+    return out
+
+
+def _cannot_be_fused(func: Any) -> ParameterError:
+    text = (
+        f"{func} was called with a sharded tensor outside of blocks by TorchScript or C++ code, whose kernels on a GPU cannot take "
+        "one: pass param.gather(), or make the module a block."
+    )
+    warn(text)  # TorchScript says where an error came from, but not what it said
+    return ParameterError(text)
 
 
 def refuse_transforms() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+import zlib
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from bmtrain.distributed.agreement import differ
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
@@ -23,15 +26,17 @@ class Steps:
         ledger: gets a note of each step: ranks that do not all take one have different parameters from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
+        sharded: all that is sharded in this run; while there is nothing, ordinary parameters are nobody's business.
     """
 
-    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated) -> None:
-        self._ledger, self._axis, self._replicated = ledger, axis, replicated
+    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated, sharded: Collection[object]) -> None:
+        self._ledger, self._axis, self._replicated, self._sharded = ledger, axis, replicated, sharded
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
         own = weakref.ref(self)  # torch keeps the hook for ever: it must not keep the run
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             steps = own()
-            if steps is not None and axis.size > 1 and world.is_initialized() and world.current().mesh.world is axis:
+            if steps is not None and world.is_initialized() and world.current().mesh.world is axis:
                 steps.begin(optimizer)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(begin).remove)
@@ -40,17 +45,64 @@ class Steps:
         """A step is about to be taken.
 
         Raises:
-            ParameterError: if beside sharded parameters the optimizer has ordinary ones that every rank would train by itself.
+            ParameterError: if beside sharded parameters the optimizer has ordinary ones that every rank would train by itself, or
+                some that were replaced when their model was sharded: it would train nothing.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if not any(isinstance(param, Slices) for param in params):
+        self._replicated.refuse_retired(params)
+        if self._axis.size == 1:
             return
-        self._ledger.note(self._axis, f"a step of {type(optimizer).__name__}")
         known = {id(param) for param in self._replicated}
-        for param in params:
-            if not isinstance(param, Slices) and param.requires_grad and id(param) not in known:
-                raise ParameterError(
-                    f"{type(optimizer).__name__} has an ordinary parameter of shape {tuple(param.shape)} beside sharded ones; its "
-                    "gradient is that of this rank's rows alone. Give the optimizer to an OptimManager (add_optimizer) before the "
-                    "first backward pass: it sums such gradients over ranks. Or wrap the whole model (bmtrain.BMTrainModelWrapper)."
-                )
+        alone = [x for x in params if _is_ordinary(x) and x.requires_grad and id(x) not in known]
+        if any(isinstance(param, Slices) for param in params):
+            self._ledger.enter(self._axis, _described(optimizer, params), is_on_host=False)
+            if alone:
+                raise _not_summed(optimizer, alone[0], "its gradient is that of this rank's rows alone")
+        elif alone and self._sharded:
+            self._compare(optimizer, alone)
+
+    def _compare(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+        """Gradients that an optimizer sees for the first time are alike on all ranks, if all train the same model.
+
+        They are where DistributedDataParallel has summed them, and where a model beside is trained on the same rows everywhere.
+        """
+        seen = self._seen.setdefault(optimizer, set())
+        new = [param for param in params if param.grad is not None and id(param) not in seen]
+        if not new:
+            return
+        seen.update(map(id, new))
+        self._ledger.note(self._axis, f"a step of {type(optimizer).__name__} with {len(new)} new ordinary parameters")
+        for param, is_other in zip(new, differ([param.grad for param in new if param.grad is not None], self._axis), strict=True):
+            if is_other:
+                raise _not_summed(optimizer, param, "its gradient differs between ranks, and there are sharded parameters beside")
+
+
+def _is_ordinary(x: torch.Tensor) -> bool:
+    """No sharded parameter, and none of another library that computes with it in its own way, as FSDP2 does with DTensors."""
+    return type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def _described(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> str:
+    """What all ranks must have in common: each updates slices of the same parameters by its own settings."""
+    settings = [[(name, value) for name, value in group.items() if isinstance(value, _PLAIN)] for group in optimizer.param_groups]
+    rates = dict.fromkeys(group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int))
+    with torch._C.DisableTorchFunctionSubclass():
+        trained = [x.requires_grad for x in params]
+    # The stages of a pipeline have gradients of their own.
+    given = [x.shown_grad is not None for x in params if isinstance(x, Slices) and x.cut.placement.stage is None]
+    digest = zlib.crc32(bytes([*trained, *given]), zlib.crc32(repr(settings).encode()))
+    return (
+        f"a step of {type(optimizer).__name__} (lr {', '.join(map(str, [*rates][:4]))}; {sum(given)} gradients, {sum(trained)} of "
+        f"{len(params)} parameters trained; all settings {digest:08x})"
+    )
+
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def _not_summed(optimizer: torch.optim.Optimizer, param: torch.Tensor, why: str) -> ParameterError:
+    return ParameterError(
+        f"{type(optimizer).__name__} has an ordinary parameter of shape {tuple(param.shape)}; {why}. Give the optimizer to an "
+        "OptimManager (add_optimizer) before the first backward pass: it sums such gradients over ranks. Or wrap the whole model "
+        "(bmtrain.BMTrainModelWrapper)."
+    )

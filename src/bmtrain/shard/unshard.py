@@ -271,7 +271,10 @@ class Use:
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         for storage, own in self._trained():
-            storage.engine.backward.add(storage.gradient, grads[own])
+            with torch._C.DisableTorchFunctionSubclass():  # frozen since the forward pass: autograd adds no gradient then, either
+                wanted = [param is None or param.requires_grad for param in storage.params]
+            found = [grad if is_wanted else None for grad, is_wanted in zip(grads[own], wanted, strict=True)]
+            storage.engine.backward.add(storage.gradient, found)
 
     def _trained(self) -> Iterator[tuple[Storage, slice]]:
         """The storages of which something is trained, and the places of their slots among all."""

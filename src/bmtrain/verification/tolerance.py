@@ -41,6 +41,7 @@ class Allowance:
             if value is not None and key.kind in (Kind.GRADIENT, Kind.STATE):
                 alike = (key.step, key.kind, _entry(key.name) if key.kind is Kind.STATE else "")
                 self._largest[alike] = max(self._largest.get(alike, 0.0), _largest(value))
+        self._fastest = _largest_moves(reference)
         self._moved: dict[str, torch.Tensor] = {}
         self._noise: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
@@ -59,18 +60,26 @@ class Allowance:
             noise = (allowed / value.double().abs().clamp(min=1e-300)).clamp(max=1.0)
             self._noise[name] = torch.maximum(self._noise.get(name, torch.zeros(())), noise)
         if kind is Kind.PARAMETER:
-            allowed = allowed + self._of_steps(name, value)
+            allowed = allowed + self._of_steps(step, name, value)
+        if kind is Kind.BUFFER and value.dtype.is_floating_point and self._moved:
+            # Computed from parameters: the mean of a BatchNorm from the bias before it, whose gradient is rounding.
+            allowed = allowed + max(_largest(moved) for moved in self._moved.values())
         if kind is Kind.STATE and self._is_master(name, value):
             allowed = allowed + self._moved[_parameter(name)]
         return allowed
 
-    def _of_steps(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """An optimizer that normalises makes a whole step of a gradient that is rounding: so far may those elements be off."""
+    def _of_steps(self, step: int, name: str, value: torch.Tensor) -> torch.Tensor:
+        """An optimizer that normalises makes a whole step of a gradient that is rounding: so far may those elements be off.
+
+        A whole step is the largest of this parameter, and of any parameter where all of the gradient is rounding.
+        """
         now, before = value.double(), self._before.get(name)
         self._before[name] = now
         moved = self._moved.get(name, torch.zeros_like(now))
         if before is not None and name in self._noise and before.shape == now.shape:
-            moved = moved + 2 * (now - before).abs().max() * self._noise.pop(name)
+            noise = self._noise.pop(name)
+            whole = self._fastest[step] if bool((noise >= 1.0).all()) else _largest(now - before)
+            moved = moved + 2 * whole * noise
         self._moved[name] = moved
         return moved
 
@@ -80,6 +89,17 @@ class Allowance:
         if param is None or param.shape != value.shape:
             return False
         return bool((param - value.double()).abs().max() <= self._reference.coarsest * param.abs().max())
+
+
+def _largest_moves(reference: Record) -> dict[int, float]:
+    """Of any element of any parameter in each step."""
+    values = {(key.step, key.name): value for key, value in reference.values.items() if key.kind is Kind.PARAMETER}
+    moves: dict[int, float] = {}
+    for (step, name), value in values.items():
+        before = values.get((step - 1, name))
+        if value is not None and before is not None and before.shape == value.shape:
+            moves[step] = max(moves.get(step, 0.0), _largest(value.double() - before.double()))
+    return moves
 
 
 def _parameter(name: str) -> str:

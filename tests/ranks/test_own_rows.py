@@ -1,0 +1,91 @@
+"""Parameters outside of blocks meet tensors of each rank's rows, of their own shape too: values and gradients of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.errors import RanksPartedError
+
+DIM = 4
+Program = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+class Model(nn.Module):
+    """Its own parameters, some of the shape of one row or of one batch."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.linear, self.program = nn.Linear(DIM, DIM), program
+        self.position, self.row = nn.Parameter(torch.randn(1, 3, DIM)), nn.Parameter(torch.randn(DIM))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.program(self, x)
+
+
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(x.mean())
+
+
+PROGRAMS: dict[str, Program] = {
+    "positions of a batch of one": lambda m, x: m.linear(x + m.position),
+    "subtracted": lambda m, x: m.linear(m.position - x),
+    "a row": lambda m, x: x.mean((0, 1)) * m.row,
+    "a gated weight": lambda m, x: nn.functional.linear(x, m.linear.weight * gate(x)),
+    "a gated number": lambda m, x: x.mean() * m.row + m.scale * gate(x),
+    "divided": lambda m, x: m.row / (1.5 + gate(x)),
+    "where": lambda m, x: torch.where(x[0, 0] > 0, m.row, -m.row),
+    "addcmul": lambda m, x: torch.addcmul(m.row, x[0, 0], m.row),
+    "lerp": lambda m, x: torch.lerp(m.row, x[0, 0], gate(x)),
+    "lists": lambda m, x: torch.stack(torch._foreach_mul([m.row, m.row], [x[0, 0], x[0, 1]])),
+}
+
+
+def make(program: Program) -> nn.Module:
+    torch.manual_seed(1)
+    return Model(program)
+
+
+def rows() -> torch.Tensor:
+    """One of each rank: (ranks, 3, DIM)."""
+    return torch.randn(bmt.world_size(), 3, DIM, generator=torch.Generator().manual_seed(3))
+
+
+def compared() -> None:
+    torch.set_default_dtype(torch.float64)
+    for name, program in PROGRAMS.items():
+        plain, sharded = make(program), bmt.BMTrainModelWrapper(make(program))
+        outputs = [plain(x[None]) for x in rows()]
+        sum(out.square().sum() for out in outputs).backward()  # type: ignore[union-attr]
+        out = sharded(rows()[bmt.rank()][None])
+        out.square().sum().backward()
+        torch.testing.assert_close(
+            bmt.gather_result(out) if isinstance(out, bmt.DistributedParameter) else out, outputs[bmt.rank()]
+        )
+        for (path, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), (name, path)
+            if q.grad is not None:
+                torch.testing.assert_close(bmt.gather_result(p.grad), q.grad, rtol=1e-9, atol=1e-12, msg=f"{name}: {path}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_rank_computes_with_its_own_rows(world_size: int) -> None:
+    run_ranks(compared, world_size)
+
+
+def other_numbers() -> None:
+    model = bmt.BMTrainModelWrapper(make(lambda m, x: nn.functional.linear(x, m.linear.weight * float(gate(x)))))
+    with pytest.raises(RanksPartedError, match="mul"):
+        model(rows()[bmt.rank()][None])
+
+
+def test_numbers_that_differ_between_ranks_are_refused() -> None:
+    """A number on the host may come of the rows, too."""
+    run_ranks(other_numbers, 2)

@@ -1,0 +1,96 @@
+"""accelerate and the Trainer of transformers with a model that is sharded: right, or refused when it is tried."""
+
+from __future__ import annotations
+
+import pathlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.errors import ParameterError
+
+ROWS, STEPS, RATE = 12, 3, 0.05
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 3, generator=generator))
+
+
+def train(model: Any, optimizer: Any, batches: Any, backward: Callable[[torch.Tensor], object]) -> None:
+    for _ in range(STEPS):
+        for x, y in batches:
+            optimizer.zero_grad()
+            backward((model(x) - y).square().mean() / (1 if batches is PLAIN else bmt.world_size()))
+            optimizer.step()
+
+
+PLAIN = [data().tensors]
+
+
+def accelerator_here() -> Any:
+    """An Accelerator of this process group."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    return accelerate.Accelerator(cpu=True)
+
+
+def with_accelerate() -> None:
+    plain = make()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=RATE), PLAIN, torch.Tensor.backward)
+    accelerator = accelerator_here()
+    assert accelerator.num_processes == bmt.world_size()
+
+    model = bmt.BMTrainModelWrapper(make())
+    loader = torch.utils.data.DataLoader(data(), batch_size=ROWS // bmt.world_size())
+    optimizer, loader = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=RATE), loader)
+    train(model, optimizer, loader, accelerator.backward)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(bmt.gather_result(p.detach()), q.detach(), rtol=1e-5, atol=1e-6)
+    assert accelerator.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+
+    with pytest.raises(ParameterError, match="cannot hold a sharded model"):
+        accelerator.prepare(model)
+    ordinary = make()
+    held, optimizer, loader = accelerator.prepare(ordinary, torch.optim.SGD(ordinary.parameters(), lr=RATE), loader)
+    late = bmt.BMTrainModelWrapper(held)
+    with pytest.raises(ParameterError, match="replaced when its model was sharded"):
+        train(late, optimizer, loader, accelerator.backward)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_accelerate_prepares_optimizers_and_loaders(world_size: int) -> None:
+    """A sharded model stays as it is; optimizers of a model that was wrapped in DistributedDataParallel first train nothing."""
+    run_ranks(with_accelerate, world_size)
+
+
+def with_trainer(folder: str) -> None:
+    import transformers  # here: it takes seconds
+
+    accelerator_here()
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=19, n_positions=8)
+    model = bmt.BMTrainModelWrapper(transformers.GPT2LMHeadModel(config))
+    rows = [{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 4
+    settings = transformers.TrainingArguments(folder, max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    with warnings.catch_warnings(), pytest.raises(ParameterError, match="cannot hold a sharded model"):
+        warnings.simplefilter("ignore")
+        transformers.Trainer(model=model, args=settings, train_dataset=rows).train()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_the_trainer_of_transformers_is_refused(world_size: int, tmp_path: pathlib.Path) -> None:
+    """It would put the model into DistributedDataParallel. Nothing has been changed then."""
+    run_ranks(with_trainer, world_size, str(tmp_path), timeout=200)
