@@ -29,7 +29,7 @@ test-gpu:
 	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
 
 bench:
-	@scripts/with-python run benchmarks/compare.py --commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)" $(ARGS)
+	@scripts/with-python bench benchmarks/compare.py --commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)" $(ARGS)
 
 mutants:
 	@scripts/with-python test scripts/mutants.py $(ARGS)

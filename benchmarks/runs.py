@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -11,9 +12,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 from machine import machine_from_outside
 from reports import LEFT_OUT
 
@@ -24,6 +27,7 @@ PROGRAM = ROOT / "benchmarks" / "throughput.py"
 USABLE = 0.95  # of a GPU's memory: the rest is the driver's, NCCL's and the allocator's waste
 RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
+TOKEN = "BMTRAIN_BENCHMARK_RUN"  # in the environment of all processes of a run
 LEFT_BEHIND = ("onnection reset by peer", "onnection closed by peer")  # what ranks say whose peer has failed
 NOTE = re.compile(r"(?:UserWarning: (?:\[rank \d+\] )?|^(?=recomputation for inputs))(.+)")
 
@@ -74,7 +78,9 @@ def obstacle_to(options: Options, gpus: int) -> str:
 def finishes(command: Sequence[str], log: pathlib.Path, timeout: float) -> bool:
     """Whether the command, whose words go to the log, ends in time; if not, it and all that it started are ended."""
     with log.open("wb") as file:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        token = uuid.uuid4().hex
+        paths = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment = {**os.environ, "PYTHONPATH": paths, TOKEN: token}
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
         try:
             process.wait(timeout)
@@ -83,6 +89,7 @@ def finishes(command: Sequence[str], log: pathlib.Path, timeout: float) -> bool:
             return False
         finally:
             end(process)
+            kill_all(token)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -95,6 +102,14 @@ def end(process: subprocess.Popen[bytes]) -> None:
             process.wait(patience)
         except subprocess.TimeoutExpired:
             print("    it does not end: killing it")
+
+
+def kill_all(token: str) -> None:
+    """What has the token and is alive still. torchrun, told to end while it starts a rank, does not know that rank yet."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # another user's, or ended meanwhile
+            if process.environ().get(TOKEN) == token:
+                process.kill()
 
 
 def notes_of(log: str) -> list[str]:

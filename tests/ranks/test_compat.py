@@ -285,7 +285,7 @@ def train_as_cpm(folder: str) -> None:
     bad = [param for param in model.parameters() if param.grad is not None]
     with torch.no_grad():
         if bmt.rank() == 0:  # it has elements of every parameter
-            bad[0].grad.fill_(torch.inf)  # type: ignore[union-attr]
+            bad[0].grad.local.fill_(torch.inf)  # type: ignore[union-attr]
     with pytest.raises(OverflowError):
         check_overflow(optimizer.param_groups)
 

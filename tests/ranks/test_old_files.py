@@ -320,8 +320,9 @@ def parallel_states() -> None:
     model = Split()
     optimizer = AdamOptimizer(model.parameters(), lr=0.1)
     for _ in range(3):
-        for param in model.parameters():
-            param.grad = torch.full_like(param, bmt.rank() + 1.0)
+        for name, param in model.named_parameters():
+            first = 1.0 if name == "bias" else 1.0 + 100 * bmt.config["tp_rank"]
+            param.grad = torch.arange(first, first + param.numel()).view(param.shape)  # no two slices have the same
         optimizer.step()
     own, whole = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict(gather=True)
     theirs = copy.deepcopy(own)

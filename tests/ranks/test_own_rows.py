@@ -80,12 +80,26 @@ def test_each_rank_computes_with_its_own_rows(world_size: int) -> None:
     run_ranks(compared, world_size)
 
 
-def other_numbers() -> None:
-    model = bmt.BMTrainModelWrapper(make(lambda m, x: nn.functional.linear(x, m.linear.weight * float(gate(x)))))
-    with pytest.raises(RanksPartedError, match="mul"):
-        model(rows()[bmt.rank()][None])
+# By the function that has the number: what a program does with the number of tokens of its rows.
+OF_TOKENS: dict[str, Callable[[Any, float], Any]] = {
+    "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.linear.weight * tokens),
+    "mul_": lambda m, tokens: m.linear.weight.grad.mul_(1 / tokens),
+    "div_": lambda m, tokens: m.linear.weight.grad.div_(torch.tensor(tokens)),
+    "_foreach_div_": lambda m, tokens: torch._foreach_div_([m.linear.weight.grad, m.linear.bias.grad], tokens),
+    "add_": lambda m, tokens: m.linear.weight.data.add_(m.linear.weight.grad, alpha=-0.1 / tokens),
+    "fill_": lambda m, tokens: tokens > 2 and m.linear.weight.grad.fill_(torch.inf),
+}
 
 
-def test_numbers_that_differ_between_ranks_are_refused() -> None:
+def other_numbers(name: str) -> None:
+    model = bmt.BMTrainModelWrapper(make(PROGRAMS["a row"]))
+    model.linear(rows()[bmt.rank()]).sum().backward()
+    with pytest.raises(RanksPartedError, match=rf"\b{name} with "):
+        OF_TOKENS[name](model, bmt.rank() + 2.0)
+        bmt.sum_loss(torch.zeros(()))  # whatever comes next
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_numbers_that_differ_between_ranks_are_refused(name: str) -> None:
     """A number on the host may come of the rows, too."""
-    run_ranks(other_numbers, 2)
+    run_ranks(other_numbers, 2, name)

@@ -255,8 +255,8 @@ class Block(DistributedModule):
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
         runs = Runs(self._inner, call_in_fp8 if self._fp8 else call, given.compiled)
-        parts, is_compiled = [part for _, part in self._parts()], given.compiled is not None
-        with self._binding.running(given.slices, use, views, is_compiled=is_compiled), spare_buffers(parts):
+        parts = [part for _, part in self._parts()]
+        with self._binding.running(given.slices, use, views, is_compiled=given.is_compiled), spare_buffers(parts):
             return measure(runs, levels, views, given.args, given.kwargs)
 
     def _kind(self, given: Given) -> object:
@@ -265,13 +265,13 @@ class Block(DistributedModule):
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
         tensors = [(x.requires_grad, x.is_leaf, x.dtype) for x in given.tensors]
         trainable = given.use.trainable
-        return self._shown, self._inner.training, given.compiled is not None, len(trainable), sum(trainable), *tensors
+        return self._shown, self._inner.training, given.is_compiled, len(trainable), sum(trainable), *tensors
 
     def _run_at(self, level: Level, given: Given) -> Any:
         slices, use, args, kwargs, compiled = given.slices, given.use, given.args, given.kwargs, given.compiled
         plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
         if level is Level.NOTHING:
-            return self._run(Run(slices, use, plain, packs=torch.is_grad_enabled(), is_compiled=compiled is not None), args, kwargs)
+            return self._run(Run(slices, use, plain, packs=torch.is_grad_enabled(), is_compiled=given.is_compiled), args, kwargs)
         moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
         if compiled is not None and compiled.recomputes_inside:
             with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
@@ -283,7 +283,7 @@ class Block(DistributedModule):
         current, taping = world.current("Block"), world.current("Block").service(Taping)
         draws, modules = taping.draws(), all_modules(self._inner)
         replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
-        run = Run(slices, use, plain, packs=False, is_compiled=compiled is not None)
+        run = Run(slices, use, plain, packs=False, is_compiled=given.is_compiled)
         first_node = torch._C._autograd._get_sequence_nr()
 
         def body(args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> tuple[Any, list[torch.Tensor]]:

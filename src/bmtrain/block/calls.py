@@ -25,6 +25,11 @@ class Given:
     compiled: CompiledModule | CompiledByDefault | None
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether there is such code."""
+        return self.compiled is not None
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """Those among the arguments."""
         return [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, torch.Tensor)]

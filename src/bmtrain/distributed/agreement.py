@@ -41,12 +41,17 @@ def look(x: torch.Tensor) -> tuple[float, float]:
 
     Of large tensors those of evenly spaced elements.
     """
-    flat = (x.to_dense() if x.layout is not torch.strided else x).detach().reshape(-1)
-    flat = flat[:: max(1, -(-flat.numel() // NUM_SAMPLED))]
+    flat = evenly_spaced((x.to_dense() if x.layout is not torch.strided else x).detach(), NUM_SAMPLED)
     flat = flat.nan_to_num(0, 0, 0) if flat.is_floating_point() else flat.double()
     weights = {1: 1.0, 2: -1.6, 3: 0.7, 5: -1.1}
     component = sum(weight * float(flat[::step].sum(dtype=torch.float64)) for step, weight in weights.items())
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64)), component
+
+
+def evenly_spaced(x: torch.Tensor, most: int) -> torch.Tensor:
+    """At most so many elements of a tensor, 1-D."""
+    flat = x.reshape(-1)
+    return flat[:: max(1, -(-flat.numel() // most))]
 
 
 def differ(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:

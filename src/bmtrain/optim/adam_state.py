@@ -129,7 +129,7 @@ class AdamLayout:
             states is self._states
             and list(map(len, map(_params_of, groups))) == list(map(len, self._params))
             and all(map(operator.is_, _flat(map(_params_of, groups)), _flat(self._params)))
-            and all(param in states and states[param] is state for param, state in self._shown)
+            and all(states.get(param) is state for param, state in self._shown)
             and all(map(operator.is_, filter(_is_tensor, _flat(s.values() for _, s in self._shown)), _flat(self._views)))
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import evenly_spaced
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime import world
@@ -120,8 +120,7 @@ def _checksum(x: torch.Tensor) -> str:
     x = x.detach()
     if x.is_meta or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized:
         return f"of a {type(x).__name__} on {x.device.type}"
-    flat = x.reshape(-1)
-    sample = flat[:: max(1, math.ceil(flat.numel() / NUM_SAMPLED))].cpu().contiguous()
+    sample = evenly_spaced(x, NUM_SAMPLED).cpu().contiguous()
     return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}" if sample.numel() else "none"
 
 

@@ -148,21 +148,20 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
-    """What sharded tensors are computed with is the same on all ranks, or they hear of it.
+    """What sharded tensors are computed with on slices is the same on all ranks, or they hear of it.
 
-    Numbers of what is not written in place are noted, and compared with what comes next; those on a GPU are not, since the host
-    would wait for each. In place programs mark single ranks: `grad.fill_(inf)` on one must lead all to skip a step.
+    Tensors are compared at once. Numbers are noted, and compared with what comes next; one that lies on a GPU is not looked at,
+    since the host would wait for it.
     """
     if cut.axis.size == 1:
         return
-    numbers: list[float] = []
-    for x in operands:
-        if isinstance(x, torch.Tensor) and not isinstance(x, Slices):
-            if x.numel() > 1:
-                check_alike(_plain(x), cut)
-        elif isinstance(x, int | float):
-            numbers.append(x)
-    if numbers and not _writes(name):
+    ordinary = [x for x in operands if isinstance(x, torch.Tensor) and not isinstance(x, Slices)]
+    for x in ordinary:
+        if x.numel() > 1:
+            check_alike(_plain(x), cut)
+    numbers = [x for x in operands if isinstance(x, int | float)]
+    numbers += [x.item() for x in ordinary if x.numel() == 1 and x.device.type == "cpu"]
+    if numbers:
         cut.note(f"{name} with {', '.join(map(str, numbers))}", cut.axis)
 
 
@@ -210,10 +209,10 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     )
     if not is_known or not rows_fit or any(x.requires_grad and torch.is_grad_enabled() for x in tensors_of((args, kwargs))):
         return NotImplemented
+    keys = set(map(id, columns))
     operands: list[Any] = []  # of the sharded tensors
     for value in (*args[1:], *kwargs.values()):
-        is_column = any(value is column for column in columns)
-        operands += [x for x, like in zip(value, likes, strict=True) if isinstance(like, Slices)] if is_column else [value]
+        operands += [x for x, like in zip(value, likes, strict=True) if isinstance(like, Slices)] if id(value) in keys else [value]
     if not name.endswith("_") and any(isinstance(x, torch.Tensor) and not isinstance(x, Slices) for x in operands):
         return NotImplemented
     first = next((x for x in likes if isinstance(x, Slices)), None)
@@ -221,7 +220,7 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         _check_operands(name, operands, first.cut)
 
     def own(value: Any) -> Any:
-        if not any(value is column for column in columns):
+        if id(value) not in keys:
             return value
         pairs = zip(value, likes, strict=True)
         return [_own(x, like) if isinstance(x, torch.Tensor) and isinstance(like, Slices) else x for x, like in pairs]

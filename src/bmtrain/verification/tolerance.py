@@ -43,6 +43,7 @@ class Allowance:
                 self._largest[alike] = max(self._largest.get(alike, 0.0), _largest(value))
         self._fastest = _largest_moves(reference)
         self._moved: dict[str, torch.Tensor] = {}
+        self._farthest = 0.0
         self._noise: dict[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
 
@@ -61,9 +62,9 @@ class Allowance:
             self._noise[name] = torch.maximum(self._noise.get(name, torch.zeros(())), noise)
         if kind is Kind.PARAMETER:
             allowed = allowed + self._of_steps(step, name, value)
-        if kind is Kind.BUFFER and value.dtype.is_floating_point and self._moved:
+        if kind is Kind.BUFFER and value.dtype.is_floating_point:
             # Computed from parameters: the mean of a BatchNorm from the bias before it, whose gradient is rounding.
-            allowed = allowed + max(_largest(moved) for moved in self._moved.values())
+            allowed = allowed + self._farthest
         if kind is Kind.STATE and self._is_master(name, value):
             allowed = allowed + self._moved[_parameter(name)]
         return allowed
@@ -81,6 +82,7 @@ class Allowance:
             whole = self._fastest[step] if bool((noise >= 1.0).all()) else _largest(now - before)
             moved = moved + 2 * whole * noise
         self._moved[name] = moved
+        self._farthest = max(self._farthest, _largest(moved))
         return moved
 
     def _is_master(self, name: str, value: torch.Tensor) -> bool:
