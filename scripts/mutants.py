@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import concurrent.futures
 import copy
 import dataclasses
 import os
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "mutants.md"
@@ -87,6 +88,14 @@ class Result:
     seconds: float
 
 
+@dataclasses.dataclass(frozen=True)
+class TestFile:
+    """Tests, and how long they take."""
+
+    name: str
+    seconds: float
+
+
 def main() -> int:
     """Plant, test, write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,11 +104,8 @@ def main() -> int:
     )
     parser.add_argument("--count", type=int, default=12, help="how many faults of each, drawn from all that there are (12)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument(
-        "--limit", type=float, default=0.0, help="seconds for the tests of one fault (three times what they take without)"
-    )
     parser.add_argument("--tests", nargs="*", default=None, help="test files in place of the nearest")
-    parser.add_argument("--jobs", type=int, default=2, help="workers of pytest (2)")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run beside each other (2)")
     parser.add_argument("--list", action="store_true", help="print the faults drawn, and plant none")
     args = parser.parse_args()
     faults = [fault for path in args.path for fault in drawn(path, args.count, args.seed)]
@@ -109,19 +115,18 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         base = pathlib.Path(folder, "base")
         copy_tree(ROOT, base)  # once: the files may be edited meanwhile
-        limits: dict[tuple[str, ...], float] = {}
         how = f"--path {' '.join(args.path)} --count {args.count} --seed {args.seed}" + (
             f" --tests {' '.join(args.tests)}" if args.tests else ""
         )
         words = read_words()
         results: list[Result] = []
-        for fault in faults:
-            tests = tuple(args.tests or tests_near(fault.path))
-            if tests not in limits:
-                limits[tests] = args.limit or limit_of(base, tests, args.jobs)
-            results.append(planted(base, fault, tests, limits[tests], args.jobs))
-            print(f"{results[-1].outcome:9s}{results[-1].seconds:5.0f} s  {fault}  [{results[-1].by}]", flush=True)
-            write_table(results, how, words)  # what is known, should this be interrupted
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+            groups = pool.map(lambda group: reaching(base, *group), grouped(faults, args.tests))
+            reach = {fault: tests for group in groups for fault, tests in group.items()}
+            for result in pool.map(lambda fault: planted(base, fault, reach[fault]), faults):
+                results.append(result)
+                print(f"{result.outcome:9s}{result.seconds:5.0f} s  {result.fault}  [{result.by}]", flush=True)
+                write_table(results, how, words)  # what is known, should this be interrupted
     print(counted(results))
     return 0
 
@@ -224,55 +229,78 @@ def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
             shutil.copy2(source / name, target / name)
 
 
-def limit_of(base: pathlib.Path, tests: tuple[str, ...], jobs: int) -> float:
-    """Three times what the tests take without a fault; the script ends if they fail."""
-    began = time.monotonic()
-    outcome, by = _tested(base, tests, 3600.0, jobs)
-    if outcome != "survived":
-        sys.exit(f"the tests fail without a fault: {by}")
-    return 3 * (time.monotonic() - began) + 10
+def grouped(faults: Sequence[Fault], tests: Sequence[str] | None) -> Iterator[tuple[list[Fault], Sequence[str]]]:
+    """Faults that the same tests stand near, and those tests."""
+    groups: dict[tuple[str, ...], list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault(tuple(tests or tests_near(fault.path)), []).append(fault)
+    for near, found in groups.items():
+        yield found, near
 
 
-def planted(base: pathlib.Path, fault: Fault, tests: tuple[str, ...], limit: float, jobs: int) -> Result:
-    """Run the tests on a copy of the tree with the fault in it, until the first fails."""
+def reaching(base: pathlib.Path, faults: Sequence[Fault], tests: Sequence[str]) -> dict[Fault, list[TestFile]]:
+    """Of the test files those that run a fault's statement, the quickest first. The script ends if one fails without a fault."""
+    found: dict[Fault, list[TestFile]] = {fault: [] for fault in faults}
+    with tempfile.TemporaryDirectory(prefix="reach-") as folder:
+        tree, traces = pathlib.Path(folder, "tree"), pathlib.Path(folder, "traces")
+        copy_tree(base, tree)
+        for path in {fault.path for fault in faults}:
+            probes = {
+                number: f"__import__('pathlib').Path({str(traces / str(number))!r}).touch()"
+                for number, fault in enumerate(faults)
+                if fault.path == path
+            }
+            file = tree / path
+            file.write_text(with_probes(file.read_text(encoding="utf-8"), {faults[n].first: x for n, x in probes.items()}))
+        for test in tests:
+            traces.mkdir()
+            began = time.monotonic()
+            outcome, by = _tested(tree, test, 3600.0)
+            if outcome != "survived":
+                sys.exit(f"the tests fail without a fault: {by}")
+            reached = TestFile(test, time.monotonic() - began)
+            for trace in traces.iterdir():
+                found[faults[int(trace.name)]].append(reached)
+            print(f"without a fault{reached.seconds:5.0f} s  {test}: reaches {len(list(traces.iterdir()))}", flush=True)
+            shutil.rmtree(traces)
+    return {fault: sorted(files, key=lambda file: file.seconds) for fault, files in found.items()}
+
+
+def with_probes(text: str, probes: Mapping[int, str]) -> str:
+    """The file's text with a statement in front of the innermost one at each of these lines."""
+    tree = ast.parse(text)
+    for line, probe in probes.items():
+        found: tuple[list[ast.stmt], ast.stmt] | None = None
+        for node in ast.walk(tree):  # from outside inwards
+            for block in (value for _, value in ast.iter_fields(node) if isinstance(value, list)):
+                held = [x for x in block if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or x.lineno)]
+                found = (block, held[-1]) if held else found
+        if found is not None:
+            found[0].insert(found[0].index(found[1]), ast.parse(probe).body[0])
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def planted(base: pathlib.Path, fault: Fault, tests: Sequence[TestFile]) -> Result:
+    """Run the tests that reach it on a copy of the tree with the fault in it, until the first fails."""
+    if not tests:
+        return Result(fault, "unreached", "", 0.0)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = pathlib.Path(folder, "tree")
         copy_tree(base, tree)
         file = tree / fault.path
-        text = file.read_text(encoding="utf-8")
-        file.write_text(with_fault(text, fault), encoding="utf-8")
-        outcome, by = _tested(tree, tests, limit, jobs)
-        if outcome == "survived":
-            file.write_text(with_end(text, fault), encoding="utf-8")
-            if _tested(tree, tests, limit, jobs)[0] == "survived":
-                outcome = "unreached"
+        file.write_text(with_fault(file.read_text(encoding="utf-8"), fault), encoding="utf-8")
+        for test in tests:
+            outcome, by = _tested(tree, test.name, 3 * test.seconds + 10)
+            if outcome != "survived":
+                break
     return Result(fault, outcome, by, time.monotonic() - began)
 
 
-def with_end(text: str, fault: Fault) -> str:
-    """The file's text with an error in front of the statement in which the fault is."""
-
-    class Ender(ast.NodeTransformer):
-        done = False
-
-        def generic_visit(self, node: ast.AST) -> ast.AST:
-            super().generic_visit(node)  # the innermost statement first
-            blocks = [value for _, value in ast.iter_fields(node) if isinstance(value, list)]
-            for block in blocks:
-                held = [x for x in block if isinstance(x, ast.stmt) and x.lineno <= fault.first <= (x.end_lineno or x.lineno)]
-                if held and not self.done:
-                    self.done = True
-                    block.insert(block.index(held[0]), ast.parse('raise AssertionError("reached")').body[0])
-            return node
-
-    return ast.unparse(ast.fix_missing_locations(Ender().visit(ast.parse(text))))
-
-
-def _tested(tree: pathlib.Path, tests: tuple[str, ...], limit: float, jobs: int) -> tuple[str, str]:
+def _tested(tree: pathlib.Path, test: str, limit: float) -> tuple[str, str]:
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}", "OMP_NUM_THREADS": "1"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", str(jobs), "--dist=loadfile", *tests]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     process = subprocess.Popen(
         command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

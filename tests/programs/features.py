@@ -18,6 +18,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "recompute": (False, True, True, "auto"),
     "embedding": ("plain", "plain", "padding_idx", "none", "sparse@sparse", "max_norm@max_norm"),
     "tie": ("none", "none", "head", "objects", "module"),
+    "positions": ("none", "none", "none", "row_by_row", "where", "gated"),
     "freeze": ("none", "none", "before", "after", "mid", "attribute@freeze_attribute"),
     "order": ("forward", "forward", "reversed", "repeated", "skipped", "changing"),
     "micro": (1, 1, 2),

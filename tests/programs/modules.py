@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -216,6 +217,18 @@ class Net(nn.Module):
         if spec["tie"] == "head" and self.embedding is not None:
             self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.tensor([0.7]))
+        self.position = None if spec["positions"] == "none" else nn.Parameter(torch.randn(LENGTH, DIM))
+
+    def placed(self, x: torch.Tensor) -> torch.Tensor:
+        """Every row, of the shape of the positions, beside them: which rows there are, each rank knows by itself."""
+        if self.position is None:
+            return x
+        rules: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+            "row_by_row": lambda row, position: row + position,
+            "where": lambda row, position: torch.where(row > 0, row, position),
+            "gated": lambda row, position: row + position * torch.sigmoid(row.mean()),
+        }
+        return torch.stack([rules[self.spec["positions"]](row, self.position) for row in x])
 
     def order(self, step: int) -> list[int]:
         numbers = list(range(len(self.layers)))
@@ -234,6 +247,7 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
         dtype = self.scale.dtype
         x = F.one_hot(tokens % DIM, DIM).to(dtype) if self.embedding is None else self.embedding(tokens)
+        x = self.placed(x)
         for number in self.order(step):
             x = self.layers[number](x)
         return self.head(self.norm(x) * self.scale)
