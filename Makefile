@@ -38,7 +38,7 @@ lint:
 	@scripts/with-python test -m ruff check .
 	@scripts/with-python test -m ruff format --check .
 	@scripts/with-python test -m mypy
-	@MYPYPATH=benchmarks scripts/with-python test -m mypy benchmarks  # apart: examples/ has a `models` too
+	@MYPYPATH=benchmarks scripts/with-python test -m mypy benchmarks tests/benchmarks  # apart: examples/ has a `models` too
 
 format:
 	@scripts/with-python test -m ruff check --fix .

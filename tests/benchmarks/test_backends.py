@@ -128,10 +128,12 @@ class Engine:
 def test_the_calls_of_deepspeed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made on a stand-in, as a machine need not have it: the loss falls, with everything recomputed."""
     calls: list[str] = []
-    zero = types.SimpleNamespace(
-        Init=lambda config_dict_or_path, dtype: torch.device("cpu"),
-        GatheredParameters=lambda params, modifier_rank: contextlib.nullcontext(calls.append(f"{len(params)} of {modifier_rank}")),
-    )
+
+    def gathered(params: list[nn.Parameter], modifier_rank: int) -> contextlib.AbstractContextManager[None]:
+        calls.append(f"{len(params)} of {modifier_rank}")
+        return contextlib.nullcontext()
+
+    zero = types.SimpleNamespace(Init=lambda config_dict_or_path, dtype: torch.device("cpu"), GatheredParameters=gathered)
 
     def initialize(model: nn.Module, config: dict[str, Any], model_parameters: Any) -> tuple[Any, ...]:
         assert config["zero_optimization"]["stage"] == 3

@@ -14,7 +14,7 @@ import json
 import pathlib
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sentencepiece
@@ -160,7 +160,7 @@ def boolq(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def story(rng: random.Random, frames: Sequence[str], words: dict[str, Sequence[str]], length: int) -> list[str]:
+def story(rng: random.Random, frames: Sequence[str], words: Mapping[str, Sequence[str]], length: int) -> list[str]:
     """`length` sentences about two people."""
     first, second = rng.sample(words["person"], 2)
     chosen = {key: rng.choice(words[key]) for key in words if key != "person"}

@@ -50,7 +50,7 @@ def names(path: str) -> list[str]:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """Records in order, over blocks; the writer's counts; the layout of the file."""
-    records = [{"text": "x" * length, "ids": torch.arange(length)} for length in range(8)]
+    records: list[dict[str, Any]] = [{"text": "x" * length, "ids": torch.arange(length)} for length in range(8)]
     with build_dataset(str(tmp_path), "a", block_size=256) as dataset:
         for record in records:
             dataset.write(record)
@@ -425,17 +425,17 @@ def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Pickled meta data and records, put together by hand; their class is pickled in either way that fits its description."""
     module = types.ModuleType("model_center.dataset.distributed_dataset")
     namespace: dict[str, Any] = {"__module__": module.__name__, "__init__": lambda self, *fields: setattr(self, "fields", fields)}
-    kind = type("FileInfo", (), namespace)
+    kind: Any = type("FileInfo", (), namespace)
     if request.param == "state":
-        kind.__getstate__ = lambda self: self.fields  # type: ignore[attr-defined]
-        kind.__setstate__ = lambda self, state: None  # type: ignore[attr-defined]
+        kind.__getstate__ = lambda self: self.fields
+        kind.__setstate__ = lambda self, state: None
     else:
 
         def _load_from_state(cls: type, version: int, fields: tuple[Any, ...]) -> Any:
             return cls(*fields)
 
-        kind._load_from_state = classmethod(_load_from_state)  # type: ignore[attr-defined]
-        kind.__reduce__ = lambda self: (kind._load_from_state, (1, self.fields))  # type: ignore[attr-defined, method-assign, assignment]
+        kind._load_from_state = classmethod(_load_from_state)
+        kind.__reduce__ = lambda self: (kind._load_from_state, (1, self.fields))
     module.FileInfo = kind  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     blocks = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pathlib
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +21,14 @@ FOLDERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 WORDS = ["<unk>", "<s>", "<eod>", "<pad>", "</_>", "</n>", "今天", "天", "气", "好", "a", "abc", "b", "A", "!", "学校"]
 
 
-def cpm1(folder: pathlib.Path, words: list[str] = WORDS, **options: object) -> CPM1Tokenizer:
+def cpm1(folder: pathlib.Path, words: list[str] = WORDS, **options: Any) -> CPM1Tokenizer:
     """A tokenizer over `words`."""
     file = folder / "vocab.txt"
     file.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return CPM1Tokenizer(file, **options)
 
 
-def cpm2(folder: pathlib.Path, **options: object) -> CPM2Tokenizer:
+def cpm2(folder: pathlib.Path, **options: Any) -> CPM2Tokenizer:
     """A tokenizer over `WORDS`, with CPM-2's tokens for blanks and three sentinels, ids 16 to 18."""
     words = [{"</_>": "\u2582", "</n>": "\u2583"}.get(word, word) for word in WORDS] + ["<s_0>", "<s_1>", "<s_2>"]
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
@@ -74,7 +76,7 @@ def test_cpm1_names_and_sizes(tmp_path: pathlib.Path) -> None:
     assert (tokenizer.vocab_size, len(tokenizer), tokenizer.model_max_length) == (16, 18, 9)
     assert (tokenizer.unk_id, tokenizer.eod_id, tokenizer.pad_id) == (0, 2, 3)
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 2, 3)
-    assert tokenizer.convert_ids_to_tokens([6, 7]) == tokenizer.convert_ids_to_tokens(torch.tensor([6, 7])) == ["今天", "天"]
+    assert tokenizer.convert_ids_to_tokens([6, 7]) == tokenizer.convert_ids_to_tokens(torch.tensor([6, 7])) == ["今天", "天"]  # type: ignore[call-overload]
     assert tokenizer.convert_tokens_to_ids(["天", "猫"]) == [7, 0]
     assert tokenizer.check("今天")
     assert not tokenizer.check("猫")
@@ -99,7 +101,7 @@ def test_cpm1_makes_batches(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("make", [cpm1, cpm2])
-def test_cpm_survives_saving_and_pickling(tmp_path: pathlib.Path, make: object) -> None:
+def test_cpm_survives_saving_and_pickling(tmp_path: pathlib.Path, make: Callable[..., Any]) -> None:
     """A saved tokenizer encodes as before, with its options; so does a pickled one."""
     (tmp_path / "first").mkdir()
     tokenizer = make(tmp_path / "first", q2b=True)
@@ -129,7 +131,8 @@ def test_cpm2_has_sentinels_and_blanks_of_its_own(tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize("name", ["cpm1", "cpm2"])
 def test_the_stored_vocabularies_know_the_chinese_corpus(name: str) -> None:
     """No unknown character, and the text comes back."""
-    tokenizer = {"cpm1": CPM1Tokenizer, "cpm2": CPM2Tokenizer}[name].from_pretrained(FOLDERS / name)
+    kinds: dict[str, type[CPM1Tokenizer | CPM2Tokenizer]] = {"cpm1": CPM1Tokenizer, "cpm2": CPM2Tokenizer}
+    tokenizer = kinds[name].from_pretrained(FOLDERS / name)
     text = "\n".join((FOLDERS.parent / "corpus" / "chinese.txt").read_text(encoding="utf-8").splitlines()[:20])
     ids = tokenizer.encode(text)
     assert tokenizer.unk_id not in ids

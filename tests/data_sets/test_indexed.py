@@ -86,7 +86,8 @@ def test_writes_what_is_written_by_hand(tmp_path: Path, code: int) -> None:
     want = write_by_hand(tmp_path / "want", ROWS, code)
     with make_builder(str(tmp_path / "got.bin"), "mmap", dtype=np.dtype(CODES[code])) as builder:
         for number, row in enumerate(ROWS):
-            builder.add_item([row, np.array(row, np.int64), torch.tensor(row)][number % 3])
+            forms: list[Any] = [row, np.array(row, np.int64), torch.tensor(row)]
+            builder.add_item(forms[number % 3])
             if number % 2:
                 builder.end_document()
         builder.finalize(str(tmp_path / "got.idx"))
@@ -102,7 +103,7 @@ def test_indices_of_every_kind(tmp_path: Path) -> None:
         assert dataset[index].tolist() == ROWS[3]
     for cut in (slice(1, 3), slice(None), slice(None, None, -2), slice(5, 9)):
         assert [row.tolist() for row in dataset[cut]] == ROWS[cut]
-    assert [row.tolist() for row in dataset] == ROWS
+    assert [row.tolist() for row in dataset] == ROWS  # type: ignore[attr-defined]  # Python iterates by `__getitem__`
     for index in (4, -5, np.int64(4)):
         with pytest.raises(IndexError, match="it has 4"):
             dataset[index]

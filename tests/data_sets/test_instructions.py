@@ -6,6 +6,7 @@ import copy
 import json
 import pathlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +20,13 @@ from model_center.errors import DataError
 from model_center.tokenizer import CPM1Tokenizer, GPT2Tokenizer, LlamaTokenizer
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
-LLAMA = LlamaTokenizer.from_pretrained(DATA / "tokenizers" / "llama")
-GPT2 = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+LLAMA: Any = LlamaTokenizer.from_pretrained(DATA / "tokenizers" / "llama")
+GPT2: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+
+
+def items_of(dataset: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """All items in order. Python iterates by `__getitem__`, which torch does not declare."""
+    return iter(dataset)
 
 
 def learnt(item: dict[str, torch.Tensor]) -> list[int]:
@@ -39,7 +45,7 @@ def messages(name: str) -> list[list[dict[str, str]]]:
 def test_a_chat_template_decides_the_text_and_answers_are_learnt(name: str) -> None:
     """The whole conversation is read; each answer, and the token that ends it, is learnt."""
     items = InstructionDataset(DATA / "chat" / name, LLAMA, 512)
-    for item, conversation in zip(items, messages(name), strict=True):
+    for item, conversation in zip(items_of(items), messages(name), strict=True):
         text = LLAMA.apply_chat_template(conversation, tokenize=False)
         assert item["input_ids"].tolist() == LLAMA.encode(text, add_special_tokens=False)
         assert item["input_length"] == len(item["input_ids"])
@@ -63,12 +69,12 @@ def test_without_a_template_there_are_headings() -> None:
 def test_long_conversations_lose_their_end() -> None:
     """Ids and targets alike; the last place has nothing to predict."""
     whole, cut = (InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, length) for length in (512, 40))
-    for long, short in zip(whole, cut, strict=True):
+    for long, short in zip(items_of(whole), items_of(cut), strict=True):
         length = min(40, len(long["input_ids"]))
         assert short["input_ids"].tolist() == long["input_ids"][:40].tolist()
         assert short["targets"].tolist() == [*long["targets"][: length - 1].tolist(), -100]
         assert short["input_length"] == length
-    assert any(len(item["input_ids"]) == 40 for item in cut)
+    assert any(len(item["input_ids"]) == 40 for item in items_of(cut))
 
 
 def test_batches_are_padded() -> None:
@@ -78,7 +84,7 @@ def test_batches_are_padded() -> None:
     past = torch.arange(batch["input_ids"].shape[1]) >= batch["input_length"][:, None]
     assert past.any()
     assert (batch["targets"][past] == -100).all()
-    assert [row[row >= 0].tolist() for row in batch["targets"]] == [learnt(item) for item in items]
+    assert [row[row >= 0].tolist() for row in batch["targets"]] == [learnt(item) for item in items_of(items)]
 
 
 def test_packed_rows_are_their_samples() -> None:
@@ -89,7 +95,7 @@ def test_packed_rows_are_their_samples() -> None:
     assert packed.num_without_answer == 0
     assert len(packed) < len(samples)
     assert packed.rows == PackedSamples(samples, 160).rows
-    for item, numbers in zip(packed, packed.rows, strict=True):
+    for item, numbers in zip(items_of(packed), packed.rows, strict=True):
         assert item["input_length"] == len(item["input_ids"]) <= 160
         for segment, number in enumerate(numbers, start=1):
             here = item["segments"] == segment
@@ -108,7 +114,7 @@ def test_a_model_sees_samples_apart_in_a_packed_row() -> None:
     (numbers, *_), row = packed.rows, packed[0]
     assert len(numbers) > 1
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
+    config = transformers.GPT2Config(  # type: ignore[call-arg]  # every configuration takes attn_implementation
         vocab_size=len(GPT2), n_embd=32, n_layer=2, n_head=2, n_positions=256, attn_implementation="eager"
     )
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -186,7 +192,7 @@ def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
         PackedSamples(samples, 32)
     with pytest.raises(DataError, match="no sample has an answer within its first 4 tokens"):
         PackedSamples(InstructionDataset(DATA / "chat" / "val.jsonl", GPT2, 4), 32)
-    tokenizer = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+    tokenizer: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
     tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="rewrites earlier messages"):
         InstructionDataset(DATA / "chat" / "val.jsonl", tokenizer, 64)[0]

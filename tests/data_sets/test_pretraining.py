@@ -114,7 +114,8 @@ def test_packed_rows_through_the_loader(tmp_path: Path, workers: int) -> None:
 
 def test_packed_bad_arguments(tmp_path: Path) -> None:
     """Nothing to predict, no length, no such row."""
-    for documents in ([], [[[1]]], [[[]], [[]]]):
+    collections: tuple[list[list[list[int]]], ...] = ([], [[[1]]], [[[]], [[]]])
+    for documents in collections:
         with pytest.raises(DataError, match="expected at least two"):
             PackedDataset(build(tmp_path / "a", documents), 4)
     indexed = build(tmp_path / "b", [[[1, 2, 3]]])

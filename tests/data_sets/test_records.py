@@ -12,7 +12,7 @@ import torch
 from model_center.dataset import records
 from model_center.errors import DataError
 
-PLAIN = [
+PLAIN: list[Any] = [
     None,
     True,
     False,

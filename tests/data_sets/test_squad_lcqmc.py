@@ -174,8 +174,8 @@ def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: pathlib.P
 
 def test_words_of_lcqmc_are_looked_up() -> None:
     """Two ids of a small vocabulary; of one as large as the published, ModelCenter's."""
-    assert cpm1dataset.LCQMC_Dataset.get_verbalizer(CPM1) == CPM1.convert_tokens_to_ids(["不同", "相同"])
-    assert cpm2dataset.LCQMC_Dataset.get_verbalizer(CPM2) == CPM2.convert_tokens_to_ids(["否", "是"])
+    assert cpm1dataset.LCQMC_Dataset.get_verbalizer(CPM1) == CPM1.convert_tokens_to_ids(["不同", "相同"])  # type: ignore[arg-type]
+    assert cpm2dataset.LCQMC_Dataset.get_verbalizer(CPM2) == CPM2.convert_tokens_to_ids(["否", "是"])  # type: ignore[arg-type]
     large: Any = types.SimpleNamespace(vocab_size=30000)
     assert cpm1dataset.LCQMC_Dataset.get_verbalizer(large) == [15682, 16357]
     assert cpm2dataset.LCQMC_Dataset.get_verbalizer(large) == [1744, 24]

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import gradient_memory, sharded_parameter
 
 import bmtrain as bmt
 from bmtrain.runtime import world
@@ -104,7 +105,7 @@ def compare_compiled() -> None:
                 param.grad = None
             got = gradients(layers, x)
             params = list(layers.parameters())
-            for mine, full, param in zip(got, want, params, strict=True):
+            for mine, full, param in zip(got, want, map(sharded_parameter, params), strict=True):
                 piece = param.storage_of.piece(param.index_in_storage)
                 part = full.reshape(-1)[piece.start : piece.stop] * bmt.world_size()
                 if part.numel():
@@ -179,7 +180,7 @@ def peaks_of_forward() -> tuple[int, int, int]:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated())
         loss.backward()
-    return peaks[1], peaks[2], sum(block.storages[0].gradient.flat.nbytes for block in layers)
+    return peaks[1], peaks[2], sum(gradient_memory(block).nbytes for block in layers)
 
 
 def test_cleared_gradients_leave_their_memory_to_activations() -> None:

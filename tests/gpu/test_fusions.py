@@ -10,6 +10,7 @@ from tests.kernels import test_norm as norms
 from tests.unit import test_fusions as layers
 
 from bmtrain.block import fusions
+from bmtrain.kernels import norm as kernels
 from bmtrain.kernels.gelu import gelu_backward, gelu_backward_reference
 from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm, norm_backward, norm_backward_reference
 
@@ -51,7 +52,7 @@ def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-3)  # of numbers in fp32
     residual = arguments[5]
     columns = [tensor for tensor in (got[0], residual) if tensor is not None]  # of its own numbers, rounded as they are
-    own = norms.norm._sums([norms.norm._rows(tensor, case["n"]) for tensor in columns], case["n"])
+    own = kernels._sums([kernels._rows(tensor, case["n"]) for tensor in columns], case["n"])
     torch.testing.assert_close(got[2], own, rtol=1e-4, atol=1e-3)
     assert all(torch.equal(one, other) for one, other in zip(got, norm_backward(*arguments), strict=True)), "other bits each time"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.gpu.test_engine import forbid_waiting, on_gpus
 from tests.ranks import models
+from tests.tensors import grad_of
 
 import bmtrain as bmt
 from bmtrain.kernels import cross_entropy as kernels
@@ -51,7 +53,8 @@ def test_kernels_equal_twins(dtype: torch.dtype, num_columns: int, padding: int)
         if num_columns > 1:
             logits[0, : num_columns - 1] = -torch.inf
         weight = random(num_columns, dtype=arithmetic).abs() if weighted else None
-        factors = RowFactors(*random(3, 33, dtype=arithmetic).abs().unbind(0), torch.randint(-1, num_columns, (33,), device="cuda"))
+        mass, smooth, hit = random(3, 33, dtype=arithmetic).abs().unbind(0)
+        factors = RowFactors(mass, smooth, hit, torch.randint(-1, num_columns, (33,), device="cuda"))
         factors.smooth.mul_(0.1 * smoothed)
         for each in factors[:3]:
             each[3] = 0
@@ -61,7 +64,7 @@ def test_kernels_equal_twins(dtype: torch.dtype, num_columns: int, padding: int)
             torch.testing.assert_close(got_part, want_part, rtol=ROUNDING[arithmetic] * 3, atol=ROUNDING[arithmetic])
         gradient = kernels.row_gradient_by_torch(logits, want, factors, weight, smoothed=smoothed)
         # Two roundings to `dtype` may differ by a place; before, terms of opposite sign were added up in `arithmetic`.
-        close = {"rtol": ROUNDING[dtype] * 2, "atol": ROUNDING[arithmetic]}
+        close: dict[str, Any] = {"rtol": ROUNDING[dtype] * 2, "atol": ROUNDING[arithmetic]}
         own = kernels.row_gradient(logits, got, factors, weight, smoothed=smoothed)
         logits[3, 0] = torch.inf
         kernels.row_gradient_(logits, got, factors, weight, smoothed=smoothed)
@@ -96,8 +99,8 @@ def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
     want = F.cross_entropy(twin, targets, label_smoothing=0.1)
     want.backward()
     models.assert_same(loss.detach().double(), want.detach(), "loss", 2e-6)
-    models.assert_same(logits.grad.double(), twin.grad, "gradient", ROUNDING[dtype])
-    assert_each_same(logits.grad, twin.grad)
+    models.assert_same(grad_of(logits).double(), twin.grad, "gradient", ROUNDING[dtype])
+    assert_each_same(grad_of(logits), grad_of(twin))
 
 
 def head(rows: int, dim: int, classes: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -178,7 +181,7 @@ def test_compiled_losses(dtype: torch.dtype) -> None:
             given = [tensor.detach().requires_grad_() for tensor in given]
             loss = call(*given, targets)
             loss.backward()
-            answers.append((loss.detach(), [tensor.grad for tensor in given]))
+            answers.append((loss.detach(), [grad_of(tensor) for tensor in given]))
         models.assert_same(answers[1][0], answers[0][0], "loss", 2e-6)
         for got, want in zip(answers[1][1], answers[0][1], strict=True):
             models.assert_same(got, want, "gradient", 2 * ROUNDING[dtype])

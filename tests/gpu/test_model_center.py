@@ -55,8 +55,12 @@ def test_kernels_compute_what_the_formula_says(name: str, biased: bool, key_head
         wide.append(torch.randn(1, HEADS, TOKENS, TOKENS, device="cuda", requires_grad=True))
     narrow = [x.detach().to(dtype).requires_grad_() for x in wide]
     mask, towards = MASKS[name](), torch.randn(shapes[0], device="cuda")
-    expected, _ = attend_visibly(*wide[:3], mask, *wide[3:])
-    found = attend(*narrow[:3], mask, *narrow[3:])
+
+    def arguments(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+        return (*tensors[:3], mask, *tensors[3:])
+
+    expected, _ = attend_visibly(*arguments(wide))
+    found = attend(*arguments(narrow))
     (expected * towards).sum().backward()
     (found.float() * towards).sum().backward()
     pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(narrow, wide, strict=True))]

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import bmtrain as bmt
+from bmtrain.verification import Program
 
 pytestmark = pytest.mark.gpu
 SIZES = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
@@ -149,7 +150,7 @@ def test_parameters_look_whole(program: Callable[[], None], size: int) -> None:
 
 
 @pytest.mark.parametrize("program", [subjects.correct, subjects.gpt2_example, subjects.llama_on_a_gpu, subjects.bert])
-def test_verified(program: Callable[[], bmt.verify.Program]) -> None:
+def test_verified(program: Callable[[], Program]) -> None:
     """Ranks on GPUs beside one process on a GPU."""
     report = bmt.verify(program, ranks=SIZES[-1], device="cuda")
     assert report, str(report)

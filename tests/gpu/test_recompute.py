@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import own_slice
 
 import bmtrain as bmt
 from bmtrain.block.planner import Planners
@@ -56,7 +57,7 @@ def step(blocks: bmt.TransformerBlockList, rows: int) -> tuple[torch.Tensor, lis
     out = blocks(x * 1.5)
     out.float().square().mean().backward()
     assert x.grad is not None
-    return out.detach(), [x.grad, *(param.grad.local.clone() for param in blocks.parameters() if param.grad is not None)]
+    return out.detach(), [x.grad, *(own_slice(param.grad).clone() for param in blocks.parameters() if param.grad is not None)]
 
 
 def compare_levels() -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.gpu.test_engine import STEPS, train_odd
 from tests.ranks import models
 from tests.ranks.runner import RankFailure, run_ranks
+from tests.tensors import gradient_memory, source_of
 
 import bmtrain as bmt
 from bmtrain.distributed import collectives
@@ -76,12 +77,13 @@ def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[tor
     engine = world.current().service(Engine)
     full = []
     for block in model:
+        assert isinstance(block, bmt.Block)
         (storage,) = block.storages
         with torch.no_grad():
             storage.shard.add_(0.001 * bmt.rank())
         engine.transport.fence()
         buffer = torch.empty(storage.layout.numel, dtype=storage.dtype, device=bmt.device())
-        engine.transport.streams.compute_waits(engine.transport.gather(buffer, storage.residence._source, storage.axis, None))
+        engine.transport.streams.compute_waits(engine.transport.gather(buffer, source_of(block), storage.axis, None))
         full.append(buffer.cpu())
     gradients = []
     for seed in (1, 2, 1):
@@ -89,7 +91,7 @@ def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[tor
         model.zero_grad()
         for _ in range(2):  # accumulated
             model(torch.randn(256, DIM, device=bmt.device()).bfloat16()).float().square().mean().backward()
-        gradients.append([block.storages[0].gradient.flat.cpu() for block in model])
+        gradients.append([gradient_memory(block).cpu() for block in model])
     return full, gradients, bool(engine.transport._exchanges)
 
 

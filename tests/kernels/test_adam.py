@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_dtypes_together() -> None:
 
 @pytest.mark.parametrize("verdict", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("path", [adamw_reference, adamw_triton, adamw_update])
-def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path: object, verdict: float) -> None:
+def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path: Callable[..., None], verdict: float) -> None:
     """Bit by bit, though the gradients too are not finite."""
     state = State(torch.float16, torch.float16)
     state.grad.fill_(verdict)

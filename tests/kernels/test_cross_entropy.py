@@ -98,7 +98,8 @@ def test_twins_equal_the_formula(num_columns: int, weighted: bool) -> None:
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_no_row_and_one(num_rows: int) -> None:
     logits = random(num_rows, 23, dtype=torch.float32)
-    factors = RowFactors(*torch.ones(3, num_rows).unbind(0), torch.zeros(num_rows, dtype=torch.int64))
+    mass, smooth, hit = torch.ones(3, num_rows).unbind(0)
+    factors = RowFactors(mass, smooth, hit, torch.zeros(num_rows, dtype=torch.int64))
     sums = kernels.row_sums_by_triton(logits, None, smoothed=True)
     gradient = kernels.row_gradient_by_triton(logits, sums, factors, None, smoothed=False)
     want = kernels.row_gradient_by_torch(logits, sums, factors, None, smoothed=False)

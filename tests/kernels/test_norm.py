@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,12 +52,9 @@ class Case:
         self.mean = x.mean(-1, keepdim=True).float() if centered else None
         spread = x.var(-1, keepdim=True, correction=0) if centered else x.square().mean(-1, keepdim=True)
         self.rstd = (spread + EPS).rsqrt().float()
-        leaves = [
-            x.requires_grad_(),
-            self.weight.double().requires_grad_(),
-            torch.zeros(n, dtype=torch.float64, requires_grad=True),
-        ]
-        out = F.layer_norm(x, (n,), *leaves[1:], EPS) if centered else F.rms_norm(x, (n,), leaves[1], EPS) + leaves[2]
+        weight, bias = self.weight.double().requires_grad_(), torch.zeros(n, dtype=torch.float64, requires_grad=True)
+        leaves = [x.requires_grad_(), weight, bias]
+        out = F.layer_norm(x, (n,), weight, bias, EPS) if centered else F.rms_norm(x, (n,), weight, EPS) + bias
         self.want = list(torch.autograd.grad(out, leaves, sum(part.double() for part in self.grads)))  # type: ignore[arg-type]
         if self.residual is not None:
             self.want[0] = self.want[0] + self.residual.double()
@@ -65,7 +64,7 @@ class Case:
         return self.grads, self.inputs, self.weight, self.mean, self.rstd, self.residual, True, self.residual is not None
 
 
-CASES = [
+CASES: list[dict[str, Any]] = [
     {"num_grads": 1, "num_inputs": 1, "centered": True, "residual": False, "rows": 5, "n": 7},
     {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 300, "n": 48},
     {"num_grads": 1, "num_inputs": 2, "centered": True, "residual": True, "rows": 3, "n": 1030},
@@ -108,9 +107,9 @@ def test_kernel_equals_twin(case: dict[str, Any], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("asked", [(False, False), (True, False), (False, True)])
 def test_only_the_sums_that_are_asked_for(asked: tuple[bool, bool]) -> None:
-    arguments = Case(torch.float32, **CASES[1]).arguments[:-2]
-    every = norm_backward_reference(Terms(*arguments, True, True))[2]
-    terms = Terms(*arguments, *asked)
+    both = Terms(*Case(torch.float32, **CASES[1]).arguments)
+    every = norm_backward_reference(both)[2]
+    terms = dataclasses.replace(both, sums_result=asked[0], sums_residual=asked[1])
     for run in (norm_backward_reference, norm_backward_by_triton):
         torch.testing.assert_close(run(terms)[2], every[torch.tensor(asked)], rtol=1e-5, atol=1e-5)
 
@@ -119,7 +118,7 @@ def test_the_operator_is_well_declared() -> None:
     torch.library.opcheck(torch.ops.bmtrain.norm_backward.default, Case(torch.float32, **CASES[2]).arguments)
 
 
-FORWARD = [
+FORWARD: list[dict[str, Any]] = [
     {"num_inputs": 1, "centered": True, "has_bias": True, "rows": 5, "n": 7},
     {"num_inputs": 2, "centered": True, "has_bias": True, "rows": 30, "n": 48},
     {"num_inputs": 2, "centered": False, "has_bias": False, "rows": 3, "n": 1030},
@@ -192,10 +191,11 @@ def test_strides_do_not_matter() -> None:
     def strided(tensor: Any) -> Any:
         return torch.stack([tensor, torch.full_like(tensor, 7.0)], -1)[..., 0]
 
-    for arguments, kernel, case in (
+    kernels: tuple[tuple[tuple[Any, ...], Callable[[Any], Any], type], ...] = (
         (forward_arguments(torch.float32, **FORWARD[1]), norm_by_triton, Norm),
         (Case(torch.float32, **CASES[1]).arguments, norm_backward_by_triton, Terms),
-    ):
+    )
+    for arguments, kernel, case in kernels:
         spread = torch.utils._pytree.tree_map_only(torch.Tensor, strided, arguments)
         for got, want in zip(kernel(case(*spread)), kernel(case(*arguments)), strict=True):
             assert torch.equal(got, want)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import parity
+from tests.tensors import grad_of
 
 from model_center.errors import ConfigError, InputError
 from model_center.model.base import BaseModel
@@ -137,7 +138,7 @@ def check_class_head(family: Family, folder: pathlib.Path) -> None:
     parity.assert_close(out.logits, torch.nn.functional.linear(out.last_hidden_state, **head), "scores of classes")
     assert classifier.cls_projection.weight.std() > 0.001
     out.logits.square().sum().backward()
-    assert classifier.cls_projection.weight.grad.any() and classifier.input_embedding.weight.grad.any()
+    assert grad_of(classifier.cls_projection.weight).any() and grad_of(classifier.input_embedding.weight).any()
 
 
 def check_errors(family: Family, folder: pathlib.Path) -> None:

@@ -14,12 +14,12 @@ from tests.models import parity
 
 from model_center.model.outputs import BaseModelOutput
 
-Seen = Callable[[int, int, int], bool]  # row, query, key
+Seen = Callable[[int, int, int], bool | torch.Tensor]  # row, query, key
 Bias = Callable[[int, int, int], torch.Tensor]  # row, query, key -> (heads,)
 Shapes = dict[str, tuple[int, ...]]
 
 VOCAB, DIM, HEADS, HEAD, WIDE, BUCKETS, FAR = 50, 24, 3, 5, 20, 8, 13
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "dim_model": DIM, "num_heads": HEADS, "dim_head": HEAD, "dim_ff": WIDE,
     "position_bias_num_buckets": BUCKETS, "position_bias_max_distance": FAR, "half": False,
 }  # fmt: skip

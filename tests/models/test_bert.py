@@ -15,7 +15,9 @@ import bmtrain as bmt
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.model.bert import Bert, BertConfig
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,
+}  # fmt: skip
 SIDES = ("none", "left", "right")
 OTHER_LOSSES = ("cls.seq_relationship", "bert.pooler")  # parts of theirs that the language model's loss does not reach
 
@@ -167,7 +169,7 @@ def test_a_deep_copy_is_independent(pair: tuple[Bert, Any]) -> None:
 
 
 def test_dropout_is_for_training_only() -> None:
-    sizes = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1}
+    sizes: dict[str, Any] = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1}
     model = Bert(BertConfig(**sizes, dropout_p=0.5, half=False))
     ids = parity.token_ids(1, 6)
     assert not torch.equal(model(ids).logits, model(ids).logits)

@@ -30,7 +30,9 @@ from model_center.model.vit import ViT, VitConfig
 
 SIZES: dict[str, Any] = {"vocab_size": 61, "dim_model": 18, "num_heads": 3, "dim_head": 6, "dim_ff": 20, "half": False}
 LAYERS = SIZES | {"num_layers": 2}
-SMALL_VIT = {"img_size": 6, "patch_size": 2, "hidden_size": 18, "num_heads": 3, "mlp_size": 20, "num_layers": 1, "half": False}
+SMALL_VIT: dict[str, Any] = {
+    "img_size": 6, "patch_size": 2, "hidden_size": 18, "num_heads": 3, "mlp_size": 20, "num_layers": 1, "half": False,
+}  # fmt: skip
 IDS = parity.token_ids(2, 8)
 
 
@@ -137,7 +139,7 @@ def test_the_widest_dtype_holds_all(tmp_path: pathlib.Path) -> None:
 def test_a_model_with_another_layer_inside_is_not_written(tmp_path: pathlib.Path) -> None:
     """Adapters that were not merged: transformers would draw the weights at random that it does not find."""
     model = llama()
-    attention = model.encoder.layers[1].self_att.self_attention
+    attention: Any = model.get_submodule("encoder.layers.1.self_att.self_attention")
     original, attention.project_q = attention.project_q, torch.nn.Sequential(attention.project_q)
     name = r"encoder\.layers\.1\.self_att\.self_attention\.project_q\.weight"
     with pytest.raises(WeightsError, match=rf"no '{name}' to be written as 'model\.layers\.1\.self_attn\.q_proj.*merge"):
@@ -149,7 +151,7 @@ def test_a_model_with_another_layer_inside_is_not_written(tmp_path: pathlib.Path
 
 def refused_on_all(folder: str) -> list[str]:
     """What every rank is told of a configuration that rank 1 alone cannot read, or asks for with a misspelt name."""
-    own = {"half_": True} if bmt.rank() == 1 else {}
+    own: dict[str, Any] = {"half_": True} if bmt.rank() == 1 else {}
     messages = []
     for call in (
         lambda: Llama.from_pretrained(f"{folder}/{bmt.rank()}"),
@@ -201,15 +203,17 @@ def test_a_cache_of_one_row_can_be_that_of_several() -> None:
 
 
 def test_positions_that_count_from_the_padding_need_it() -> None:
-    model = Roberta(RobertaConfig(**LAYERS, position_size=12, pad_token_id=None))
+    model = Roberta(RobertaConfig(**LAYERS, position_size=12, pad_token_id=None))  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"pad_token_id is None"):
         model(IDS)
 
 
 def test_ids_of_special_tokens_survive(tmp_path: pathlib.Path) -> None:
     """Through our configuration and back, by `save_pretrained` and by conversion to ModelCenter's format and on."""
-    ids = {"bos_token_id": 7, "eos_token_id": [9, 11], "pad_token_id": 5}
-    sizes = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids: dict[str, Any] = {"bos_token_id": 7, "eos_token_id": [9, 11], "pad_token_id": 5}
+    sizes: dict[str, Any] = {
+        "vocab_size": 61, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
+    }  # fmt: skip
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)).save_pretrained(tmp_path / "start")
     Llama.from_pretrained(tmp_path / "start", dtype="float32").save_pretrained(tmp_path / "saved")
     convert_to(tmp_path / "start", tmp_path / "ours", "model_center")

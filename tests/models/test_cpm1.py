@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import cpm, parity
+from tests.tensors import grad_of
 
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.model.cpm1 import CPM1, CPM1Config
@@ -139,7 +140,7 @@ def test_surface(tmp_path: pathlib.Path) -> None:
 def test_all_buckets_learn(tmp_path: pathlib.Path) -> None:
     model, _ = made(tmp_path)
     model(parity.token_ids(2, 30, high=cpm.VOCAB), context=torch.ones(2, 30)).logits.square().sum().backward()
-    learns = model.position_bias.relative_attention_bias.grad.any(-1).tolist()
+    learns = grad_of(model.get_parameter("position_bias.relative_attention_bias")).any(-1).tolist()
     assert learns == [row != cpm.BUCKETS // 2 for row in range(cpm.BUCKETS)]  # that row is for keys 0 tokens after the query
 
 

@@ -14,7 +14,7 @@ from model_center.errors import ConfigError, InputError
 from model_center.model.cpm3 import CPM3, CPM3Config
 
 DEPTH, LENGTH, PROMPT, PROMPTS, SEGMENTS = 2, 10, 3, 2, 4
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "num_layers": DEPTH, "prompt_types": PROMPTS, "prompt_length": PROMPT, "segment_types": SEGMENTS,
     "position_bias_num_buckets": cpm.BUCKETS, "position_bias_max_distance": cpm.FAR,
 }  # fmt: skip

@@ -140,7 +140,7 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
 def test_sentinels_are_found_by_name() -> None:
     """Whatever the order of the tokenizer's special tokens is; a tokenizer without any is told."""
     model, tokenizer = made("t5")
-    writer = T5Generation(model, tokenizer).writer
+    writer: Any = T5Generation(model, tokenizer).writer
     assert writer.sentinels[:3] == tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>", "<extra_id_2>"])
     gpt2 = made("gpt2")[1]
     with pytest.raises(ConfigError, match="no sentinels 0 and 1"):

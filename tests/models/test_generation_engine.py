@@ -99,7 +99,7 @@ def test_cached_is_uncached_with_an_encoder(name: str) -> None:
 def test_a_span_of_glm_goes_on() -> None:
     """Prompts get the token that starts a span; positions are those of one pass; padding makes no difference."""
     torch.manual_seed(0)
-    special = {"mask_tok_id": 40, "sop_tok_id": 41, "eop_tok_id": 42}
+    special: dict[str, Any] = {"mask_tok_id": 40, "sop_tok_id": 41, "eop_tok_id": 42}
     config = GLMConfig(vocab_size=VOCAB, num_layers=2, position_size=40, dtype="float32", **SIZES, **special)
     model = parity.randomized(GLM(config), std=0.3)
     ids = parity.token_ids(3, 6, high=40)
@@ -221,10 +221,11 @@ def test_one_look_at_the_device_for_each_token(name: str) -> None:
 def test_one_row_is_that_row_of_a_batch() -> None:
     """Rows that have ended, or other beams, do not change the others."""
     ids = parity.token_ids(5, 6, high=VOCAB)
+    ways: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "early_stopping": True}, {"num_beams": 2, "num_return_sequences": 2})
     for name in ("gpt2", "t5"):
         model = made(name)
         eos = int(generate(model, ids, max_new_tokens=9).new_tokens[0, 4])
-        for options in ({}, {"num_beams": 3, "early_stopping": True}, {"num_beams": 2, "num_return_sequences": 2}):
+        for options in ways:
             batch = generate(model, ids, max_new_tokens=9, eos_token_id=eos, **options).rows()
             alone = [generate(model, ids[row : row + 1], max_new_tokens=9, eos_token_id=eos, **options).rows() for row in range(5)]
             assert batch == [row for rows in alone for row in rows]
@@ -235,7 +236,8 @@ def test_a_stream_gives_what_a_whole_run_gives() -> None:
     """Greedy and drawn; None after the end of a row; nothing is computed before it is asked for."""
     model, ids = made("gpt2"), parity.token_ids(4, 6, high=VOCAB)
     eos = int(generate(model, ids, max_new_tokens=9).new_tokens[0, 4])
-    for options in ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2}):
+    ways: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2})
+    for options in ways:
         whole = generate(model, ids, max_new_tokens=9, eos_token_id=eos, **options).rows()
         steps = list(stream(model, ids, max_new_tokens=9, eos_token_id=eos, **options))
         assert [[token for token in row if token is not None] for row in zip(*steps, strict=True)] == whole

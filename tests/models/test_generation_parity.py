@@ -26,7 +26,9 @@ SIZES: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id":
 LLAMA = SIZES | {
     "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "num_hidden_layers": 2,
 }  # fmt: skip
-T5_SIZES = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "eos_token_id": None}
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "num_heads": 4, "d_ff": 48, "num_layers": 2, "eos_token_id": None,
+}  # fmt: skip
 T5_SIZES |= {"decoder_start_token_id": 0}
 FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "gpt2": (GPT2, transformers.GPT2LMHeadModel, transformers.GPT2Config(**SIZES, n_embd=32, n_head=4, n_layer=2, n_positions=64)),
@@ -50,7 +52,7 @@ FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "t5-v1.1": (
         T5,
         transformers.T5ForConditionalGeneration,
-        transformers.T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        transformers.T5Config(**T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     ),
 }  # fmt: skip
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -164,7 +166,8 @@ def test_many_ends_leave_enough_beams() -> None:
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_limits_and_forbidden_tokens_are_those_of_transformers(family: str) -> None:
     """`max_length` counts the prompt's tokens (of the decoder); tokens can be forbidden; one new token is a limit, too."""
-    for search in ({}, {"num_beams": 3}):
+    searches: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3})
+    for search in searches:
         for limit in ({"max_length": 12, "max_new_tokens": None}, {"max_new_tokens": 1}):
             found, expected = both(family, [0, 1, 2], eos_token_id=3, **limit, **search)
             assert torch.equal(found.sequences, expected.sequences)

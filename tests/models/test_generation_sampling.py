@@ -19,7 +19,7 @@ from model_center.model.llama import Llama, LlamaConfig
 def tiny(vocab_size: int = 12) -> Llama:
     """A small random model whose next tokens are neither certain nor all alike."""
     torch.manual_seed(0)
-    sizes = {"dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 24, "num_layers": 1}
+    sizes: dict[str, Any] = {"dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 24, "num_layers": 1}
     return parity.randomized(Llama(LlamaConfig(vocab_size=vocab_size, dtype="float32", **sizes)))
 
 
@@ -139,6 +139,7 @@ def test_several_are_drawn_for_each_prompt() -> None:
     """Next to each other; with scores those of the filtered distribution; the likeliest only is greedy search."""
     model, ids = tiny(), torch.tensor([[3, 5, 7], [1, 2, 3]])
     out = generate(model, ids, max_new_tokens=6, do_sample=True, seed=0, num_return_sequences=3, top_k=4, return_scores=True)
+    assert out.token_scores is not None and out.scores is not None
     assert out.sequences.shape == (6, 9) and torch.equal(out.sequences[:, :3], ids.repeat_interleave(3, 0))
     assert len(set(map(str, out.rows()[:3]))) == 3
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from transformers import GPT2LMHeadModel
 from model_center.errors import ConfigError, InputError
 from model_center.model.gpt2 import GPT2, GPT2Config
 
-SIZES = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16}
+SIZES: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16}
 FAMILY = causal.Family(GPT2, GPT2LMHeadModel, TheirConfig, SIZES)
-SMALL = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "position_size": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "position_size": 16,
+}  # fmt: skip
 VARIANTS = {
     "usual": FAMILY,
     "untied": FAMILY.variant(tie_word_embeddings=False, n_inner=40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from transformers import GPTJForCausalLM
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.model.gptj import GPTj, GPTjConfig
 
-SIZES = {"vocab_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 32, "rotary_dim": 8}
+SIZES: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 32, "rotary_dim": 8}
 FAMILY = causal.Family(GPTj, GPTJForCausalLM, TheirConfig, SIZES)
-SMALL = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "pos_rotary_dim": 4}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "pos_rotary_dim": 4,
+}  # fmt: skip
 NORMS = [
     (
         f"encoder.layers.{layer}.self_att.layernorm_before_attention.{kind}",

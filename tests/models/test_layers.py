@@ -268,10 +268,12 @@ def test_conv() -> None:
     layer = Conv2d(4, 6, (3, 2), stride=2, padding=1, dilation=(1, 2), groups=2)
     assert layer.weight.shape == (6, 2, 3, 2)
     with torch.no_grad():
+        assert layer.bias is not None
         layer.bias.normal_()
     x = noise(2, 4, 8, 9)
     plain = torch.nn.Conv2d(4, 6, (3, 2), stride=2, padding=1, dilation=(1, 2), groups=2)
     plain.load_state_dict(layer.state_dict())
+    assert plain.bias is not None
     assert_close(layer(x), plain(x))
     found, expected = grads(layer(x), x, layer.weight, layer.bias), grads(plain(x), x, plain.weight, plain.bias)
     for one, other in zip(found, expected, strict=True):
@@ -327,7 +329,7 @@ def test_feed_forward_defaults_and_errors() -> None:
 def test_dropout_is_between_the_maps_and_for_training_only() -> None:
     layer = FeedForward(8, 500, dtype=torch.float32, activate_fn="relu", dropout_p=0.5)
     with torch.no_grad():
-        layer.w_in.w.weight.fill_(1.0)
+        layer.get_parameter("w_in.w.weight").fill_(1.0)
         layer.w_out.weight.fill_(1.0)
     out, x = layer(torch.ones(1, 8)), torch.ones(1, 8)
     assert out[0, 0] != 4000
@@ -385,13 +387,13 @@ def test_first_values() -> None:
     assert not layer.bias.any()
     attention = Attention(64, 16, 4, dtype=torch.float32, init_std=0.3)
     for name in ("project_q", "project_k", "project_v", "attention_out"):
-        assert attention.get_submodule(name).weight.std().item() == pytest.approx(0.3, abs=0.02)
+        assert attention.get_parameter(f"{name}.weight").std().item() == pytest.approx(0.3, abs=0.02)
     block = TransformerBlock(64, 128, 4, 16, dtype=torch.float32, norm_init_var=0.7, att_init_std=0.3, ffn_init_std=0.1)
     assert block.self_att is not None
     assert block.ffn is not None
-    assert block.ffn.layernorm_before_ffn.weight.unique().item() == pytest.approx(0.7)
+    assert block.ffn.get_parameter("layernorm_before_ffn.weight").unique().item() == pytest.approx(0.7)
     assert block.ffn.ffn.w_out.weight.std().item() == pytest.approx(0.1, abs=0.01)
-    assert block.self_att.self_attention.project_v.weight.std().item() == pytest.approx(0.3, abs=0.02)
+    assert block.self_att.get_parameter("self_attention.project_v.weight").std().item() == pytest.approx(0.3, abs=0.02)
 
 
 def test_meta_device_copies_and_pickles(tmp_path: pathlib.Path) -> None:

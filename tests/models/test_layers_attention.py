@@ -14,6 +14,7 @@ from model_center.errors import ConfigError, InputError
 from model_center.layer.blocks import CrossAttentionBlock, FFNBlock, SelfAttentionBlock
 from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.layer.dense_attention import Attention
+from model_center.layer.feedforward import DenseACT
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask, last_queries, mask_from, mask_of_lengths
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding
@@ -79,7 +80,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 def attention(**options: Any) -> Attention:
     """A layer of 4 heads in fp32 whose biases are not 0."""
-    sizes = {"dim_in": 6, "dim_head": 4, "num_heads": 4, "dtype": torch.float32, "init_std": 0.5}
+    sizes: dict[str, Any] = {"dim_in": 6, "dim_head": 4, "num_heads": 4, "dtype": torch.float32, "init_std": 0.5}
     layer = Attention(**{**sizes, **options})
     with torch.no_grad():
         for name, param in layer.named_parameters():
@@ -332,7 +333,7 @@ def test_sparse_attention(length: int, scale: bool) -> None:
 
 
 def test_sparse_attention_refuses_what_it_cannot() -> None:
-    sizes = {"dim_in": 4, "dim_head": 2, "num_heads": 2, "dtype": torch.float32}
+    sizes: dict[str, Any] = {"dim_in": 4, "dim_head": 2, "num_heads": 2, "dtype": torch.float32}
     for window in (0, 3, -2):
         with pytest.raises(ConfigError, match="attention_window"):
             SparseSelfAttention(window, **sizes)
@@ -352,12 +353,13 @@ def test_attention_refuses_what_it_cannot() -> None:
         Attention(4, 2, 4, pos_bias_type="absolute")
 
 
-BLOCK = {"dtype": torch.float32, "norm_bias": True, "norm_eps": 0.1}
-ATT = {"att_init_std": 0.5, "att_bias": True, "attn_scale": True}
-FF = {"ffn_init_std": 0.5, "ffn_bias": True, "ffn_activate_fn": "relu"}
+BLOCK: dict[str, Any] = {"dtype": torch.float32, "norm_bias": True, "norm_eps": 0.1}
+ATT: dict[str, Any] = {"att_init_std": 0.5, "att_bias": True, "attn_scale": True}
+FF: dict[str, Any] = {"ffn_init_std": 0.5, "ffn_bias": True, "ffn_activate_fn": "relu"}
 
 
 def relu_network(block: FFNBlock, x: torch.Tensor) -> torch.Tensor:
+    assert isinstance(block.ffn.w_in, DenseACT)
     return linear(block.ffn.w_out, linear(block.ffn.w_in.w, x).clamp(min=0))
 
 
@@ -429,6 +431,7 @@ def test_encoder(post: bool) -> None:
     stack = Encoder(3, 6, 8, 2, 4, **BLOCK, **ATT, **FF, post_layer_norm=post, mask_modules=masks)
     x, hidden, entered = noise(2, 5, 6), None, []
     hidden = x
+    layer: Any
     for layer in stack.layers:
         entered.append(layer.self_att.layernorm_before_attention(hidden) if post and layer.self_att is not None else hidden)
         hidden = layer(hidden, AttentionMask(True))
@@ -464,6 +467,7 @@ def test_decoder() -> None:
     stack = Decoder(4, 6, 8, 2, 4, **BLOCK, **ATT, **FF, mask_modules=masks)
     x, states, valid = noise(2, 5, 6), noise(2, 4, 6), torch.tensor([[1, 1, 1, 0], [1] * 4])
     hidden = x
+    layer: Any
     for layer in stack.layers:
         hidden = hidden if layer.self_att is None else layer.self_att(hidden, AttentionMask(True))
         hidden = hidden if layer.cross_att is None else layer.cross_att(hidden, states, valid)

@@ -14,12 +14,12 @@ from transformers import LlamaForCausalLM
 from model_center.errors import ConfigError
 from model_center.model.llama import Llama, LlamaConfig
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
     "num_hidden_layers": 2, "max_position_embeddings": 8,
 }  # fmt: skip
 FAMILY = causal.Family(Llama, LlamaForCausalLM, TheirConfig, SIZES)
-SMALL = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2}
+SMALL: dict[str, Any] = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -111,7 +111,7 @@ def test_configurations_of_model_center() -> None:
         {"dim_model": 32, "dim_ff": 48, "num_layers": 2, "num_heads": 4, "num_heads_kv": 2, "dim_head": 8, "norm_eps": 1e-5}
     )
     model = Llama(config)
-    assert model.encoder.layers[0].self_att.self_attention.project_k.weight.shape == (16, 32)
+    assert model.get_parameter("encoder.layers.0.self_att.self_attention.project_k.weight").shape == (16, 32)
     assert model.config.dtype == torch.float16
 
 

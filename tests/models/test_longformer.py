@@ -17,14 +17,16 @@ from model_center.errors import ConfigError, InputError
 from model_center.model.longformer import Longformer, LongformerConfig
 
 PAD, WINDOW, LENGTH = 1, 6, 19  # no multiple of the window
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,
     "max_position_embeddings": 40, "type_vocab_size": 2, "layer_norm_eps": 1e-5, "pad_token_id": PAD,
     "attention_window": WINDOW,
 }  # fmt: skip
 SIDES = ("none", "left", "right")
 KINDS = ("windows", "global")
-OURS = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1, "half": False}
+OURS: dict[str, Any] = {
+    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1, "half": False,
+}  # fmt: skip
 
 
 def inputs_of(side: str, kind: str, length: int = LENGTH) -> tuple[dict[str, Any], torch.Tensor]:
@@ -67,7 +69,7 @@ def test_gradients_of_every_parameter(pair: tuple[Longformer, Any], side: str, k
     ours, _ = pair
     parity.assert_same_gradients(*pair, *inputs_of(side, kind), tmp_path)
     for part in ("project_q_global", "project_k_global", "project_v_global"):
-        grad = ours.encoder.layers[0].self_att.self_attention.get_submodule(part).weight.grad
+        grad = ours.get_parameter(f"encoder.layers.0.self_att.self_attention.{part}.weight").grad
         assert bool(grad is not None and grad.any()) == (kind == "global")
 
 

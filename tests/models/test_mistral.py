@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from transformers import MistralForCausalLM
 from model_center.errors import ConfigError
 from model_center.model.mistral import Mistral, MistralConfig
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
     "num_hidden_layers": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 FAMILY = causal.Family(Mistral, MistralForCausalLM, TheirConfig, SIZES)
-SMALL = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "num_heads_kv": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "num_heads_kv": 2,
+}  # fmt: skip
 VARIANTS = {
     "without window": FAMILY.variant(sliding_window=None),
     "window of 4": FAMILY.variant(sliding_window=4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from transformers import OPTForCausalLM
 from model_center.errors import ConfigError, InputError
 from model_center.model.opt import OPT, OPTConfig
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "ffn_dim": 48,
     "max_position_embeddings": 20, "layerdrop": 0.0,
 }  # fmt: skip
 FAMILY = causal.Family(OPT, OPTForCausalLM, TheirConfig, SIZES)
-SMALL = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "position_size": 20}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "position_size": 20,
+}  # fmt: skip
 VARIANTS = {
     "usual": FAMILY,
     "norms behind": FAMILY.variant(do_layer_norm_before=False),

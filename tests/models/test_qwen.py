@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import pytest
 from tests.models import causal
@@ -14,13 +15,15 @@ from model_center.errors import ConfigError
 from model_center.model.qwen2 import Qwen2, Qwen2Config
 from model_center.model.qwen3 import Qwen3, Qwen3Config
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
     "num_hidden_layers": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 QWEN2 = causal.Family(Qwen2, Qwen2ForCausalLM, Their2Config, SIZES)
 QWEN3 = causal.Family(Qwen3, Qwen3ForCausalLM, Their3Config, {**SIZES, "head_dim": 10})
-SMALL = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "num_heads_kv": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "num_heads_kv": 2,
+}  # fmt: skip
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 VARIANTS = {
     "2": QWEN2,

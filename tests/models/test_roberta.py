@@ -16,7 +16,7 @@ from model_center.model.bert import Bert, BertConfig
 from model_center.model.roberta import Roberta, RobertaConfig
 
 PAD = 1
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,
     "max_position_embeddings": 20, "type_vocab_size": 2, "layer_norm_eps": 1e-5, "pad_token_id": PAD,
 }  # fmt: skip
@@ -138,7 +138,9 @@ def test_classification_head_and_deep_copy(pair: tuple[Roberta, Any]) -> None:
     ours, _ = pair
     ids = parity.token_ids(2, 5)
     parity.assert_close(copy.deepcopy(ours)(ids).logits, ours(ids).logits, tolerance=0)
-    sizes = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1, "half": False}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1, "half": False,
+    }  # fmt: skip
     model = Roberta(RobertaConfig(**sizes, cls_head=3))
     assert model(ids).logits.shape == (2, 5, 3)
     assert not model.input_embedding.weight[PAD].any()

@@ -16,11 +16,11 @@ from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration
 from model_center.errors import ConfigError, InputError
 from model_center.model.t5 import T5, T5Config
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 64, "d_model": 32, "d_kv": 10, "num_heads": 3, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3,
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
 }  # fmt: skip
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_encoder_layers": 2,
     "num_decoder_layers": 2,
 }  # fmt: skip
@@ -52,14 +52,15 @@ def pair(version: str, folder: pathlib.Path, **options: Any) -> tuple[T5, Any]:
 def inputs_of(side: str) -> tuple[dict[str, Any], torch.Tensor]:
     """Both sequences with padding on this side, and which tokens of the decoder are valid."""
     decoder = parity.padding_mask(2, TARGET, side, 3)
+    decoder_ids = parity.token_ids(2, TARGET, seed=5)
     inputs = {
         "input_ids": parity.token_ids(2, SOURCE),
         "attention_mask": parity.padding_mask(2, SOURCE, side),
-        "decoder_input_ids": parity.token_ids(2, TARGET, seed=5),
+        "decoder_input_ids": decoder_ids,
         "decoder_attention_mask": decoder,
     }
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    return inputs, parity.valid_of(decoder, inputs["decoder_input_ids"])
+    return inputs, parity.valid_of(decoder, decoder_ids)
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -126,12 +127,12 @@ def test_who_is_tied(tmp_path: pathlib.Path) -> None:
         ({**old, "tie_word_embeddings": False}, False, False),
         ({**old, "model_type": "mt5", "tie_word_embeddings": False}, False, False),
         (transformers.T5Config(**SIZES).to_dict(), True, True),
-        (transformers.T5Config(**SIZES, tie_word_embeddings=False).to_dict(), False, False),
+        (transformers.T5Config(**SIZES | {"tie_word_embeddings": False}).to_dict(), False, False),
         (transformers.MT5Config(**SIZES).to_dict(), False, False),
     ):
         config = T5Config.from_dict(content)
         assert (config.tied, config.scale_logits) == (tied, scaled), content
-    model = parity.theirs(T5ForConditionalGeneration, transformers.T5Config(**SIZES, tie_word_embeddings=False))
+    model = parity.theirs(T5ForConditionalGeneration, transformers.T5Config(**SIZES | {"tie_word_embeddings": False}))
     ours = parity.loaded(T5, model, tmp_path)  # its file has no head: it was tied, whatever was asked
     assert torch.equal(ours.output_projection.weight, ours.input_embedding.weight)
     inputs, valid = inputs_of("none")
@@ -148,7 +149,8 @@ def test_cache(tmp_path: pathlib.Path) -> None:
         with torch.no_grad():
             whole = ours(**inputs).logits
             states = ours.encode(inputs["input_ids"], **of_encoder).last_hidden_state
-            past, pieces = None, []
+            past: Any = None
+            pieces = []
             for start, stop in ((0, 5), (5, 7), *((place, place + 1) for place in range(7, TARGET))):
                 of_decoder = {} if mask is None else {"decoder_attention_mask": mask[:, :stop]}
                 out = ours(

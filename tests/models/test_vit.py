@@ -17,11 +17,11 @@ from model_center.layer.patch_embedding import PatchEmbedding
 from model_center.model.bert import BertConfig
 from model_center.model.vit import ViT, VitConfig
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "image_size": 24, "patch_size": 8, "num_channels": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_labels": 5,
 }  # fmt: skip
-OURS = {
+OURS: dict[str, Any] = {
     "img_size": 24, "patch_size": 8, "channels_in": 2, "num_classes": 5, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
     "mlp_size": 48, "half": False,
 }  # fmt: skip
@@ -147,6 +147,7 @@ def test_patch_embedding_is_what_it_says() -> None:
 def test_representation_layer_and_scale(tmp_path: pathlib.Path) -> None:
     torch.manual_seed(0)
     model = ViT(VitConfig(**OURS, representation_size=7)).eval()
+    assert model.representation_layer is not None
     assert dict(model.named_parameters())["representation_layer.weight"].shape == (7, 32)
     assert model.head.weight.shape == (5, 7)
     out = model(images())
@@ -202,7 +203,7 @@ def test_bad_arguments(pair: tuple[ViT, Any]) -> None:
     with pytest.raises(ConfigError, match=r"'image_size' .nearest: 'img_size'"):
         VitConfig.from_dict({"image_size": 3})
     with pytest.raises(ConfigError, match=r"got BertConfig"):
-        ViT(BertConfig(num_layers=1))
+        ViT(BertConfig(num_layers=1))  # type: ignore[arg-type]
 
 
 def test_published_defaults() -> None:

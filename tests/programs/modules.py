@@ -98,6 +98,9 @@ class Tiny(nn.Module):
 class Buffer(nn.Module):
     """A running mean, and a count."""
 
+    mean: torch.Tensor
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(DIM, DIM)
@@ -298,6 +301,7 @@ def sharded(spec: Spec) -> nn.Module:
         case "nested":
             done: dict[int, nn.Module] = {}
             for number, layer in enumerate(model.layers):
+                assert isinstance(layer, Outer)
                 if id(layer) not in done:
                     layer.inner = bmt.Block(layer.inner, use_checkpoint=False)
                     done[id(layer)] = bmt.Block(layer, use_checkpoint=recompute, zero_level=spec["level"])

@@ -95,10 +95,11 @@ def _collected(members: list[tuple[Any, connection.Connection]], deadline: float
     waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(members)}
     said: dict[int, tuple[str, str]] = {}
     while waiting and (left := deadline - time.monotonic()) > 0:
-        for pipe in connection.wait(list(waiting), timeout=left):
+        ready: list[Any] = connection.wait(list(waiting), timeout=left)
+        for pipe in ready:
             rank = waiting.pop(pipe)
             try:
-                said[rank] = pipe.recv()  # type: ignore[union-attr]
+                said[rank] = pipe.recv()
             except EOFError:
                 said[rank] = ("crash", "the process died")
             if said[rank][0] not in ("right", "wrong", "invalid"):

@@ -113,7 +113,7 @@ class WithMasters(torch.optim.AdamW):
             p.grad = None if set_to_none or p.grad is None else torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for (p, master), seen in zip(self.pairs, self.seen, strict=True):
             master.copy_(torch.where(p == seen, master, p.float()))  # the program has written it
             master.grad = None if p.grad is None else p.grad.float()
@@ -169,7 +169,7 @@ class Both(torch.optim.Optimizer):
         self.parts: list[torch.optim.Optimizer] = [torch.optim.SGD(others, lr=LR)] if others else []
         self.parts += [torch.optim.Muon(matrices, lr=LR)] if matrices else []
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
             part.step()
 
@@ -188,7 +188,7 @@ def micro_batches(spec: Spec, step: int, trainer: Plain, count: int) -> list[tor
     return list(ranks[trainer.rank]) if trainer.ranks > 1 else [torch.cat(parts) for parts in zip(*ranks, strict=True)]
 
 
-def loss_of(spec: Spec, model: nn.Module, rows: torch.Tensor, step: int) -> torch.Tensor:
+def loss_of(spec: Spec, model: Any, rows: torch.Tensor, step: int) -> torch.Tensor:
     out = F.cross_entropy(model(rows, step).flatten(0, 1), rows.flip(1).flatten())
     if spec["penalty"] == "l2":
         out = out + 0.01 * sum(p.square().sum() for p in model.parameters())
@@ -198,7 +198,7 @@ def loss_of(spec: Spec, model: nn.Module, rows: torch.Tensor, step: int) -> torc
     return out
 
 
-def freeze(spec: Spec, model: nn.Module, step: int) -> None:
+def freeze(spec: Spec, model: Any, step: int) -> None:
     first = next(iter(model.layers[0].parameters()))
     if spec["freeze"] == "after" and step == 0:
         first.requires_grad_(False)
@@ -214,7 +214,7 @@ def halve(p: torch.Tensor) -> None:
     p.grad.mul_(0.5)  # type: ignore[union-attr]
 
 
-def hook(spec: Spec, model: nn.Module) -> None:
+def hook(spec: Spec, model: Any) -> None:
     if spec["hooks"] == "module_forward":
         model.layers[0].register_forward_hook(lambda module, args, out: out * 1.1)
     if spec["hooks"] == "module_backward":
@@ -232,7 +232,8 @@ def hook(spec: Spec, model: nn.Module) -> None:
 @torch.no_grad()
 def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> None:
     """One of the things between steps; in the same way in one process and on ranks."""
-    model, rows = trainer.model, batch(spec, 7, trainer)
+    model: Any = trainer.model
+    rows = batch(spec, 7, trainer)
     match what:
         case "validate":
             model(rows, step)
@@ -319,7 +320,7 @@ def _train(spec: Spec, trainer: Plain, record: Record, step: int) -> None:
             trainer.backward(loss, True)
             return loss
 
-        trainer.optimizer.step(closure)
+        trainer.optimizer.step(closure)  # type: ignore[arg-type]  # torch declares that a float is returned
         return
     trainer.zero_grad()
     for number, rows in enumerate(micro_batches(spec, step, trainer, spec["micro"])):

@@ -11,10 +11,17 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from bmtrain.block.compiled import CompiledByDefault
 from bmtrain.shard.slices import local_of
 
 VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36  # rows divide evenly over 1 to 4 ranks and 3 micro-batches
 MARK = 0  # rows that hold this token use the `sometimes` parameters
+
+
+def is_refused(block: torch.nn.Module) -> bool:
+    """Whether a block runs uncompiled because its module is more than one graph."""
+    assert isinstance(block, bmt.Block) and isinstance(block._compiled, CompiledByDefault)
+    return block._compiled._structure._is_refused
 
 
 class Counting:
@@ -28,8 +35,9 @@ class Counting:
         return graph.forward
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor, what: str, tolerance: float = 1e-5) -> None:
-    """Equal shape and dtype, and no element off by more than `tolerance` of the largest."""
+def assert_same(got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-5) -> None:
+    """Both are there, of equal shape and dtype, and no element is off by more than `tolerance` of the largest."""
+    assert got is not None and want is not None, f"{what}: {got}, expected {want}"
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     if want.numel() == 0:
@@ -116,7 +124,7 @@ class OddBlock(torch.nn.Module):
 class TiedBlock(torch.nn.Module):
     """Uses the embedding's weight, which the root uses too, and weights of another block."""
 
-    def __init__(self, embedding: torch.nn.Parameter, other: OddBlock) -> None:
+    def __init__(self, embedding: torch.Tensor, other: OddBlock) -> None:
         super().__init__()
         self.table = embedding
         self.up = other.up

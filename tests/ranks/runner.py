@@ -100,7 +100,7 @@ def run_ranks(
     printed. Warnings are errors on the ranks too.
     """
     __tracebackhide__ = True
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         jobs = [
             _Job(

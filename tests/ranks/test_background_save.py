@@ -164,7 +164,10 @@ def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
     """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else the old one, whole."""
     kinds = ("end", "exit", "raise", "term", "twice", "atexit")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in kinds]
+    stores = [
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        for _ in kinds
+    ]
     arguments = [f"{kind}:{store.port}" for kind, store in zip(kinds, stores, strict=True)]
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -57,16 +58,20 @@ def second_init() -> None:
     bmt.synchronize()
 
 
-OTHERS = ({"num_buffers": 2.5}, {"compile": "yes"}, {"fp8": 1}, {"fp8": None}, {"timeout": -1}, {"timeout": 0})
+WRONG_VALUES: tuple[dict[str, Any], ...] = (
+    {"zero_level": 1}, {"num_buffers": 1}, {"num_micro_batches": 0}, {"reduce_dtype": torch.int32}, {"num_buffers": 2.5},
+    {"compile": "yes"}, {"fp8": 1}, {"fp8": None}, {"timeout": -1}, {"timeout": 0},
+)  # fmt: skip
 
 
 def wrong_sizes() -> None:
-    for arguments in ({"tp_size": 2}, {"pipe_size": 2}, {"pipe_size": 3, "tp_size": 2}):
+    sizes: tuple[dict[str, Any], ...] = ({"tp_size": 2}, {"pipe_size": 2}, {"pipe_size": 3, "tp_size": 2})
+    for arguments in sizes:
         with pytest.raises(ConfigurationError, match=r"3 ranks.*(tp_size|pipe_size).*divisible by"):
-            bmt.init_distributed(device="cpu", **arguments)  # type: ignore[arg-type]
-    for arguments in ({"zero_level": 1}, {"num_buffers": 1}, {"num_micro_batches": 0}, {"reduce_dtype": torch.int32}, *OTHERS):
+            bmt.init_distributed(device="cpu", **arguments)
+    for arguments in WRONG_VALUES:
         with pytest.raises(ConfigurationError, match=f"{next(iter(arguments))}.*expected"):
-            bmt.init_distributed(device="cpu", **arguments)  # type: ignore[arg-type]
+            bmt.init_distributed(device="cpu", **arguments)
     os.environ["RANK"] = "two"
     with pytest.raises(ConfigurationError, match=r"RANK.*'two'.*torchrun"):
         bmt.init_distributed(device="cpu")
@@ -104,7 +109,7 @@ def bad_modules() -> None:
         bmt.TransformerBlockList([nn.Bilinear(2, 2, 2)], num_hidden=2)(torch.ones(1, 2), torch.ones(1, 2))
     layer = bmt.BMTrainModelWrapper(nn.Linear(2, 2))
     with pytest.raises(ParameterError, match=r"weight.*to tie two parameters"):
-        layer.weight = torch.ones(2, 2)  # type: ignore[assignment]
+        layer.weight = torch.ones(2, 2)
     with pytest.raises(ParameterError, match="assign=False"):
         layer.load_state_dict(layer.state_dict(), assign=True)
     with pytest.raises(ParameterError, match=r"(weight|bias).*float32.*float16.*before it is sharded"):
@@ -162,7 +167,7 @@ def bad_optimizers() -> None:
             kind([nn.Parameter(torch.ones(2, 3, device="meta"))])
         for wrong in ({"lr": -1}, {"betas": (1.0, 0.9)}, {"eps": -1}, {"weight_decay": -1}, {"hold_steps": -1}):
             with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-                kind([nn.Parameter(torch.ones(1))], **wrong)  # type: ignore[arg-type]
+                kind([nn.Parameter(torch.ones(1))], **wrong)
     manager = OptimManager()
     with pytest.raises(ConfigurationError, match="add_optimizer got str"):
         manager.add_optimizer("adam")  # type: ignore[arg-type]
@@ -172,7 +177,7 @@ def bad_optimizers() -> None:
         manager.add_optimizer(optimizer)
     for wrong in ({"loss_scale": 0}, {"loss_scale": -2}, {"loss_scale": 1, "loss_scale_factor": 1}):
         with pytest.raises(ConfigurationError, match=r"expected"):
-            OptimManager(**wrong)  # type: ignore[arg-type]
+            OptimManager(**wrong)
     with pytest.raises(ConfigurationError, match="norm_type is 0"):
         manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=0)
     with pytest.raises(CheckpointError, match="2 optimizers, this manager 1"):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,16 +35,16 @@ def swap_modules(pair: nn.Module) -> None:
     pair.first, pair.second = pair.second, pair.first
 
 
-def swap_weights(pair: nn.Module) -> None:
+def swap_weights(pair: Any) -> None:
     first, second = pair.first._parameters, pair.second._parameters
     first["weight"], second["weight"] = second["weight"], first["weight"]
 
 
-def tie(pair: nn.Module) -> None:
+def tie(pair: Any) -> None:
     pair.second._parameters["bias"] = pair.first._parameters["bias"]
 
 
-def remove(pair: nn.Module) -> None:
+def remove(pair: Any) -> None:
     pair.first.bias = None
 
 
@@ -57,7 +58,7 @@ def replace(pair: nn.Module) -> None:
     pair.second = nn.Linear(4, 4, bias=False)
 
 
-def freeze(pair: nn.Module) -> None:
+def freeze(pair: Any) -> None:
     next(pair.first.parameters()).requires_grad_(False)
 
 
@@ -108,25 +109,25 @@ class Writing(nn.Module):
 
 
 @torch.no_grad()
-def in_place(module: nn.Module) -> None:
+def in_place(module: Any) -> None:
     module.weight.mul_(0.9)
 
 
 @torch.no_grad()
-def a_row(module: nn.Module) -> None:
+def a_row(module: Any) -> None:
     module.weight[2] = 0.5
 
 
-def through_data(module: nn.Module) -> None:
+def through_data(module: Any) -> None:
     module.weight.data.clamp_(-0.1, 0.1)
 
 
-def through_numpy(module: nn.Module) -> None:
+def through_numpy(module: Any) -> None:
     array = module.weight.detach().numpy()
     array *= 0.5
 
 
-def anew(module: nn.Module) -> None:
+def anew(module: Any) -> None:
     module.weight.data = module.weight.data * 0.9
 
 
@@ -137,7 +138,7 @@ def refused_writes() -> None:
     for write in WRITES:
         for options in ({"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}):
             for with_grad in (True, False):
-                block = bmt.Block(Writing(write), **options)  # type: ignore[arg-type]
+                block = bmt.Block(Writing(write), **options)
                 with torch.set_grad_enabled(with_grad), pytest.raises(ParameterError, match="which would be lost"):
                     block(torch.ones(3, 4))
 

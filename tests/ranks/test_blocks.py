@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -101,13 +102,16 @@ class Spectral(nn.Module):
         super().__init__()
         self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5))
         with torch.no_grad():  # far from the weight that the buffers fit, so that every pass moves them
-            self.inner.parametrizations.weight.original.copy_(torch.randn(5, 8))  # type: ignore[union-attr]
+            self.inner.get_parameter("parametrizations.weight.original").copy_(torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)
 
 
 class BufferOnly(nn.Module):
+    factor: torch.Tensor
+    hidden: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("factor", torch.tensor([2.0]))
@@ -237,7 +241,7 @@ class Boom(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         raise KeyError("boom")
 
 
@@ -290,7 +294,7 @@ def interrupted_forward() -> None:
         plain, sharded = feed(mode)
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             sharded(torch.ones(2, 7))
-        handle = sharded[1].get_submodule("2").register_forward_pre_hook(lambda *_: {}["spam"])
+        handle = sharded[1].get_submodule("2").register_forward_pre_hook(lambda *_: dict[str, Any]()["spam"])
         with pytest.raises(KeyError, match="spam"):
             sharded(torch.ones(2, 6))
         handle.remove()
@@ -452,7 +456,8 @@ class Outside(nn.Module):
         self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
         self.head = nn.Linear(5, 6)
         forward = self.head.forward
-        self.head.forward = lambda x: forward(x) * 2  # a function that knows the module as it was
+        # a function that knows the module as it was
+        self.head.forward = lambda x: forward(x) * 2  # type: ignore[method-assign, assignment]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.recurrent(self.spectral(self.normed(x)))[0]
@@ -478,7 +483,7 @@ def outside_of_lists() -> None:
         with torch.no_grad():
             for module in (plain, model):
                 for param in module.parameters():
-                    param.add_(param.grad * 1e-2)
+                    param.add_(grad_of(param) * 1e-2)
     models.assert_same_dicts(model.state_dict(), plain.state_dict(), "state")
 
 
@@ -515,7 +520,7 @@ def training_mode() -> None:
     for mode in MODES:
         net = bmt.BMTrainModelWrapper(nn.ModuleDict({"list": nn.ModuleList([nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))])}))
         lone = bmt.Block(nn.Dropout(0.5), use_checkpoint=mode[1], zero_level=mode[0])
-        for module, inside in ((net, net["list"][0].get_submodule("0")), (lone, lone)):
+        for module, inside in ((net, net.get_submodule("list.0.0")), (lone, lone)):
             module.eval()
             assert not inside.training, mode_name(*mode)
             assert torch.equal(lone(torch.ones(99)), torch.ones(99)) or module is not lone, mode_name(*mode)
@@ -583,11 +588,11 @@ def nested() -> None:
     for mode in MODES:
         torch.manual_seed(6)
         plain = nn.Sequential(nn.Linear(6, 9), nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Sequential(nn.Linear(9, 6))), nn.Tanh())
-        sharded = copy.deepcopy(plain)
-        options = {"use_checkpoint": mode[1], "zero_level": mode[0]}
-        sharded[1][2] = bmt.Block(sharded[1][2], **options)  # type: ignore[arg-type]
-        sharded[1] = bmt.Block(sharded[1], **options)  # type: ignore[arg-type]
-        sharded = bmt.Block(sharded, **options)  # type: ignore[arg-type]
+        sharded: Any = copy.deepcopy(plain)
+        options: dict[str, Any] = {"use_checkpoint": mode[1], "zero_level": mode[0]}
+        sharded[1][2] = bmt.Block(sharded[1][2], **options)
+        sharded[1] = bmt.Block(sharded[1], **options)
+        sharded = bmt.Block(sharded, **options)
         assert list(sharded.state_dict()) == list(plain.state_dict())
         check_step(plain, sharded, f"nested, {mode_name(*mode)}")
         check_step(plain, sharded, f"nested again, {mode_name(*mode)}")
@@ -670,11 +675,11 @@ def lists() -> None:
     for index, pair in enumerate(zip(got, want, strict=True)):
         models.assert_same(pair[0], pair[1], f"output {index}")
     sum(out.square().sum() * (i + 1) for i, out in enumerate(want)).backward()  # type: ignore[union-attr]
-    share(sum(out.square().sum() * (i + 1) for i, out in enumerate(got))).backward()  # type: ignore[arg-type]
+    share(sum(out.square().sum() * (i + 1) for i, out in enumerate(got))).backward()
     whole = models.full_gradients(blocks)
     for name, grad in models.plain_gradients(plain).items():
         assert grad is not None
-        models.assert_same(whole[name], grad, name)  # type: ignore[arg-type]
+        models.assert_same(whole[name], grad, name)
     assert len(blocks) == 4
     assert len(list(blocks.parameters())) == len(list(plain.parameters()))
     assert blocks.state_dict().keys() == plain.state_dict().keys()

@@ -9,7 +9,7 @@ import pickle
 import resource
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -44,6 +44,8 @@ class Layer(torch.nn.Module):
 class Net(torch.nn.Module):
     """Embedding tied to the head, blocks, a parameter smaller than the world, a scalar and a root buffer."""
 
+    table: torch.Tensor
+
     def __init__(self, width: int = 7, tied: bool = True) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(11, width)
@@ -70,7 +72,7 @@ def plain(seed: int, tied: bool = True) -> Net:
         for value in [*net.parameters(), net.table]:
             value.copy_(torch.randn(value.shape, generator=generator))
         for layer in net.layers:
-            layer.steps.fill_(seed)
+            layer.get_buffer("steps").fill_(seed)
     return net
 
 
@@ -163,7 +165,7 @@ def test_a_tied_file_loads_into_an_untied_model(tmp_path: pathlib.Path) -> None:
 def test_folders_with_an_index(tmp_path: pathlib.Path, ending: str) -> None:
     state = {name: value.contiguous() for name, value in plain(5).state_dict().items() if name != "head.weight"}
     names, stem = list(state), "model" if ending == "safetensors" else "pytorch_model"
-    places = {}
+    places: dict[str, str] = {}
     for number, part in enumerate((names[:3], names[3:])):
         file = f"{stem}-0000{number}.{ending}"
         (safetensors.torch.save_file if ending == "safetensors" else torch.save)(
@@ -398,7 +400,7 @@ def save_and_compare(file: str, limit: int, before: bytes) -> list[str]:
         assert os.listdir(path.parent) == [path.name]
         return original(path, error)
 
-    writer._explain = explain  # type: ignore[assignment]
+    writer._explain = explain
     return save_limited(file, limit)
 
 
@@ -426,7 +428,7 @@ def train_while_saving(folder: str) -> tuple[State, State]:
         changed.wait(20)
         original(*args)
 
-    writer.write_file = slowly
+    writer.write_file = slowly  # type: ignore[assignment]
     at_call = state_of(net)
     handle = save(net, f"{folder}/a.pt", non_blocking=True)
     assert handle.done == (bmt.rank() != 0)
@@ -435,7 +437,7 @@ def train_while_saving(folder: str) -> tuple[State, State]:
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        net.table.fill_(7)
+        net.get_buffer("table").fill_(7)
     later = state_of(net)
     changed.set()
     save(net, f"{folder}/b.pt", non_blocking=True)  # waits for the one before
@@ -468,7 +470,7 @@ def fail_in_background(folder: str) -> list[str]:
         lambda handle: handle.wait(),
     ]
     for surface in surfaces:
-        writer.write_file = fail
+        writer.write_file = fail  # type: ignore[assignment]
         handle = save(net, f"{folder}/a.pt", non_blocking=True)
         while not handle.done:
             pass
@@ -488,7 +490,7 @@ def test_a_failure_in_the_background_surfaces(tmp_path: pathlib.Path, capsys: py
 
 
 def die_while_writing(file: str) -> None:
-    def half(temporary: pathlib.Path, tensors: State) -> None:
+    def half(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
         temporary.write_bytes(b"half of it")
         os._exit(9)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def compare(program: Callable[[nn.Module], Iterator[Gradients]]) -> None:
     for level, accumulate_dtype in ((2, None), (3, None), (3, torch.float64)):
         torch.manual_seed(0)
         plain = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.LayerNorm(DIM)) for _ in range(3)))
-        options = {"zero_level": level, "use_checkpoint": False, "accumulate_dtype": accumulate_dtype}
+        options: dict[str, Any] = {"zero_level": level, "use_checkpoint": False, "accumulate_dtype": accumulate_dtype}
         sharded = nn.Sequential(*(bmt.Block(copy.deepcopy(layer), **options) for layer in plain))
         for got, want in zip(program(sharded), program(plain), strict=True):
             for own, whole, param in zip(got, want, sharded.parameters(), strict=True):

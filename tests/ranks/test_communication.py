@@ -106,8 +106,8 @@ def test_values_and_gradients_are_those_of_one_process(world_size: int) -> None:
     for number, case in enumerate(all_cases(world_size)):
         for rank, (value, grad) in enumerate(expected(*case)):
             got_value, got_grad = results_by_rank[rank][number]
-            torch.testing.assert_close(got_value, value, msg=lambda text, case=case: f"{case[:2]} value: {text}")
-            torch.testing.assert_close(got_grad, grad, msg=lambda text, case=case: f"{case[:2]} gradient: {text}")
+            torch.testing.assert_close(got_value, value, msg=f"{case[:2]} value: {{}}".format)
+            torch.testing.assert_close(got_grad, grad, msg=f"{case[:2]} gradient: {{}}".format)
 
 
 def run_second_gradient() -> torch.Tensor:
@@ -287,18 +287,24 @@ def run_groups() -> dict[str, list[float]]:
     for name, receives_first in (("same", True), ("mixed", rank % 2 == 0)):
         sent = [[torch.full((3,), 100.0 * rank + 10 * peer + n) for n in range(2)] for peer in range(size)]
         got = [[torch.empty(3) for _ in range(2)] for _ in range(size)]
-        sending = [lambda x=x, peer=peer: nccl.send(x, peer, comm) for peer in range(size) for x in sent[peer]]  # type: ignore[misc]
-        receiving = [lambda x=x, peer=peer: nccl.recv(x, peer, comm) for peer in range(size) for x in got[peer]]  # type: ignore[misc]
+        sending = [lambda x=x, peer=peer: nccl.send(x, peer, comm) for peer in range(size) for x in sent[peer]]
+        receiving = [lambda x=x, peer=peer: nccl.recv(x, peer, comm) for peer in range(size) for x in got[peer]]
         nccl.groupStart()
         for call in receiving + sending if receives_first else sending + receiving:
             call()
         nccl.groupEnd()
         out[name] = [x[0].item() for pair in got for x in pair]
     along_tp, along_pipe = torch.empty(1), torch.empty(1)
-    exchanges = [
-        lambda: (nccl.send(torch.tensor([rank + 0.5]), 1 - tp.index, tp), nccl.recv(along_tp, 1 - tp.index, tp)),
-        lambda: (nccl.recv(along_pipe, 1 - pipe.index, pipe), nccl.send(torch.tensor([rank + 0.25]), 1 - pipe.index, pipe)),
-    ]
+
+    def exchange_along_tp() -> None:
+        nccl.send(torch.tensor([rank + 0.5]), 1 - tp.index, tp)
+        nccl.recv(along_tp, 1 - tp.index, tp)
+
+    def exchange_along_pipe() -> None:
+        nccl.recv(along_pipe, 1 - pipe.index, pipe)
+        nccl.send(torch.tensor([rank + 0.25]), 1 - pipe.index, pipe)
+
+    exchanges = [exchange_along_tp, exchange_along_pipe]
     nccl.groupStart()
     for exchange in exchanges if rank in (0, 3) else exchanges[::-1]:  # a ring of ranks that wait for one another
         exchange()

@@ -375,7 +375,7 @@ def add_deltas(model: nn.Module) -> list[nn.Parameter]:
         param.requires_grad_(False)
     added: list[nn.Parameter] = []
     for number, layer in enumerate(model.layers):  # type: ignore[arg-type]
-        module = layer._module if isinstance(layer, bmt.block_layer.CheckpointBlock) else layer  # type: ignore[attr-defined]
+        module = layer._module if isinstance(layer, bmt.block_layer.CheckpointBlock) else layer
         torch.manual_seed(number)
         delta, original = Delta(), module.first.forward
         module.first.delta = delta
@@ -457,7 +457,7 @@ def written_config() -> None:
     layer = bmt.BMTrainModelWrapper(nn.Linear(2, 2))
     for value in (False, True):
         bmt.config["save_param_to_cpu"] = value
-        assert bmt.global_var.config["save_param_to_cpu"] is value  # type: ignore[attr-defined]
+        assert bmt.global_var.config["save_param_to_cpu"] is value
         assert {x.device for x in layer.state_dict().values()} == {torch.device("cpu") if value else bmt.device()}
     for key, bad in (("save_param_to_cpu", 1), ("zero_level", 2), ("rank", 0), ("no_such", 1)):
         with pytest.raises(ConfigurationError, match=key):
@@ -466,9 +466,9 @@ def written_config() -> None:
 
 
 def stored_objects() -> None:
-    from bmtrain.param_init import init_distributed_parameter, iterate_parameters  # type: ignore[import-not-found]
-    from bmtrain.parameter import OpAllGather  # type: ignore[import-not-found]
-    from bmtrain.store import _save_to_rank0, allgather_object, broadcast_object  # type: ignore[import-not-found]
+    from bmtrain.param_init import init_distributed_parameter, iterate_parameters
+    from bmtrain.parameter import OpAllGather
+    from bmtrain.store import _save_to_rank0, allgather_object, broadcast_object
 
     from bmtrain.utils import tp_split_tensor
 
@@ -478,13 +478,13 @@ def stored_objects() -> None:
     with pytest.raises(ConfigurationError, match="src="):
         broadcast_object(1, comm, src=size)
     with pytest.raises(ConfigurationError, match="communicator"):
-        broadcast_object(1, None)  # type: ignore[arg-type]
+        broadcast_object(1, None)
     model = cpm_model()
     bmt.init_parameters(model)
     state, kept = model.state_dict(), _save_to_rank0(model)
     assert list(kept) == (list(state) if rank == 0 else [])
     models.assert_same_dicts(dict(kept), state if rank == 0 else {}, "_save_to_rank0", 0)
-    weight = model.embedding.get_parameter("weight")  # type: ignore[union-attr, operator]
+    weight = model.embedding.get_parameter("weight")  # type: ignore[union-attr]
     models.assert_same(OpAllGather.apply(weight).detach(), state["embedding.weight"], "OpAllGather", 0)
     with pytest.raises(ParameterError, match="OpAllGather"):
         OpAllGather.apply(torch.ones(2))

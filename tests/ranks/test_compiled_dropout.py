@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.ranks import draws
+from tests.ranks import draws, models
 from tests.ranks.runner import run_ranks
 from torch import nn
 
@@ -100,7 +100,7 @@ def repeatable(levels: Sequence[Level]) -> None:
         step = draws.assert_repeatable(blocks, [rows(4), rows(6), rows(9)], f"{level}, {bmt.world_size()} ranks")
         draws.assert_alike(step, want, f"{level}, beside {Level.NOTHING}", 1e-6, 1e-6)
     assert len(own.asked) > 2, "nothing was compiled"
-    assert not blocks[0]._compiled._structure._is_refused
+    assert not models.is_refused(blocks[0])
 
 
 @pytest.mark.parametrize(("world_size", "levels"), [(1, [Level.NOTHING, Level.CHEAP, Level.BLOCK]), (2, [Level.BLOCK])])
@@ -120,7 +120,7 @@ def planned() -> None:
     for number, got in enumerate(found):
         draws.assert_alike(got, want, f"pass {number} of planned blocks", 1e-6, 1e-6)
     assert own.asked, "nothing was compiled"
-    assert not blocks[0]._compiled._structure._is_refused, "measuring led to uncompiled code"
+    assert not models.is_refused(blocks[0]), "measuring led to uncompiled code"
 
 
 def test_measured_blocks_stay_compiled() -> None:
@@ -167,7 +167,7 @@ def test_torch_is_asked_for_no_generators_of_its_own() -> None:
 def by_inductor() -> None:
     blocks = make_blocks(Simple, use_checkpoint=True)
     draws.assert_repeatable(blocks, [rows(4)], "Inductor")
-    assert not blocks[0]._compiled._structure._is_refused
+    assert not models.is_refused(blocks[0])
     for block in blocks:
         block.compile(dynamic=True)
     draws.assert_repeatable(blocks, [rows(4), rows(6)], "Inductor, sizes are variables")

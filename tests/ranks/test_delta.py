@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import transformers as hf
 from tests.ranks import models, test_transformers
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
@@ -96,7 +97,7 @@ class SoftPrompt(nn.Module):
         return torch.cat([self.prompt.expand(len(tokens), -1, -1), self.embedding(tokens[:, 2:])], 1)
 
 
-def after(module: nn.Module) -> None:
+def after(module: Any) -> None:
     """OpenDelta's way: a new child, and a function in the place of `forward` that calls the old one and the child."""
     module.adapter = Adapter()
     forward = module.forward
@@ -152,7 +153,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> to
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-SETTINGS = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 
 
 class Pair:
@@ -274,7 +275,7 @@ def cached_prefix() -> None:
     models.assert_same(bmt.gather_result(got.detach().view(1)).mean(), want.detach(), "loss")
     want.backward()
     (got / bmt.world_size()).backward()
-    models.assert_same(bmt.gather_result(sharded.grad).view(prefix.shape), prefix.grad, "gradient of the prefix")
+    models.assert_same(bmt.gather_result(grad_of(sharded)).view(prefix.shape), prefix.grad, "gradient of the prefix")
 
 
 PROGRAMS = [before_sharding, after_sharding, again_and_again, forgotten, cached_prefix]

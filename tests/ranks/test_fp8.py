@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -57,17 +58,17 @@ def eight_bits(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return x + linear(h, frozen.weight, frozen.bias) + layer.back(layer.narrow(x))
 
 
-def passed(layers: Sequence[Any], call: Callable[[Any, torch.Tensor], torch.Tensor], scale: float) -> list[torch.Tensor]:
+def passed(layers: Iterable[Any], call: Callable[[Any, torch.Tensor], torch.Tensor], scale: float) -> list[torch.Tensor]:
     """Output and gradient of the input, in gradients of the sum over ranks."""
     h = leaf = torch.linspace(-1, 1, 6 * DIM).view(2, 3, DIM).requires_grad_()
     for layer in layers:
         layer.zero_grad()
         h = call(layer, h)
     (h.square().sum() / scale).backward()
-    return [h.detach(), leaf.grad * scale]
+    return [h.detach(), grad_of(leaf) * scale]
 
 
-def traced(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Callable[..., Any]:
+def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
     return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.models import parity
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_memory import tensors
+from tests.tensors import storage_of
 
 import bmtrain as bmt
 from model_center.errors import ConfigError, InputError
@@ -94,7 +95,7 @@ def full_buffers(folder: pathlib.Path) -> int:
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**SIZES, num_layers=8, position_size=20))
     bmt.init_parameters(model)
-    size = min(layer.storages[0].layout.numel for layer in model.encoder.layers) * 4
+    size = min(storage_of(layer).layout.numel for layer in model.encoder.layers) * 4
     steps = stream(model, prompts(0)[0], max_new_tokens=3 + bmt.rank())
     return max(sum(nbytes >= size for nbytes in tensors().values()) for _ in steps)
 

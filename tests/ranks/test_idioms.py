@@ -278,7 +278,7 @@ def states_written(model: nn.Module, is_plain: bool) -> Tensors:
 @idiom
 def lists(model: nn.Module, is_plain: bool) -> Tensors:
     loss_of(model, is_plain).backward()
-    params = list(model.parameters())
+    params: list[torch.Tensor] = list(model.parameters())
     found = [p.grad for p in params if p.grad is not None]
     norms = {"norm": torch.stack(torch._foreach_norm(found)).norm(), "total": nn.utils.get_total_norm(found)}
     with torch.no_grad():
@@ -476,7 +476,8 @@ def compare(program: Idiom, *, may_refuse: bool) -> int:
         assert found.keys() == expected.keys(), (program, make)
         for name, value in expected.items():
             largest = max(1e-3, float(value.double().abs().max()))
-            value_found = found[name].whole() if isinstance(found[name], Slices) else found[name]
+            value_found = found[name]
+            value_found = value_found.whole() if isinstance(value_found, Slices) else value_found
             error = float((value_found.cpu().double() - value.cpu().double()).abs().max()) / largest
             assert error <= 1e-9, (program.__name__, make.__name__, name, error)
     return num_refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -50,6 +51,8 @@ class Inside(nn.Module):
 class BlockInside(nn.Module):
     """A block inside of a checkpoint inside of a block."""
 
+    inner: nn.Module
+
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.before, self.inner, self.after = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
@@ -78,7 +81,7 @@ def checkpoints_inside(reentrant: bool) -> None:
     warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
     for mode, (name, options) in itertools.product(MODES, INSIDE.items()):
         call = squared if "frozen" in name else twice  # two calls of a block in one pass
-        block = compare(lambda options=options: Inside(reentrant, **options), call, sequence(), *mode)
+        block = compare(functools.partial(Inside, reentrant, **options), call, sequence(), *mode)
         assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (name, mode)
         torch.manual_seed(2)
         first = models.full_gradients(block)
@@ -104,7 +107,7 @@ def interrupted(reentrant: bool) -> None:
         torch.manual_seed(1)
         plain = Inside(reentrant)
         block = bmt.Block(copy.deepcopy(plain), zero_level=mode[0], use_checkpoint=mode[1])
-        handle = block.c.register_full_backward_hook(lambda *_: {}["boom"])
+        handle = block.c.register_full_backward_hook(lambda *_: dict[str, Any]()["boom"])
         with pytest.raises(KeyError, match="boom"):
             squared(block, sequence().requires_grad_()).backward()
         assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), mode_name(*mode)

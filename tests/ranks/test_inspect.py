@@ -8,7 +8,7 @@ import fnmatch
 import io
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of, own_slice, sharded_parameter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -149,7 +150,7 @@ def names_and_oddities() -> None:
 
 def bad_values() -> None:
     block = bmt.Block(nn.Linear(64, 16, bias=False))
-    (weight,) = block.parameters()
+    weight = sharded_parameter(*block.parameters())
     assert weight.local.numel() == 1024 // bmt.world_size()
     if bmt.rank() == bmt.world_size() - 1:
         weight.local[3] = math.nan
@@ -165,7 +166,7 @@ def gradients_on_some_ranks() -> None:
     block(torch.ones(2, 64)).square().sum().backward()
     weight = dict(block.named_parameters())["weight"]
     (before,) = bmt.inspect.inspect_model(block, "weight")
-    grads = bmt.distributed.collectives.gather_objects(weight.grad.local, world.current().mesh.world)
+    grads = bmt.distributed.collectives.gather_objects(own_slice(grad_of(weight)), world.current().mesh.world)
     if bmt.rank() == 0:
         weight.grad = None
     (after,) = bmt.inspect.inspect_model(block, "weight")
@@ -279,9 +280,11 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: nn.Module | list[nn.Module], head: nn.Module) -> None:
+    layers: Any  # a list of modules, or one module
+
+    def __init__(self, layers: nn.Module | Sequence[nn.Module], head: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers) if isinstance(layers, list) else layers
+        self.layers = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)
         self.head = head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -316,11 +319,11 @@ class Seen:
 @contextlib.contextmanager
 def plain_recording() -> Iterator[Seen]:
     seen, before = Seen(), Layer.show
-    Layer.show = staticmethod(seen)  # type: ignore[method-assign]
+    Layer.show = staticmethod(seen)
     try:
         yield seen
     finally:
-        Layer.show = staticmethod(before)  # type: ignore[method-assign]
+        Layer.show = staticmethod(before)
 
 
 def plain_stack(num_layers: int = 3) -> Stack:
@@ -332,7 +335,7 @@ def whole_batch() -> torch.Tensor:
     return torch.randn(12, 4, 6, generator=torch.Generator().manual_seed(8))
 
 
-def shard_stack(kind: str, plain: Stack, level: int, recompute: bool) -> nn.Module:
+def shard_stack(kind: str, plain: Stack, level: int, recompute: bool) -> Stack:
     model = copy.deepcopy(plain)
     if kind == "wrapper":
         return bmt.BMTrainModelWrapper(model)
@@ -364,7 +367,7 @@ def activations() -> None:
             models.assert_same(mine, my_rows(values), f"{what}: {name}")
             assert (mine.grad is None) == (y.grad is None), name
             if mine.grad is not None:
-                models.assert_same(mine.grad, my_rows(y.grad), f"{what}: gradient of {name}")
+                models.assert_same(mine.grad, my_rows(grad_of(y)), f"{what}: gradient of {name}")
         first = inspector.get_tensor("wide", group="layer")
         assert torch.equal(first, inspector.get_tensor("wide", group="layer", index=0)) and (first < 0).any()
 
@@ -571,7 +574,7 @@ def compiled_blocks(recompute: bool) -> None:
         plain(x).square().sum().backward()
     model = shard_stack("blocks", plain, 3, recompute)
     backend = models.Counting()
-    for layer in model.layers:  # type: ignore[union-attr]
+    for layer in model.layers:
         layer.compile(backend=backend)
     for step in range(3):
         model.zero_grad()

@@ -6,10 +6,12 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.tensors import sharded_parameter, storage_of
 from torch import nn
 
 import bmtrain as bmt
@@ -44,7 +46,7 @@ def make(level: int, recompute: bool) -> nn.Sequential:
 
 
 def full_numel(model: nn.Sequential) -> int:
-    return model[0].storages[0].layout.numel
+    return storage_of(model[0]).layout.numel
 
 
 def between() -> None:
@@ -84,7 +86,7 @@ def cleared() -> None:
     for policy, factory in ((None, AdamOptimizer), (torch.float64, AdamOffloadOptimizer), (None, torch.optim.AdamW)):
         layers = [nn.Linear(DIM, DIM) for _ in range(LAYERS)]
         model = nn.Sequential(*(bmt.Block(layer, accumulate_dtype=policy) for layer in layers))
-        manager, gradients = OptimManager(), [layer.storages[0].gradient for layer in model]
+        manager, gradients = OptimManager(), [storage_of(layer).gradient for layer in model]
         manager.add_optimizer(factory(model.parameters()))
         for step in range(3):
             manager.backward(model(torch.ones(2, DIM)).square().mean())
@@ -130,21 +132,21 @@ def test_small_gradients_stay_where_they_are() -> None:
 def shares() -> None:
     for factory in (AdamOptimizer, AdamOffloadOptimizer):
         model = make(3, True)
-        total = sum(math.prod(param._original_shape) for param in model.parameters())  # type: ignore[attr-defined]
+        total = sum(math.prod(sharded_parameter(param)._original_shape) for param in model.parameters())
         optimizer = factory(model.parameters())
         manager = OptimManager()
         manager.add_optimizer(optimizer)
         manager.backward(model(torch.ones(2, DIM)).sum())
         manager.step()
         limit = 1.01 * total / bmt.world_size()
-        storages = [block.storages[0] for block in model]
-        held = {
+        storages = [storage_of(block) for block in model]
+        held: dict[str, list[Any]] = {
             "parameters": [storage.shard for storage in storages],
             "gradients": [storage.gradient.flat for storage in storages],
             **{name: [optimizer.state[p][name].local for p in model.parameters()] for name in ("exp_avg", "exp_avg_sq")},
         }
         for what, values in held.items():
-            memory = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}  # type: ignore[union-attr]
+            memory = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
             assert sum(memory.values()) <= 4 * limit, (
                 f"{factory.__name__} {what}: {sum(memory.values()) / 4 / limit:.3f} of the limit"
             )
@@ -190,9 +192,10 @@ def deletion() -> None:
         manager.add_optimizer(optimizer)
         manager.backward(model(torch.ones(2, DIM)).sum())
         manager.step()
-        storages = [weakref.ref(block.storages[0]) for block in model[0]]
-        shards = [weakref.ref(block.storages[0].shard) for block in model[0]]
-        del model, optimizer, manager
+        blocks: Any = model[0]
+        storages = [weakref.ref(block.storages[0]) for block in blocks]
+        shards = [weakref.ref(block.storages[0].shard) for block in blocks]
+        del model, blocks, optimizer, manager
         what = f"ZeRO-{level}, recompute={recompute}"
         gc.collect()
         assert not any(reference() for reference in storages), f"{what}: storages live on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ CLASSES: dict[str, type[BaseModel]] = {
 }  # fmt: skip
 # ZeRO level, recomputation, optimizer
 MODES = [(2, False, "offload"), (2, True, "sgd"), (3, False, "adam"), (3, True, "sgd")]
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "sgd": (functools.partial(torch.optim.SGD, lr=0.1),) * 2,
     # eps is large beside the noise in gradients that should be 0, those of the bias of keys
     "adam": (

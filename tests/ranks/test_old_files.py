@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import sharded_parameter
 from torch import nn
 
 import bmtrain as bmt
@@ -326,7 +327,7 @@ def parallel_states() -> None:
         optimizer.step()
     own, whole = copy.deepcopy(optimizer.state_dict()), optimizer.state_dict(gather=True)
     theirs = copy.deepcopy(own)
-    for index, param in enumerate(model.parameters()):
+    for index, param in enumerate(map(sharded_parameter, model.parameters())):
         axis = param.storage_of.axis
         sizes = bmt.distributed.all_gather(torch.tensor([param.local.numel()]), axis).flatten().tolist()
         assert sum(sizes) == param._original_shape.numel()

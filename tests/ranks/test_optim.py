@@ -12,13 +12,14 @@ import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 
-BOTH = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
+BOTH: dict[str, Callable[..., Any]] = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -124,7 +125,7 @@ def train_and_save() -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, factory in {**BOTH, "sgd": NATIVE["sgd"], "adamw": NATIVE["adamw"]}.items():
         model = sharded_net()
-        optimizer = factory(groups(model))  # type: ignore[arg-type]
+        optimizer = factory(groups(model))
         manager = steps(model, optimizer, range(4))
         middle = (models.cloned_state(model), copy.deepcopy(manager.state_dict(gather_opt=True)))
         local = copy.deepcopy(manager.state_dict())
@@ -132,7 +133,7 @@ def train_and_save() -> dict[str, Any]:
         out[name] = (*middle, models.cloned_state(model))
         again = sharded_net()
         again.load_state_dict(middle[0])
-        other = factory(groups(again))  # type: ignore[arg-type]
+        other = factory(groups(again))
         second = OptimManager()
         second.add_optimizer(other)
         second.load_state_dict(local)
@@ -146,7 +147,7 @@ def resume(saved: dict[str, Any]) -> dict[str, Any]:
     for name, factory in {**BOTH, "sgd": NATIVE["sgd"], "adamw": NATIVE["adamw"]}.items():
         model = sharded_net()
         model.load_state_dict(saved[name][0])
-        optimizer = factory(groups(model))  # type: ignore[arg-type]
+        optimizer = factory(groups(model))
         manager = OptimManager()
         manager.add_optimizer(optimizer)
         manager.load_state_dict(saved[name][1])
@@ -359,8 +360,8 @@ def edited() -> None:
         (loss_of(model, mine(step), step) / bmt.world_size()).backward()
         for module in (plain, model):
             params = list(module.parameters())
-            params[0].grad.mul_(0.5)  # type: ignore[union-attr]
-            params[1].grad = params[1].grad * 3  # type: ignore[operator]
+            grad_of(params[0]).mul_(0.5)
+            params[1].grad = grad_of(params[1]) * 3
             params[2].grad = None if step == 1 else params[2].grad
     models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), "edited gradients")
 
@@ -531,7 +532,7 @@ def frozen_replica() -> None:
     assert torch.equal(frozen, torch.zeros(3))
     frozen.requires_grad_(True)
     manager.backward((plain(mine(0)) * frozen + frozen).mean())
-    grads = bmt.gather_result(frozen.grad[None])
+    grads = bmt.gather_result(grad_of(frozen)[None])
     assert torch.equal(grads, grads[:1].expand_as(grads))
 
 

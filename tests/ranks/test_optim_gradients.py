@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of, own_slice
 from torch import nn
 
 import bmtrain as bmt
@@ -47,11 +49,11 @@ def looked_for() -> None:
         backward(manager, block, plain, step)
         gradients.look()
         assert gradients.places is places, "the same parameters have a gradient"
-    own = params[1].grad.clone()  # type: ignore[union-attr]
+    own = grad_of(params[1]).clone()
     params[1].grad = own
     replaced, _ = gradients.look()
     assert gradients.places is not places
-    assert any(part.grad.data_ptr() == own.local.data_ptr() for part in replaced.parts) or not own.local.numel()
+    assert any(part.grad.data_ptr() == own_slice(own).data_ptr() for part in replaced.parts) or not own_slice(own).numel()
     params[1].grad = None
     assert sum(len(part.piece.params) for part in gradients.look()[0].parts) == 3
     backward(manager, block, plain)
@@ -71,13 +73,13 @@ def freed() -> None:
     manager.add_optimizer(optimizer)
     for step in range(3):
         backward(manager, block, plain, step)
-        sharded[0].grad = sharded[0].grad.clone()  # type: ignore[union-attr]
-        grads = [weakref.ref(param.grad) for param in (sharded[0], *plain.parameters())]
-        memory = [weakref.ref(param.grad.untyped_storage()) for param in plain.parameters()]  # type: ignore[union-attr]
+        sharded[0].grad = grad_of(sharded[0]).clone()
+        kept: list[weakref.ref[Any]] = [weakref.ref(grad_of(param)) for param in (sharded[0], *plain.parameters())]
+        kept += [weakref.ref(grad_of(param).untyped_storage()) for param in plain.parameters()]
         manager.clip_grad_norm(optimizer.param_groups, 1.0)
         manager.step()
         manager.zero_grad()
-        assert not any(reference() is not None for reference in (*grads, *memory)), "somebody keeps gradients of the program"
+        assert not any(reference() is not None for reference in kept), "somebody keeps gradients of the program"
     model = weakref.ref(block)
     params = [weakref.ref(param) for param in (*sharded, *plain.parameters())]
     del block, plain, sharded, manager, optimizer
@@ -97,7 +99,7 @@ def partial() -> None:
     torch.manual_seed(0)
     for module in (twin_block[0], twin_block[2], twin_plain):
         module.reset_parameters()  # type: ignore[operator]
-    sides = []
+    sides: list[list[dict[str, Any]]] = []
     for params in ([*block.parameters(), *plain.parameters()], [*twin_block.parameters(), *twin_plain.parameters()]):
         sides.append([{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.02}])
     ours, torchs = AdamOptimizer(sides[0], lr=0.01), torch.optim.AdamW(sides[1], lr=0.01, weight_decay=0.0)
@@ -141,7 +143,7 @@ def combined() -> None:
         for param in (*sharded, plain):
             param.grad = torch.full_like(param, 2.0)
         if bad is not None and bmt.rank() == bmt.world_size() - 1:
-            plain.grad[0] = bad
+            grad_of(plain)[0] = bad
         norm = float(manager.clip_grad_norm([*sharded, plain], 1e9))
         if bad is None:
             assert norm == pytest.approx(2 * math.sqrt(3 * 9 + 2))
@@ -191,7 +193,7 @@ def ordinary_alone(rows_of: str) -> None:
     for _ in range(2):
         head(block(own).detach() if rows_of == "beside" else block(own)).square().mean().backward()
         for param in head.parameters() if rows_of == "summed" else ():
-            param.grad = bmt.sum_loss(param.grad)
+            param.grad = bmt.sum_loss(grad_of(param))
         for optimizer in optimizers:
             optimizer.step()
 
@@ -212,6 +214,8 @@ def test_ordinary_parameters_in_an_optimizer_of_their_own() -> None:
 
 class Words(nn.Module):
     """Sparse gradients of an embedding outside of blocks, as in one process."""
+
+    body: nn.Module
 
     def __init__(self) -> None:
         super().__init__()

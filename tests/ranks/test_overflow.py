@@ -25,7 +25,7 @@ BAD = (math.inf, -math.inf, math.nan)
 
 def as_on_a_gpu() -> None:
     """The CPU knows at once what is finite; from here on the host asks as late as with a GPU."""
-    Verdict.needs_waiting = True
+    Verdict.needs_waiting = True  # type: ignore[method-assign, assignment]
 
 
 def make_model() -> nn.Module:
@@ -43,7 +43,7 @@ class Training:
         self.plain = nn.Linear(1, 1).half()  # an ordinary layer
         params = [*self.model.parameters(), *self.plain.parameters()]
         self.optimizer = AdamOptimizer([{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}], lr=0.01)
-        self.schedule = None if schedule is None else schedule(self.optimizer)
+        self.schedule: Any = None if schedule is None else schedule(self.optimizer)
         self.manager = OptimManager(loss_scale=scale, loss_scale_steps=100)
         self.manager.add_optimizer(self.optimizer, self.schedule)
 

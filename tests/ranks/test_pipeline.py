@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.tensors import own_slice
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, ParameterError
@@ -230,7 +231,7 @@ def pairs(frozen: tuple[int, ...], dropout: bool, use_checkpoint: bool = True) -
     for rows in (1, 2):  # another shape first: what was learned of one shape is not used for the other
         out, counted = blocks(x[:rows], count[:rows])
     (out * torch.arange(1.0, WIDTH + 1)).sum().backward()
-    engine_grads = {name: None if p.grad is None else p.grad.local.clone() for name, p in blocks.named_parameters()}
+    engine_grads = {name: None if p.grad is None else own_slice(p.grad).clone() for name, p in blocks.named_parameters()}
     with torch.no_grad():
         quiet, _ = blocks(x, count)
     return {"x": x, "count": count, "out": out.detach(), "counted": counted, "grads": engine_grads, "quiet": quiet}
@@ -505,7 +506,7 @@ def adapted() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     blocks = bmt.PipelineTransformerBlockList(simple_layers(4))
     model = bmt.BMTrainModelWrapper(torch.nn.Sequential(blocks))
     for layer in blocks:
-        layer.inner = Adapted(layer.inner)
+        layer.inner = Adapted(layer.get_submodule("inner"))
     bmt.BMTrainModelWrapper(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(seeded(0).chunk(2)[bmt.rank()]).square().sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.tensors import own_slice, sharded_parameter
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError
@@ -92,8 +93,8 @@ def run(blocked: bool, zero_level: int, folder: str, own_adam: bool) -> dict[str
     bmt.save(model, pathlib.Path(folder) / "model.pt")
     bmt.save(model, pathlib.Path(folder) / "model.safetensors")
     state = manager.state_dict(gather_opt=True)
-    sizes = {name: param.local.numel() for name, param in model.named_parameters()}
-    whole = {name: param.gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
+    sizes = {name: own_slice(param).numel() for name, param in model.named_parameters()}
+    whole = {name: sharded_parameter(param).gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
     return {"start": start, "norms": norms, "state": state, "whole": whole, "sizes": sizes}
 
 
@@ -105,7 +106,7 @@ def resume(file: str, state: dict[str, Any]) -> tuple[list[float], dict[str, tor
     manager.add_optimizer(optimizer)
     manager.load_state_dict(state)
     norms = train(model, manager, optimizer, range(4, 7))
-    return norms, {name: param.gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
+    return norms, {name: sharded_parameter(param).gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
 
 
 def plain_run(steps: int) -> tuple[dict[str, torch.Tensor], list[float], torch.nn.Module, torch.optim.Optimizer]:
@@ -165,7 +166,7 @@ def states() -> None:
     model.load_state_dict(full)
     for name, value in model.state_dict().items():
         assert torch.equal(value, full[name]), name
-    param = dict(model.named_parameters())["0.down"]
+    param = sharded_parameter(dict(model.named_parameters())["0.down"])
     assert param._original_shape == (WIDTH, FEATURES // 2) and param._tp_original_shape == (WIDTH, FEATURES)
     assert torch.equal(param.gather(), full["0.down"].chunk(2, 1)[bmt.config["tp_rank"]])
     slices = bmt.distributed.all_gather(param.local, bmt.config["tp_comm"])

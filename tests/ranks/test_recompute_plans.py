@@ -24,6 +24,7 @@ from tests.ranks.test_recompute import (
     make_layers,
     run,
 )  # fmt: skip
+from tests.tensors import own_slice
 from torch import nn
 
 import bmtrain as bmt
@@ -210,7 +211,7 @@ def tensor_parallel() -> list[tuple[Level, ...]]:
             out = run(blocks, x)
             plans.append(planner().levels)
         assert x.grad is not None
-        results.append([out, x.grad, *(param.grad.local.clone() for param in blocks.parameters() if param.grad is not None)])
+        results.append([out, x.grad, *(own_slice(param.grad).clone() for param in blocks.parameters() if param.grad is not None)])
     for level, result in zip((*Level, "auto"), results, strict=True):
         for got, want in zip(result, results[0], strict=True):
             models.assert_same(got, want, str(level), 0.0)
@@ -246,7 +247,7 @@ def remembering() -> None:
                 answers.append([x.grad, len(seen), *(param.grad for param in module.parameters())])
             assert answers[0][1] == answers[1][1] == 2
             for got, want in zip(answers[1], answers[0], strict=True):
-                if isinstance(got, torch.Tensor):
+                if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
                     models.assert_same(got.view(-1), want.view(-1), f"step {step}, {use_checkpoint}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import random
 import warnings
 from collections.abc import Callable
@@ -95,6 +96,9 @@ class Tally:
 class Counting(Base):
     """Everything that can be counted in."""
 
+    moving: torch.Tensor
+    replaced: torch.Tensor
+
     def setup(self) -> None:
         self.number, self.log, self.table, self.tally = 0, list[int](), dict[str, int](), Tally()
         self.array, self.tensor, self.steps = np.zeros(2), torch.zeros(()), itertools.count(1)
@@ -123,6 +127,8 @@ class Counting(Base):
 class Switched(Base):
     """Reads what the program changes between forward and backward."""
 
+    factor: torch.Tensor
+
     def setup(self) -> None:
         self.flag = 2.0
         self.register_buffer("factor", torch.ones(()))
@@ -138,12 +144,14 @@ class Scripted(Base):
 
 
 class ScriptedContainers(Base):
-    def forward(self, x: torch.Tensor, other: dict[str, torch.Tensor], more: list[torch.Tensor]) -> Any:
+    def forward(self, x: torch.Tensor, other: dict[str, torch.Tensor], more: list[torch.Tensor]) -> Any:  # type: ignore[override]
         return rms(self.linear(x * other["a"]), self.scale, 1e-6), {"b": [drop_add(x, more[0], 0.1, True), x, None, 3]}
 
 
 class CompiledNorm(nn.Module):
     """To be compiled: with a counter, and buffers that move."""
+
+    moving: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +310,8 @@ def replays(name: str, level: Level | str, zero_level: int) -> None:
         for (own, buffer), (_, expected) in zip(blocks.named_buffers(), plain.named_buffers(), strict=True):
             models.assert_same(buffer, expected, f"{what}: {own}")
         if kind is Counting:
-            assert [b.counts() for b in blocks] == [p.counts() for p in plain], what
+            counts = operator.methodcaller("counts")
+            assert [*map(counts, blocks)] == [*map(counts, plain)], what
 
 
 def every_level(name: str) -> None:
@@ -341,6 +350,8 @@ def arguments_written() -> None:
 
 
 class Buffered(Base):
+    shift: torch.Tensor
+
     def setup(self) -> None:
         self.register_buffer("shift", torch.ones(()))
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ def plain_module() -> nn.Module:
     torch.manual_seed(4)
     model: nn.Module = execute(program("module_plain"), SomeTransformerBlock=stand_ins.SomeTransformerBlock)["MyModule"]()
     with torch.no_grad():
-        model.param.normal_()  # type: ignore[operator, union-attr]
+        model.param.normal_()  # type: ignore[operator]
     return model
 
 
@@ -121,7 +122,7 @@ README_PLACES = {
     "save checkpoint or print logs": "log.append((global_loss, float(grad_norm), lr_scheduler.current_lr))",
 }
 README_STEPS = 8
-Log = list[tuple[float, ...]]
+Log = Sequence[tuple[float, ...]]
 
 
 def readme(loop: str) -> tuple[State, Log, list[torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.distributed import overlap, tensor_parallel
+from bmtrain.distributed import collectives, overlap, tensor_parallel
 from bmtrain.errors import ConfigurationError
 from bmtrain.nn import ColumnParallelLinear, Linear, OpLinear, OpParallelLinear, ReduceType, RowParallelLinear, VPEmbedding
 from bmtrain.runtime import world
@@ -162,7 +163,7 @@ def embeddings() -> None:
         check(made(VPEmbedding, VOCAB, IN), [x.int() for x in ids], lookup, f"lookup of int32 {shape}")
     for shape in ((6, IN), (2, 3, IN)):
         head = made(VPEmbedding, VOCAB, IN)
-        check(head, rows_of_all(*shape), column(True, False), f"projection {shape}", lambda x, head=head: head(x, projection=True))
+        check(head, rows_of_all(*shape), column(True, False), f"projection {shape}", functools.partial(head, projection=True))
 
 
 def unsplit() -> None:
@@ -296,10 +297,10 @@ def operations() -> None:
     models.assert_same(low, whole.chunk(size, 1)[rank].bfloat16(), "autocast", tolerance=2**-6)
     x, w = inputs[rank].clone().requires_grad_(), weight.chunk(size)[rank].clone()
     OpParallelLinear.apply(x, w, None, True).sum().backward()  # a frozen weight
-    models.assert_same(x.grad, weight.sum(0).expand(4, IN), "gradient of the input alone")  # type: ignore[arg-type]
+    models.assert_same(x.grad, weight.sum(0).expand(4, IN), "gradient of the input alone")
     w.requires_grad_()
     OpParallelLinear.apply(inputs[rank], w, None, True).sum().backward()  # an input without gradient
-    models.assert_same(w.grad, torch.cat(inputs).sum(0).expand(w.shape), "gradient of the weight alone")  # type: ignore[arg-type]
+    models.assert_same(w.grad, torch.cat(inputs).sum(0).expand(w.shape), "gradient of the weight alone")
 
 
 def test_operations() -> None:
@@ -322,8 +323,8 @@ def traffic() -> None:
         setattr(module, name, noted)
 
     noting(overlap, "_multiply", "multiply")
-    noting(overlap.collectives, "gather_shards", "gather")
-    noting(overlap.collectives, "reduce_shards", "reduce")
+    noting(collectives, "gather_shards", "gather")
+    noting(collectives, "reduce_shards", "reduce")
     noting(current._streams, "compute_waits", "wait")
     x, weight = torch.randn(4, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
     out = tensor_parallel.gather_linear(x, weight, None, 2)

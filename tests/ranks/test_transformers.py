@@ -20,18 +20,18 @@ from bmtrain.errors import ParameterError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
 VOCAB, ROWS, LENGTH = 41, 4, 6
-SMALL = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def gpt2() -> Any:
     """Learned positions, embedding and head tied, Conv1D layers."""
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=32, n_embd=16, n_layer=2, n_head=2, **SMALL, **off))
 
 
 def llama() -> Any:
     """Rotary positions from a buffer that is in no file, grouped keys, embedding and head apart."""
-    config = hf.LlamaConfig(
+    config = hf.LlamaConfig(  # type: ignore[call-arg]  # every configuration takes attn_implementation
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         max_position_embeddings=32, attn_implementation="eager", **SMALL,
     )  # fmt: skip
@@ -49,7 +49,7 @@ def bert() -> Any:
 
 def t5() -> Any:
     """Two stacks of different layers that share an embedding; the first layer's position bias goes through all others."""
-    config = hf.T5Config(
+    config = hf.T5Config(  # type: ignore[call-arg]  # and decoder_start_token_id
         d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **SMALL
     )  # fmt: skip
     return hf.T5ForConditionalGeneration(config)
@@ -102,7 +102,7 @@ def assert_gradients(got: nn.Module, want: nn.Module, what: str) -> None:
 def train_both(what: str, plain: Any, model: Any, steps: range = range(2)) -> None:
     """Train `plain` on whole batches and the wrapped `model` on this rank's rows; they stay equal."""
     # With the usual eps a gradient of nothing but rounding would move its parameter as far as any other.
-    settings = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     stepper = torch.optim.AdamW(plain.parameters(), **settings)
     manager = OptimManager()
     manager.add_optimizer(AdamOptimizer(model.parameters(), **settings))

@@ -8,6 +8,7 @@ import itertools
 import pathlib
 import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from tests.ranks import models
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_numerics import answer, train
+from tests.tensors import grad_of, gradient_memory, source_of, storage_of
 
 import bmtrain as bmt
 from bmtrain.distributed import collectives, peers
@@ -67,13 +69,15 @@ def layers(
 def gathered() -> list[torch.Tensor]:
     found = []
     for block in layers(torch.bfloat16):
+        assert isinstance(block, bmt.Block)
         (storage,) = block.storages
         with torch.no_grad():
             storage.shard.add_(bmt.rank())
         storage.engine.transport.fence()
         full = torch.empty(storage.layout.numel, dtype=storage.dtype)
-        storage.engine.transport.gather(full, storage.residence._source, storage.axis, None)
-        assert (storage.residence._source.peers is not None) == (world.current().defaults.transport == "copy_engine")
+        source = source_of(block)
+        storage.engine.transport.gather(full, source, storage.axis, None)
+        assert (source.peers is not None) == (world.current().defaults.transport == "copy_engine")
         found.append(full)
     return found
 
@@ -95,7 +99,7 @@ def gradients_of(reduce_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], 
         torch.manual_seed(seed * 10 + bmt.rank())
         model.zero_grad()
         model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
-        found.append([block.storages[0].gradient.flat.clone() for block in model])
+        found.append([gradient_memory(block).clone() for block in model])
     return found[0], found[2]
 
 
@@ -107,7 +111,8 @@ def full_gradients_of_each_rank(num_ranks: int) -> list[list[torch.Tensor]]:
         model = torch.nn.Sequential(*(Layer().bfloat16() for _ in range(3)))
         torch.manual_seed(10 + rank)
         model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
-        found.append([torch.cat([part.linear.weight.grad.reshape(-1), part.linear.bias.grad]) for part in model])
+        parts = [(part.get_parameter("linear.weight"), part.get_parameter("linear.bias")) for part in model]
+        found.append([torch.cat([grad_of(weight).reshape(-1), grad_of(bias)]) for weight, bias in parts])
     return found
 
 
@@ -133,7 +138,7 @@ def exchanges_and_sources() -> tuple[int, list[bool]]:
     x = model(torch.ones(2, 400)).sum() + alone(torch.ones(2, 500)).sum() + small(torch.ones(2, 4)).sum()
     x.backward()
     engine = world.current().service(Engine)
-    sources = [block.storages[0].residence._source.peers is not None for block in (model[0], alone, small)]
+    sources = [source_of(block).peers is not None for block in (model[0], alone, small)]
     return len(engine.transport._exchanges), sources
 
 
@@ -186,7 +191,7 @@ def tensor_parallel_gather() -> bool:
     bmt.init_parameters(block)
     out = block(torch.ones(2, 32))
     out.sum().backward()
-    return bool(torch.isfinite(out).all()) and block.storages[0].residence._source.peers is not None
+    return bool(torch.isfinite(out).all()) and source_of(block).peers is not None
 
 
 def test_tensor_parallel_axes() -> None:
@@ -218,7 +223,7 @@ class NoPeers(FilePeers):
 
 
 def be_refused() -> bool:
-    peers.FilePeers = NoPeers  # type: ignore[misc]
+    peers.FilePeers = NoPeers  # type: ignore[misc, assignment]
     layers()
     return True
 
@@ -269,7 +274,7 @@ def run_out_of_memory_and_go_on() -> list[Any]:
     make = peers._make_file
     model, engine = layers(), world.current().service(Engine)
     fill_one_disk()
-    told = []
+    told: list[Any] = []
     for _ in range(2):
         try:
             model(torch.ones(2, 400))
@@ -279,7 +284,7 @@ def run_out_of_memory_and_go_on() -> list[Any]:
     loss = model(torch.ones(2, 400)).sum()
     told.append(len(engine.transport._exchanges))
     loss.backward()
-    return [*told, model[0].storages[0].gradient.flat is not None]
+    return [*told, storage_of(model[0]).gradient.flat is not None]
 
 
 def test_memory_for_gradients_is_found_in_the_first_forward_pass() -> None:
@@ -307,7 +312,7 @@ def bytes_of_shared_memory() -> list[int]:
     found = [groups.num_bytes]
     model = layers()
     found.append(groups.num_bytes)
-    shard = model[0].storages[0].shard.nbytes
+    shard = storage_of(model[0]).shard.nbytes
     for _ in range(2):
         model(torch.ones(2, 400)).sum().backward()
     found.append(groups.num_bytes)
@@ -328,14 +333,14 @@ class Driver:
 
     def __init__(self, room: list[bool]) -> None:
         self._room = room  # for each attempt
-        self.group: tuple[str, int, int, torch.distributed.Store] | None = None
+        self.group: tuple[str, int, int, Any] | None = None
 
     def empty_strided_p2p(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not self._room.pop(0):
             raise RuntimeError("CUDA driver error: out of memory")
         return torch.ones(size, dtype=dtype)
 
-    def set_group_info(self, group_name: str, rank: int, world_size: int, store: torch.distributed.Store) -> None:
+    def set_group_info(self, group_name: str, rank: int, world_size: int, store: Any) -> None:
         self.group = group_name, rank, world_size, store
 
     def rendezvous(self, own: torch.Tensor, group_name: str) -> Driver:
@@ -350,7 +355,7 @@ class Driver:
 def fill_a_gpu() -> list[Any]:
     tries: list[torch.device] = []
     torch.cuda.empty_cache = lambda: tries.append(bmt.device())
-    torch.__version__ = "2.11.0+fake"
+    torch.__version__ = "2.11.0+fake"  # type: ignore[assignment]
     room = [True, False, True, True, False, False, True] if bmt.rank() == 1 else [True] * 5
     driver = Driver(room)
     peers._symmetric = lambda: driver
@@ -376,7 +381,7 @@ def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks() -> Non
 
 def introduce(version: str) -> list[str] | None:
     """What the ranks tell each other through the store of the group that torch's symmetric memory is told of."""
-    torch.__version__ = version
+    torch.__version__ = version  # type: ignore[assignment]
     driver, axis = Driver([True]), world.current().mesh.world
     peers._symmetric = lambda: driver
     peers.DevicePeers(axis, bmt.device(), 1.0)
@@ -395,12 +400,16 @@ def test_older_versions_of_torch_are_told_of_the_group(version: str, is_told: bo
     assert run_ranks(introduce, 2, version) == [told] * 2
 
 
+def always(obstacle: peers.Obstacle) -> Callable[..., peers.Obstacle]:
+    return lambda axis, device: obstacle
+
+
 def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
     """Ask for the peers of an axis as on GPUs, once with each of the obstacles: what rank 0 is told."""
     current = dataclasses.replace(world.current(), device=torch.device("cuda", bmt.rank()))
     groups, said = PeerGroups(current), []
     for number, obstacle in enumerate(obstacles):
-        peers._obstacle = lambda axis, device, found=obstacle: found
+        peers._obstacle = always(obstacle)
         axis = dataclasses.replace(current.mesh.world, ranks=(*range(bmt.world_size()), *[0] * number))  # another one
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -427,7 +436,11 @@ def test_several_hosts_are_a_line_in_the_log(capsys: pytest.CaptureFixture[str])
 def obstacle(hosts: list[tuple[str, str]], places: list[int], is_open: bool) -> peers.Obstacle | None:
     """What is found on ranks of these hosts with these GPUs, that reach each other or do not."""
     peers._host = lambda: hosts[bmt.rank()]
-    torch.cuda.can_device_access_peer = lambda own, other: is_open or own.index != 1
+
+    def can_access(device: Any, peer_device: Any) -> bool:
+        return is_open or device.index != 1
+
+    torch.cuda.can_device_access_peer = can_access
     return peers._obstacle(world.current().mesh.world, torch.device("cuda", places[bmt.rank()]))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -31,17 +32,17 @@ class Layer(nn.Module):
         return x + self.scale * self.b(torch.tanh(self.a(x)))
 
 
-def plain() -> nn.Module:
+def plain() -> Any:
     torch.manual_seed(1)
     return nn.Sequential(Layer(), nn.LayerNorm(DIM), Layer())
 
 
-def in_blocks() -> nn.Module:
+def in_blocks() -> Any:
     model = plain()
     return nn.Sequential(bmt.Block(model[0]), bmt.Block(model[1], zero_level=2), bmt.Block(model[2], use_checkpoint=False))
 
 
-def wrapped() -> nn.Module:
+def wrapped() -> Any:
     return bmt.BMTrainModelWrapper(plain())
 
 
@@ -176,7 +177,7 @@ def scaling() -> None:
             scaler.scale(loss_of(model, is_plain)).backward()
             if step == 1:  # one element, which one rank owns
                 with torch.no_grad():
-                    list(model.parameters())[-1].grad[-1].fill_(float("inf"))
+                    grad_of(list(model.parameters())[-1])[-1].fill_(float("inf"))
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             scaler.step(optimizer)
@@ -228,7 +229,7 @@ def hooks() -> None:
         """The optimizer's step in the hook, as torch's tutorial has it."""
         optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
 
-        def step(p: torch.Tensor) -> None:
+        def step(p: Any) -> None:
             optimizers[p].step()
             optimizers[p].zero_grad()
 
@@ -242,7 +243,7 @@ def hooks() -> None:
 
 
 def writing() -> None:
-    def write(model: nn.Module, is_plain: bool) -> Tensors:
+    def write(model: Any, is_plain: bool) -> Tensors:
         linear, norm, last = model[0].a, model[1], model[2]
         with torch.no_grad():
             linear.weight.zero_()
@@ -390,6 +391,7 @@ def inputs() -> None:
             p.grad = torch.ones(p.shape)
         loss_of(model, is_plain).backward()
         for p in model.parameters():
+            assert p.grad is not None
             p.grad.data.mul_(0.5)
             p.grad += torch.full_like(p.grad, 0.25)
         loss_of(model, is_plain).backward()
@@ -412,6 +414,8 @@ class Double(torch.autograd.Function):
 
 
 class Custom(nn.Module):
+    number: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(DIM, DIM) / 3)
@@ -475,6 +479,7 @@ def before_wrapping() -> None:
     weight = expected[0].a.weight
     weight.register_hook(lambda grad: grad * 3)
     loss_of(expected, True).backward()
+    shard: Callable[[Any], nn.Module]
     for shard in (bmt.BMTrainModelWrapper, lambda model: nn.Sequential(*[bmt.Block(part) for part in model])):
         model = plain()
         weight = model[0].a.weight
@@ -483,7 +488,7 @@ def before_wrapping() -> None:
         known = list(model.parameters())
         sharded = shard(model)
         assert all(a is b for a, b in zip(known, sharded.parameters(), strict=True))
-        assert isinstance(weight, bmt.DistributedParameter) and weight.mark == "kept"
+        assert weight.mark == "kept" and isinstance(weight, bmt.DistributedParameter)
         loss_of(sharded, False).backward()
         for (name, p), q in zip(sharded.named_parameters(), expected.parameters(), strict=True):
             assert q.grad is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -31,14 +32,17 @@ class Encoder(nn.Module):
 class Plain(nn.Module):
     """Nested lists, ties between root, lists and list members, frozen and direct parameters, buffers."""
 
+    shift: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 6)
-        self.encoders = nn.ModuleList([Encoder(), Encoder()])
-        self.heads = nn.ModuleList([nn.Linear(6, 11, bias=False), nn.ModuleList([nn.Linear(6, 3)])])
+        first, second = Encoder(), Encoder()
+        self.encoders = nn.ModuleList([first, second])
+        self.heads: Any = nn.ModuleList([nn.Linear(6, 11, bias=False), nn.ModuleList([nn.Linear(6, 3)])])
         self.heads[0].weight = self.embedding.weight
-        self.encoders[1].layers[0] = self.encoders[0].layers[0]  # the same module twice
-        self.encoders[1].layers[1].bias = self.encoders[0].layers[1].bias  # the same parameter twice
+        second.layers[0] = first.layers[0]  # the same module twice
+        second.layers[1].bias = first.layers[1].bias  # the same parameter twice
         self.bias = nn.Parameter(torch.randn(2))
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
         self.register_buffer("shift", torch.randn(6))
@@ -158,7 +162,8 @@ class Layer(bmt.DistributedModule):
 
 
 def modules() -> None:
-    model = nn.Sequential(Layer(5, 3), bmt.CheckpointBlock(Layer(2, 5)))
+    first = Layer(5, 3)
+    model = nn.Sequential(first, bmt.CheckpointBlock(Layer(2, 5)))
     bmt.init_parameters(model)
     state = {name: value for layer, m in enumerate(model) for name, value in m.state_dict(prefix=f"{layer}.").items()}
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
@@ -170,12 +175,12 @@ def modules() -> None:
     models.assert_same_dicts(models.full_gradients(model), {n: w.grad for n, w in weights.items()}, "gradients")
     groups = dict(bmt.grouped_parameters(model))
     assert {name: len(params) for name, params in groups.items()} == {"weights": 2, "biases": 2, None: 2}
-    assert groups["weights"][0] is model[0].get_parameter("weight") is model[0].weight
+    assert groups["weights"][0] is first.get_parameter("weight") is first.weight
     tied = Layer(5, 3)
-    tied.weight, tied.bias = model[0].weight, model[0].bias
-    assert tied.get_parameter("weight") is model[0].weight and tied.bias is model[0].bias
+    tied.weight, tied.bias = first.weight, first.bias
+    assert tied.get_parameter("weight") is first.weight and tied.bias is first.bias
     with pytest.raises(ParameterError, match="to tie two parameters"):
-        tied.bias = model[0].bias.gather()
+        tied.bias = first.bias.gather()  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

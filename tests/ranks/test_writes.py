@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.tensors import own_slice, sharded_parameter
 
 import bmtrain as bmt
 from bmtrain.errors import ParameterError, StaleParameterError
@@ -137,7 +138,7 @@ def write_slices_behind_a_gather(level: int) -> None:
         for block in first:
             block(x)
         for param in second.parameters():
-            param.local.fill_(3.0)
+            own_slice(param).fill_(3.0)
         for block in second:
             block(x)
 
@@ -179,7 +180,7 @@ def look_into_a_stage() -> float:
     x = torch.ones(4, DIM)
     with torch.no_grad():
         y = embed(x)
-        next(iter(stages.parameters())).storage_of.gather()
+        sharded_parameter(next(iter(stages.parameters()))).storage_of.gather()
         z = embed(head(y))
     return float(z.sum())
 

@@ -116,7 +116,7 @@ class GPT(bmt.DistributedModule):
         if dim_head * num_heads != dim_model or not bias or max_distance < LENGTH:
             raise ValueError("these are not the README's arguments")
         dim, heads, ff = dim_model // 64, num_heads // 8, dim_ff // 64
-        self.word = parts.embedding(vocab_size // 256, dim, dtype=dtype)
+        self.word: Any = parts.embedding(vocab_size // 256, dim, dtype=dtype)
         self.position = parts.embedding(LENGTH, dim, dtype=dtype)
         self.transformers = parts.stack([TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)])
 

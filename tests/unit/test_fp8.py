@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.tensors import grad_of
 
 from bmtrain.block.fp8 import Fp8Mode, linear
 from bmtrain.kernels import fp8
@@ -53,17 +54,18 @@ def test_quantise_of_zeros_infinities_and_nan(kind: torch.dtype) -> None:
 def test_linear_is_the_formula(dtype: torch.dtype, has_bias: bool, rows: tuple[int, ...]) -> None:
     """Values and all gradients: products of what the codes stand for, straight through the rounding."""
     x, weight, bias = values(*rows, 32), values(48, 32, seed=1, scale=0.1), values(48, seed=2) if has_bias else None
-    given = [None if t is None else t.to(dtype).requires_grad_() for t in (x, weight, bias)]
-    out = linear(*given)
+    own_x, own_weight = (t.to(dtype).requires_grad_() for t in (x, weight))
+    own_bias = None if bias is None else bias.to(dtype).requires_grad_()
+    out = linear(own_x, own_weight, own_bias)
     grad = values(*rows, 48, seed=3).to(dtype)
     out.backward(grad)
-    flat, dy = given[0].detach().reshape(-1, 32), grad.reshape(-1, 48)
-    x8, w8, g8 = straight(flat, fp8.E4M3), straight(given[1].detach(), fp8.E4M3), straight(dy, fp8.E5M2)
-    want = [x8 @ w8.T + (0 if bias is None else given[2].detach().double()), g8 @ w8, g8.T @ x8]
-    got = [out.detach().reshape(-1, 48), given[0].grad.reshape(-1, 32), given[1].grad]
-    if bias is not None:
+    flat, dy = own_x.detach().reshape(-1, 32), grad.reshape(-1, 48)
+    x8, w8, g8 = straight(flat, fp8.E4M3), straight(own_weight.detach(), fp8.E4M3), straight(dy, fp8.E5M2)
+    want = [x8 @ w8.T + (0 if own_bias is None else own_bias.detach().double()), g8 @ w8, g8.T @ x8]
+    got = [out.detach().reshape(-1, 48), grad_of(own_x).reshape(-1, 32), grad_of(own_weight)]
+    if own_bias is not None:
         want.append(dy.double().sum(0))
-        got.append(given[2].grad)
+        got.append(grad_of(own_bias))
     for mine, exact in zip(got, want, strict=True):
         assert mine.dtype == dtype
         error = (mine.double() - exact).abs().max() / exact.abs().max()
@@ -97,7 +99,7 @@ def test_autocast_decides_the_result() -> None:
         out = linear(x, weight)
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
-    assert x.grad.dtype == weight.grad.dtype == torch.float32
+    assert grad_of(x).dtype == grad_of(weight).dtype == torch.float32
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
@@ -113,7 +115,12 @@ def test_eight_bits_are_kept() -> None:
     """Of the input; the weight is kept as it is, not as a copy."""
     kept: list[torch.Tensor] = []
     x, weight = values(64, 32).bfloat16().requires_grad_(), values(16, 32).bfloat16().requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         linear(x, weight)
     own = [t for t in kept if t.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()]
     assert sum(t.numel() * t.element_size() for t in own) == 64 * 32 + 2 * 4

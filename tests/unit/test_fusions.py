@@ -126,7 +126,7 @@ def equal_to_plain(module: nn.Module, x: torch.Tensor) -> list[str]:
     exact = copy.deepcopy(module).double()
     want = passed(exact, exact, x.double())
     lower = Everywhere()
-    got, theirs = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))  # type: ignore[arg-type]
+    got, theirs = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))
     for ours, plain, true in zip(got, theirs, want, strict=True):
         assert ours.dtype == plain.dtype == x.dtype
         error, allowed = (float((each.double() - true).norm()) for each in (ours, plain))
@@ -239,7 +239,7 @@ def test_autocast_is_left_to_the_compiler(joined: list[Any]) -> None:
     torch.manual_seed(0)
     module, x, lower = PreNorm(), torch.randn(3, 8, N), Everywhere()
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))  # type: ignore[arg-type]
+        got, want = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))
     for ours, plain in zip(got, want, strict=True):
         assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
     assert lower.names == ["layer_norm", "layer_norm", "gelu"]

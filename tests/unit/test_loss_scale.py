@@ -62,11 +62,14 @@ def test_the_first_value_is_brought_into_bounds() -> None:
 def test_a_verdict_is_awaited_once_and_by_whoever_asks(number: float, value: float, good_steps: int) -> None:
     """The step is taken back before the scale moves, and only if it was bad."""
     for ask in (LossScale.settle, lambda scale: scale.value, LossScale.state_dict):
-        scale, seen = LossScale(8, growth_steps=3), []
+        scale = LossScale(8, growth_steps=3)
+        seen: list[int] = []
+
+        def look(scale: LossScale = scale, seen: list[int] = seen) -> None:
+            seen.append(scale.good_steps)
+
         scale.judge(True)
-        scale.judge_later(
-            Verdict(torch.tensor(number, dtype=torch.float64)), lambda scale=scale, seen=seen: seen.append(scale.good_steps)
-        )
+        scale.judge_later(Verdict(torch.tensor(number, dtype=torch.float64)), look)
         assert not seen and scale.good_steps == 1
         ask(scale)
         ask(scale)

@@ -86,7 +86,8 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 def make(schedule: str) -> tuple[torch.optim.Optimizer, Any]:
     weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
-    optimizer = torch.optim.SGD([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.02}], lr=0.1, momentum=0.9)
+    groups: list[dict[str, Any]] = [{"params": weights[:1]}, {"params": weights[1:], "lr": 0.02}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     made = SCHEDULES[schedule](optimizer)
     optimizer.step()  # torch wants it before the first step of a schedule
     return optimizer, made

@@ -41,7 +41,7 @@ def test_blocks_compile_where_they_can(
 
 
 def test_the_environment_names_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(toolchain, "missing_for_gpu", asked.append)
     monkeypatch.setenv("CC", "my-cc")
     world._compiles(None, torch.device("cuda"))

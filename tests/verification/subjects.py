@@ -14,8 +14,8 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
+from bmtrain.verification import Program, Trainer
 
-Program = bmt.verify.Program
 VOCAB = 29
 
 
@@ -31,6 +31,8 @@ class Layer(nn.Module):
 
 class Net(nn.Module):
     """Some residual layers, a tied head, and a buffer that counts."""
+
+    count: torch.Tensor
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -59,20 +61,20 @@ def cross_entropy(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 BATCHES = [{"tokens": tokens(number), "targets": tokens(number + 10)} for number in range(2)]
 
 
-def correct() -> bmt.verify.Program:
-    return Program(model=Net, batches=BATCHES, loss=cross_entropy, clip=0.5)
+def correct() -> Program:
+    return bmt.verify.Program(model=Net, batches=BATCHES, loss=cross_entropy, clip=0.5)
 
 
-def in_bfloat16() -> bmt.verify.Program:
+def in_bfloat16() -> Program:
     return Program(model=lambda: Net().bfloat16(), batches=BATCHES, loss=cross_entropy, optimizer=bmt.optim.AdamOptimizer)
 
 
-def in_double() -> bmt.verify.Program:
+def in_double() -> Program:
     batches = [torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     return Program(model=lambda: Layer().double(), batches=batches, loss=lambda model, x: model(x).square().mean())
 
 
-def accumulate(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def accumulate(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Two micro-batches, the first of which waits."""
     trainer.zero_grad()
     loss = cross_entropy(model, batch) / 2
@@ -84,7 +86,7 @@ def accumulate(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, t
     return loss
 
 
-def with_a_step() -> bmt.verify.Program:
+def with_a_step() -> Program:
     return Program(
         model=Net, batches=BATCHES, step=accumulate, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
     )
@@ -103,11 +105,11 @@ class Normalized(nn.Module):
         return self.head(self.norm(x.flatten(0, 1)).view_as(x))
 
 
-def with_batch_norm() -> bmt.verify.Program:
+def with_batch_norm() -> Program:
     return Program(model=Normalized, batches=BATCHES, loss=cross_entropy, batch="same", optimizer=bmt.optim.AdamOptimizer)
 
 
-def with_dropout() -> bmt.verify.Program:
+def with_dropout() -> Program:
     return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy, batch="same")
 
 
@@ -127,7 +129,7 @@ def _example_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return bmt.loss.FusedCrossEntropy(parallel=True)(model(batch["tokens"], positions).flatten(0, 1), batch["targets"].flatten())
 
 
-def gpt2_example() -> bmt.verify.Program:
+def gpt2_example() -> Program:
     return Program(model=_example, batches=BATCHES, loss=_example_loss, optimizer=bmt.optim.AdamOptimizer, clip=1.0)
 
 
@@ -159,27 +161,27 @@ def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
     return F.cross_entropy(model(batch["tokens"]).logits.flatten(0, 1), batch["targets"].flatten())
 
 
-def llama() -> bmt.verify.Program:
+def llama() -> Program:
     from model_center.model.llama import Llama, LlamaConfig  # here: the other programs are quick to import
 
     return Program(model=lambda: _with_values(Llama(LlamaConfig(**SIZES, num_heads_kv=2))), batches=BATCHES, loss=_of_logits)
 
 
-def llama_on_a_gpu() -> bmt.verify.Program:
+def llama_on_a_gpu() -> Program:
     from model_center.model.llama import Llama, LlamaConfig
 
     config = LlamaConfig(**SIZES, num_heads_kv=2)
     return Program(model=lambda: _on_the_gpu(lambda: Llama(config)), batches=BATCHES, loss=_of_logits)
 
 
-def bert() -> bmt.verify.Program:
+def bert() -> Program:
     from model_center.model.bert import Bert, BertConfig
 
     config = BertConfig(**SIZES, position_size=9, dropout_p=0.0)
     return Program(model=lambda: _with_values(Bert(config)), batches=BATCHES, loss=_of_logits, optimizer=bmt.optim.AdamOptimizer)
 
 
-def without_values() -> bmt.verify.Program:
+def without_values() -> Program:
     from model_center.model.llama import Llama, LlamaConfig
 
     return Program(model=lambda: Llama(LlamaConfig(**SIZES)), batches=BATCHES, loss=_of_logits)
@@ -193,11 +195,11 @@ class ByRank(Net):
         return super().forward(tokens) * (1 + 1e-3 * bmt.rank())
 
 
-def rank_in_arithmetic() -> bmt.verify.Program:
+def rank_in_arithmetic() -> Program:
     return Program(model=ByRank, batches=BATCHES, loss=cross_entropy)
 
 
-def _scaled(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _scaled(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     trainer.zero_grad()
     loss = cross_entropy(model, batch)
     trainer.backward(loss * bmt.world_size())
@@ -205,7 +207,7 @@ def _scaled(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torc
     return loss
 
 
-def gradient_scaled() -> bmt.verify.Program:
+def gradient_scaled() -> Program:
     return Program(model=Net, batches=BATCHES, step=_scaled)
 
 
@@ -216,11 +218,11 @@ class OwnCount(Net):
         return super().forward(tokens)
 
 
-def buffer_differs() -> bmt.verify.Program:
+def buffer_differs() -> Program:
     return Program(model=OwnCount, batches=BATCHES, loss=cross_entropy)
 
 
-def _one_step_less(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _one_step_less(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     loss = cross_entropy(model, batch)
     trainer.backward(loss)
     trainer.step()
@@ -231,7 +233,7 @@ def _one_step_less(trainer: bmt.verify.Trainer, model: nn.Module, batch: dict[st
     return loss
 
 
-def parameter_written() -> bmt.verify.Program:
+def parameter_written() -> Program:
     return Program(model=Net, batches=BATCHES, step=_one_step_less)
 
 
@@ -242,7 +244,7 @@ class Drawing(Net):
         return super().forward(tokens)
 
 
-def generator_moved() -> bmt.verify.Program:
+def generator_moved() -> Program:
     return Program(model=Drawing, batches=BATCHES, loss=cross_entropy, batch="same")
 
 
@@ -253,7 +255,7 @@ class Refusing(Net):
         return super().forward(tokens)
 
 
-def refused() -> bmt.verify.Program:
+def refused() -> Program:
     return Program(model=Refusing, batches=BATCHES, loss=cross_entropy)
 
 
@@ -264,7 +266,7 @@ class Dying(Net):
         return super().forward(tokens)
 
 
-def dying() -> bmt.verify.Program:
+def dying() -> Program:
     return Program(model=Dying, batches=BATCHES, loss=cross_entropy)
 
 
@@ -273,7 +275,7 @@ def dying() -> bmt.verify.Program:
 _SHARED = Net()
 
 
-def the_same_model() -> bmt.verify.Program:
+def the_same_model() -> Program:
     return Program(model=lambda: _SHARED, batches=BATCHES, loss=cross_entropy)
 
 
@@ -284,25 +286,25 @@ def _unseeded() -> nn.Module:
     return model
 
 
-def other_values_each_time() -> bmt.verify.Program:
+def other_values_each_time() -> Program:
     return Program(model=_unseeded, batches=BATCHES, loss=cross_entropy)
 
 
-def not_repeatable() -> bmt.verify.Program:
+def not_repeatable() -> Program:
     return Program(
         model=Net, batches=BATCHES, loss=lambda model, batch: cross_entropy(model, batch) * (1 + random.SystemRandom().random())
     )
 
 
-def dropout_on_split_rows() -> bmt.verify.Program:
+def dropout_on_split_rows() -> Program:
     return Program(model=lambda: Net(0.3), batches=BATCHES, loss=cross_entropy)
 
 
-def uneven_rows() -> bmt.verify.Program:
+def uneven_rows() -> Program:
     return Program(model=Layer, batches=[torch.randn(7, 12)], loss=lambda model, x: model(x).square().mean())
 
 
-def fails_alone() -> bmt.verify.Program:
+def fails_alone() -> Program:
     return Program(model=Layer, batches=[torch.randn(6, 13)], loss=lambda model, x: model(x).square().mean())
 
 
@@ -310,13 +312,13 @@ def no_program() -> str:
     return "a string"
 
 
-def neither_loss_nor_step() -> bmt.verify.Program:
+def neither_loss_nor_step() -> Program:
     return Program(model=Net, batches=BATCHES)
 
 
-def a_model_for_its_maker() -> bmt.verify.Program:
+def a_model_for_its_maker() -> Program:
     return Program(model=_SHARED, batches=BATCHES, loss=cross_entropy)
 
 
-def no_model() -> bmt.verify.Program:
+def no_model() -> Program:
     return Program(model=lambda: 3, batches=BATCHES, loss=cross_entropy)  # type: ignore[arg-type,return-value]
