@@ -57,11 +57,28 @@ def environment(module: Module) -> Iterator[ast.AST]:
 
 def transport(module: Module) -> Iterator[ast.AST]:
     """`torch.distributed.x` without an import of it: only runtime/ and distributed/ speak to it."""
-    if module.in_bmtrain and module.room in {"runtime", "distributed"}:
+    if module.in_bmtrain and module.room in {"runtime", "distributed", "torch_internals"}:
         return
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and dotted(node) == "torch.distributed":
             yield node
+
+
+def internals(module: Module) -> Iterator[ast.AST]:
+    """What torch does not make public, by a name with an underscore: torch_internals.py is the one place that names it."""
+    if str(module.path) == "bmtrain/torch_internals.py":
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and _is_internal(dotted(node)):
+            yield node
+        if isinstance(node, ast.Import) and any(_is_internal(alias.name) for alias in node.names):
+            yield node
+        if isinstance(node, ast.ImportFrom) and any(_is_internal(f"{node.module}.{alias.name}") for alias in node.names):
+            yield node
+
+
+def _is_internal(name: str) -> bool:
+    return name.startswith("torch.") and any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
 
 
 def bare_functions(module: Module) -> Iterator[ast.AST]:
@@ -96,6 +113,12 @@ RULES: dict[Rule, list[str]] = {
     device_names: ["x.to('cuda')", "y = 'cuda:0'"],
     environment: ["os.environ['RANK']", "from os import environ", "os.getenv('RANK')"],
     transport: ["torch.distributed.barrier()"],
+    internals: [
+        "torch._C._is_tracing()",
+        "import torch._dynamo",
+        "from torch.utils import _pytree",
+        "from torch._ops import OpOverload",
+    ],
     bare_functions: ["def f(x): ...", "def f(x: int): ...", "def f(*xs) -> None: ...", "def f(*, x) -> None: ..."],
     silent_modules: ["x = 1"],
 }

@@ -6,11 +6,14 @@ import pytest
 from tests.arch.source import ROOT, Module, modules, parse, within
 
 LAYERS = (
-    {"errors", "version"},
+    {"errors", "version", "torch_internals"},
     {"runtime"},
     {"distributed", "kernels"},
     {"shard"},
+    {"recompute"},
+    {"compile"},
     {"block", "nn", "loss", "optim", "lr_scheduler", "checkpoint", "inspect", "benchmark", "utils"},
+    {"parallel"},
     {"compat", "verification"},
     {"__init__", "__main__"},
 )
@@ -31,7 +34,7 @@ MODEL_CENTER_LAYERS = (
 MODEL_CENTER_LEVEL = {room: level for level, rooms in enumerate(MODEL_CENTER_LAYERS) for room in rooms}
 
 # Who may call torch.distributed: the start of the process group and the one room of collectives.
-TRANSPORT = {"runtime", "distributed"}
+TRANSPORT = {"runtime", "distributed", "torch_internals"}
 # Folders of this repository that are no part of the packages.
 OUTSIDE = ("examples", "tests", "benchmarks", "scripts")
 

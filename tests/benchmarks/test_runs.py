@@ -60,8 +60,8 @@ def test_why_it_failed(bench: Any, log: str, why: str) -> None:
 def test_notes(bench: Any) -> None:
     """Of several ranks once."""
     log = (
-        "/x/src/bmtrain/block/programs.py:84: UserWarning: [rank 0] Head runs uncompiled: because.\n  warn(\n"
-        "/x/src/bmtrain/block/programs.py:84: UserWarning: [rank 1] Head runs uncompiled: because.\n"
+        "/x/src/bmtrain/compile/programs.py:84: UserWarning: [rank 0] Head runs uncompiled: because.\n  warn(\n"
+        "/x/src/bmtrain/compile/programs.py:84: UserWarning: [rank 1] Head runs uncompiled: because.\n"
         "recomputation for inputs (2, 3): 4 blocks nothing\nW1121 other words\n"
     )
     assert bench.runs.notes_of(log) == ["Head runs uncompiled: because.", "recomputation for inputs (2, 3): 4 blocks nothing"]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 
 def assert_compiled(block: Any) -> None:
     """There is compiled code for the block, and it has not been given up."""
-    structure = block._compiled._structure
+    structure = block._runner._structure
     assert structure._programs, "it was not tried"
     assert not structure._is_refused, "it ran uncompiled"
 

@@ -13,7 +13,7 @@ from tests.ranks import draws, models
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
-from bmtrain.block.recompute import Level
+from bmtrain.recompute.level import Level
 
 pytestmark = pytest.mark.gpu
 DIM, HEADS, LENGTH = 128, 2, 64

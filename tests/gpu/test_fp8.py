@@ -14,8 +14,8 @@ from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
 
 import bmtrain as bmt
-from bmtrain.block.recompute import Level
 from bmtrain.kernels import fp8
+from bmtrain.recompute.level import Level
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"

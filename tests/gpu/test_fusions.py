@@ -9,7 +9,7 @@ import torch
 from tests.kernels import test_norm as norms
 from tests.unit import test_fusions as layers
 
-from bmtrain.block import fusions
+from bmtrain.compile import fusions
 from bmtrain.kernels import norm as kernels
 from bmtrain.kernels.gelu import gelu_backward, gelu_backward_reference
 from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm, norm_backward, norm_backward_reference

@@ -14,9 +14,9 @@ from tests.ranks.runner import run_ranks
 from tests.tensors import own_slice
 
 import bmtrain as bmt
-from bmtrain.block.planner import Planners
-from bmtrain.block.recompute import Level
 from bmtrain.distributed.peers import PeerGroups
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.planner import Planners
 from bmtrain.runtime import world
 
 pytestmark = pytest.mark.gpu

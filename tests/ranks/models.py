@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from bmtrain.block.compiled import CompiledByDefault
+from bmtrain.compile.compiled import CompiledByDefault
 from bmtrain.shard.slices import local_of
 
 VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36  # rows divide evenly over 1 to 4 ranks and 3 micro-batches
@@ -20,8 +20,8 @@ MARK = 0  # rows that hold this token use the `sometimes` parameters
 
 def is_refused(block: torch.nn.Module) -> bool:
     """Whether a block runs uncompiled because its module is more than one graph."""
-    assert isinstance(block, bmt.Block) and isinstance(block._compiled, CompiledByDefault)
-    return block._compiled._structure._is_refused
+    assert isinstance(block, bmt.Block) and isinstance(block._runner, CompiledByDefault)
+    return block._runner._structure._is_refused
 
 
 class Counting:

@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmtrain.block.offload import Host
 from bmtrain.distributed import streams
 from bmtrain.distributed.streams import Streams
+from bmtrain.recompute.offload import Host
 
 COMPUTE = "compute"
 HOST = "host"  # no stream: nothing is reported of what runs there

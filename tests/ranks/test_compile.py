@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import bmtrain as bmt
-from bmtrain.block import backend
-from bmtrain.block.recompute import Level
+from bmtrain.compile import backend
+from bmtrain.recompute.level import Level
 
 BY_DEFAULT = {"compile": True}
 

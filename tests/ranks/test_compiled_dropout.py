@@ -13,8 +13,8 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.block import backend
-from bmtrain.block.recompute import Level
+from bmtrain.compile import backend
+from bmtrain.recompute.level import Level
 
 BY_DEFAULT = {"compile": True}
 DIM = 16

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
-from bmtrain.block import backend
-from bmtrain.block.fp8 import linear
-from bmtrain.block.recompute import Level
+from bmtrain.compile import backend
+from bmtrain.compile.fp8 import linear
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.level import Level
 
 DIM = 32
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_whole_parameters import SHARDED, Tensors, batch, grads, loss_of, plain, state, whole
+from torch import distributed as dist
 from torch import nn
 from torch.nn.utils import prune
 
@@ -448,6 +449,71 @@ def frozen_between_passes(model: nn.Module, is_plain: bool) -> Tensors:
     first(model).requires_grad_(False)
     loss.backward()
     return grads(model)
+
+
+@idiom
+def averaged_by_hand(model: nn.Module, is_plain: bool) -> Tensors:
+    """The function of torch's tutorials, which leaves gradients as they are that ranks have summed already; and its neighbours."""
+    ranks = 1 if is_plain else bmt.world_size()
+    loss_of(model, is_plain).backward()
+    group = dist.new_group([dist.get_rank()]) if is_plain else None
+    for number, p in enumerate(model.parameters()):
+        assert p.grad is not None
+        if number % 4 == 0:
+            dist.all_reduce(p.grad.data, group=group)
+        elif number % 4 == 1:
+            work = dist.all_reduce(p.grad, group=group, async_op=True)
+            assert work is not None
+            work.wait()
+        elif number % 4 == 2:
+            dist.all_reduce(p.grad.view(-1), group=group)
+        else:
+            dist.all_reduce(p.data, group=group)
+            p.data /= ranks
+            p.grad *= ranks
+        p.grad.data /= ranks
+        dist.broadcast(p.data, dist.get_rank() if is_plain else 0, group=group)
+    return {**state(model), **grads(model)}
+
+
+@idiom
+def written_without_versions(model: nn.Module, is_plain: bool) -> Tensors:
+    """In inference mode nothing counts writes."""
+    with torch.inference_mode():
+        p, values = first(model), model.state_dict()
+        p.mul_(2)
+        p.data[1].zero_()
+        p[0] = 3
+        values[next(name for name, value in values.items() if value.dim() == 1)].fill_(2)
+        p.add_(p.mean(0))
+        nn.init.constant_(next(p for p in model.parameters() if p.dim() == 1 and len(p) > 3), 0.25)
+    return state(model)
+
+
+@refused
+def a_graph_of_gradients(model: nn.Module, is_plain: bool) -> Tensors:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have programs call torch.autograd.grad
+        loss_of(model, is_plain).backward(create_graph=True)
+    penalty = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None)
+    model.zero_grad()
+    penalty.backward()  # type: ignore[union-attr]
+    return grads(model)
+
+
+@refused
+def hooks_of_nodes(model: nn.Module, is_plain: bool) -> Tensors:
+    seen: list[int] = []
+    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda grads: seen.append(len(grads)))
+    loss_of(model, is_plain).backward()
+    return {"calls": torch.tensor(seen)}
+
+
+@refused
+def one_rank_writes_by_message(model: nn.Module, is_plain: bool) -> Tensors:
+    if not is_plain:
+        dist.send(first(model).data, (bmt.rank() + 1) % bmt.world_size())
+    return state(model)
 
 
 @refused

@@ -15,7 +15,7 @@ from tests.tensors import grad_of, own_slice
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import AdamOptimizer, OptimManager
 from bmtrain.optim.gradients import Gradients
@@ -204,6 +204,79 @@ def ordinary_alone_refused() -> None:
     for rows_of in ("rank", "beside"):
         with pytest.raises(ParameterError, match="gradient differs between ranks"):
             ordinary_alone(rows_of)
+
+
+def told_nothing_at_first(what: str) -> None:
+    """An adapter in front of a block whose last layer begins with zeros; one that sees the same rows first; settings."""
+    block, _ = make()
+    adapter = torch.nn.Linear(7, 7)
+    with torch.no_grad():
+        for name, param in block.named_parameters():
+            param.mul_(0.0 if what == "zeros" and name.startswith("2.") else 1.0)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (block, adapter)]
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0))
+    for step in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        own = x if what == "settings" or (what == "rows" and step < 2) else x.chunk(bmt.world_size())[bmt.rank()]
+        (block(adapter(own)) - 1).square().mean().backward()
+        if what == "settings" and step == 2:
+            optimizers[1].param_groups[0]["lr"] = 0.1 / (1 + bmt.rank())
+        for optimizer in optimizers[::-1]:
+            optimizer.step()
+
+
+def told_later() -> None:
+    for what in ("zeros", "rows"):
+        with pytest.raises(ParameterError, match="gradient differs between ranks"):
+            told_nothing_at_first(what)
+    with pytest.raises(RanksPartedError, match="a step of SGD"):
+        told_nothing_at_first("settings")
+
+
+def test_first_gradients_that_tell_nothing() -> None:
+    """Zeros, and rows that are the same everywhere: they are compared again."""
+    run_ranks(told_later, 2)
+
+
+def joined_late(is_plain: bool) -> list[torch.Tensor]:
+    """An ordinary layer joins the optimizer after some steps, and another takes its place."""
+    torch.manual_seed(0)
+    inner: nn.Module = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    heads = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    model = inner if is_plain else bmt.Block(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    manager = OptimManager()
+    if not is_plain:
+        manager.add_optimizer(optimizer)
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0))
+    for step in range(6):
+        head = heads[step // 3]
+        if step == 1:
+            optimizer.add_param_group({"params": list(head.parameters())})
+        if step == 3:
+            optimizer.param_groups[1]["params"][:] = list(head.parameters())
+        own = x if is_plain else x.chunk(bmt.world_size())[bmt.rank()]
+        loss = head(model(own)).square().mean()
+        if is_plain:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        else:
+            manager.zero_grad()
+            manager.backward(loss)
+            manager.step()
+    params = [param for part in (model, *heads) for param in part.parameters()]
+    return [param.gather().detach() if isinstance(param, bmt.DistributedParameter) else param.detach() for param in params]
+
+
+def late_parameters() -> None:
+    for found, expected in zip(joined_late(False), joined_late(True), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_join_an_optimizer_late() -> None:
+    run_ranks(late_parameters, 2)
 
 
 def test_ordinary_parameters_in_an_optimizer_of_their_own() -> None:

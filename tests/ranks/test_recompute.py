@@ -19,11 +19,11 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import bmtrain as bmt
-from bmtrain.block.offload import Host
-from bmtrain.block.recompute import Level
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.offload import Host
 from bmtrain.runtime import world
-from bmtrain.shard.backward import in_backward
+from bmtrain.torch_internals import in_backward
 
 DIM, LENGTH, NUM_LAYERS = 16, 6, 4
 ROW = LENGTH * DIM * 4  # bytes of the input of one sample

@@ -9,8 +9,8 @@ from tests.ranks.test_recompute import NUM_LAYERS, ROW, inputs, run
 from tests.ranks.test_recompute_plans import make_planned, planner
 
 import bmtrain as bmt
-from bmtrain.block.memory import Uncounted, memory_of
-from bmtrain.block.recompute import Level
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.memory import Uncounted, memory_of
 from bmtrain.runtime import world
 
 ROWS = 40

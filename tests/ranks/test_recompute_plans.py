@@ -28,9 +28,9 @@ from tests.tensors import own_slice
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.block.planner import Planner, Planners
-from bmtrain.block.recompute import Level
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.planner import Planner, Planners
 from bmtrain.runtime import world
 
 

@@ -18,8 +18,8 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.block.recompute import Level
 from bmtrain.errors import RecomputationError
+from bmtrain.recompute.level import Level
 
 DIM, NUM_LAYERS, NUM_STEPS = 16, 2, 4
 Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]

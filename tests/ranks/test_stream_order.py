@@ -23,8 +23,8 @@ from tests.ranks.stream_order import (
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.block.offload import Host
-from bmtrain.block.recompute import Level
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.offload import Host
 from bmtrain.shard import exchange, transport
 from bmtrain.shard.exchange import joined
 from bmtrain.shard.storage import Storage

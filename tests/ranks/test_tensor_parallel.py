@@ -18,6 +18,7 @@ import bmtrain as bmt
 from bmtrain.distributed import collectives, overlap, tensor_parallel
 from bmtrain.errors import ConfigurationError
 from bmtrain.nn import ColumnParallelLinear, Linear, OpLinear, OpParallelLinear, ReduceType, RowParallelLinear, VPEmbedding
+from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 
 MESHES = [(2, 2), (4, 4), (4, 2)]  # world size, tp_size
@@ -220,7 +221,7 @@ def compiled(backend: str, level: int, recompute: bool) -> None:
         values = {name: value.clone() for name, value in block.state_dict().items()}
         check(block, rows_of_all(4, 3, IN), layer, f"{backend}, ZeRO-{level}, recompute={recompute}")
         block.load_state_dict(values)
-    assert block._compiled is not None and block._compiled.recomputes_inside
+    assert block._runner.is_compiled and block._runner.recomputing(Level.BLOCK) is not None
 
 
 @pytest.mark.parametrize(("level", "recompute"), [(2, False), (3, False), (3, True)])

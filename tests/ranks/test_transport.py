@@ -358,7 +358,7 @@ def fill_a_gpu() -> list[Any]:
     torch.__version__ = "2.11.0+fake"  # type: ignore[assignment]
     room = [True, False, True, True, False, False, True] if bmt.rank() == 1 else [True] * 5
     driver = Driver(room)
-    peers._symmetric = lambda: driver
+    vars(peers)["symmetric_memory"] = lambda: driver
     group = peers.DevicePeers(world.current().mesh.world, bmt.device(), 1.0)
     kept = [group.allocate(numel, torch.bfloat16) for numel in (3, 2**20)]
     assert all(torch.equal(own, torch.zeros_like(own)) for own, _ in kept)
@@ -383,7 +383,7 @@ def introduce(version: str) -> list[str] | None:
     """What the ranks tell each other through the store of the group that torch's symmetric memory is told of."""
     torch.__version__ = version  # type: ignore[assignment]
     driver, axis = Driver([True]), world.current().mesh.world
-    peers._symmetric = lambda: driver
+    vars(peers)["symmetric_memory"] = lambda: driver
     peers.DevicePeers(axis, bmt.device(), 1.0)
     if driver.group is None:
         return None

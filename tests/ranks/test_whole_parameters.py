@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError, StaleParameterError
+from bmtrain.errors import ParameterError, RanksPartedError, StaleParameterError
 
 DIM = 8
 Tensors = dict[str, torch.Tensor]
@@ -493,6 +493,20 @@ def before_wrapping() -> None:
         for (name, p), q in zip(sharded.named_parameters(), expected.parameters(), strict=True):
             assert q.grad is not None
             torch.testing.assert_close(whole(p.grad), q.grad.cpu(), rtol=1e-5, atol=1e-6, msg=name)
+    for shard in (bmt.BMTrainModelWrapper, lambda model: nn.Sequential(*[bmt.Block(part) for part in model])):
+        expected, model = plain(), plain()
+        for one in (expected, model):
+            one(batch()).square().sum().backward()  # all rows on all ranks
+        sharded = shard(model)
+        for one in (expected, sharded):
+            torch.optim.SGD(one.parameters(), lr=0.1).step()
+        for name, value in state(expected).items():
+            torch.testing.assert_close(whole(state(sharded)[name]).cpu(), value.cpu(), rtol=1e-5, atol=1e-6, msg=name)
+        if bmt.world_size() > 1:
+            model = plain()
+            (model(batch()).square().sum() * (bmt.rank() + 1)).backward()
+            with pytest.raises(RanksPartedError, match="gradient"):
+                shard(model)
     model = plain()
     bmt.optim.AdamOptimizer(model.parameters())
     if bmt.world_size() > 1:

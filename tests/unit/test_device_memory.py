@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import bmtrain as bmt
-from bmtrain.block.memory import CudaMemory
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.distributed.peers import PeerGroups
+from bmtrain.recompute.memory import CudaMemory
 from bmtrain.runtime import world
 
 GIB = 2**30

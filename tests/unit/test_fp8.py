@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tests.tensors import grad_of
 
-from bmtrain.block.fp8 import Fp8Mode, linear
+from bmtrain.compile.fp8 import Fp8Mode, linear
 from bmtrain.kernels import fp8
 
 KINDS = [(fp8.E4M3, 448.0, 3), (fp8.E5M2, 57344.0, 2)]

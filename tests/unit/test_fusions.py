@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bmtrain.block import backend, fusions, joining
+from bmtrain.compile import backend, fusions, joining
 
 N = 48
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler of itself

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bmtrain.block.microbatch import rows_per_micro_batch, stage_layers
 from bmtrain.errors import ConfigurationError
+from bmtrain.parallel.microbatch import rows_per_micro_batch, stage_layers
 
 
 @pytest.mark.parametrize("num_layers", range(1, 14))

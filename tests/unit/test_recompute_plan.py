@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bmtrain.block.plan import Option, Options, Step, choose, describe, need, seconds
+from bmtrain.recompute.plan import Option, Options, Step, choose, describe, need, seconds
 
 GIB = 2**30
 # Per block: everything kept, cheap things computed again, the whole block, the whole block with its input on the host.

@@ -14,7 +14,7 @@ from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
-from bmtrain.shard.window import version_of
+from bmtrain.torch_internals import no_torch_function, renew_weights, version_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
 _NUM_LOOKS = 2  # runs of a module whose parameters are compared with what they were, which reads all of them twice
@@ -72,7 +72,7 @@ class Slices(tuple[Slice, ...]):
 class Bound(torch.Tensor):
     """A tensor in the place of a parameter, as the code of a module sees it: isinstance(x, torch.nn.Parameter) is true of it."""
 
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = no_torch_function
     _is_param = True  # asked by torch.nn.Parameter
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -204,7 +204,7 @@ class Binding:
         for (home, name), value in zip(slices.homes, values, strict=True):
             home[name] = value  # type: ignore[assignment]
         for rnn in slices.rnns:  # torch's recurrent modules read their weights from a list of their own
-            rnn._flat_weights = [rnn._parameters[name] for name in rnn._flat_weights_names]
+            renew_weights(rnn)
 
     def _put_to_rest(self, slices: Slices) -> None:
         self._put(slices, slices.params)

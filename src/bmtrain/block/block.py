@@ -14,26 +14,26 @@ import torch
 from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of, share_buffers
 from bmtrain.block.binding import Binding, Slices
 from bmtrain.block.calls import Given, Run
-from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
-from bmtrain.block.fp8 import check_fp8, marked
 from bmtrain.block.graph import Modes
-from bmtrain.block.offload import is_movable, saving
-from bmtrain.block.outputs import before_backward_of, detached_from, tied_to
-from bmtrain.block.plan import Option
-from bmtrain.block.planner import Planners, Subject
-from bmtrain.block.probe import Runs, measure, unmeasured
-from bmtrain.block.programs import Call, Programs, Structure, call, call_in_fp8
-from bmtrain.block.recompute import Level, Selective, level_of
-from bmtrain.block.replay import Replay, spare_buffers
-from bmtrain.block.scripted import open_slots
 from bmtrain.block.shardable import check_shardable
-from bmtrain.block.states import all_modules
-from bmtrain.block.whole import recomputed
+from bmtrain.compile.compiled import CompiledByDefault, CompiledModule
+from bmtrain.compile.fp8 import call_in_fp8, check_fp8, marked
+from bmtrain.compile.programs import Programs, Structure
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.level import Level, level_of
+from bmtrain.recompute.offload import is_movable, saving
+from bmtrain.recompute.plan import Option
+from bmtrain.recompute.planner import Planners, Subject
+from bmtrain.recompute.probe import Runs, measure, unmeasured
+from bmtrain.recompute.replay import Replay, spare_buffers
+from bmtrain.recompute.runner import Eager, Runner, SeveralGraphsError, call
+from bmtrain.recompute.scripted import open_slots
+from bmtrain.recompute.states import all_modules
+from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
-from bmtrain.shard.backward import in_backward
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.module import DistributedModule
+from bmtrain.shard.outputs import before_backward_of, detached_from, tied_to
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.recording import Recorder
@@ -43,6 +43,7 @@ from bmtrain.shard.storage import ShardPolicy, Storage
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.trees import has_plain_tensors, map_tensors
 from bmtrain.shard.unshard import Use
+from bmtrain.torch_internals import in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
 # Registered on either the block or the inner module, they work for both: saving and loading go through the block.
@@ -58,14 +59,14 @@ class Block(DistributedModule):
         module: any module; its parameters may be plain (on the CPU, on meta or on the rank's device) or distributed. It is
             changed in place: its parameters become this rank's slices.
         use_checkpoint: True recomputes the forward pass during backward instead of keeping activations, False keeps them, a
-            Level says what is kept, "auto" recomputes what does not fit (see block/planner.py); dropout replays exactly.
+            Level says what is kept, "auto" recomputes what does not fit (see recompute/planner.py); dropout replays exactly.
         zero_level: 3 releases full parameters after forward and gathers them again for backward, 2 keeps them in between;
             None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
         reduce_dtype: dtype in which gradients are summed over ranks; None takes the default.
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
         compile: whether passes that lead to a backward pass run by compiled code where that is one graph; None takes the default.
-        fp8: whether linear maps are computed in eight bits (see block/fp8.py); None takes the default.
+        fp8: whether linear maps are computed in eight bits (see compile/fp8.py); None takes the default.
 
     Names in the state dict, parameters, buffers and attributes are those of the inner module.
 
@@ -101,7 +102,7 @@ class Block(DistributedModule):
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
-        inner = module._inner if isinstance(module, Block) else module
+        inner = module._module if isinstance(module, Block) else module
         # A list hides the module from nn.Module, which would prefix its names; sharing its dicts shows its children as ours.
         self._hidden = [inner]
         open_slots(inner)
@@ -115,7 +116,8 @@ class Block(DistributedModule):
         if not isinstance(compile, bool | None):
             raise ConfigurationError(f"compile is {compile!r}: expected True, False, or None for the default of init_distributed.")
         self._compiles = defaults.compile if compile is None else compile
-        self._compiled: CompiledModule | CompiledByDefault | None = None
+        self._eager = Eager(call_in_fp8 if self._fp8 else call)
+        self._runner: Runner = self._eager
         self._shown: str | None = None
         self._stage: int | None = None  # of the pipeline; None outside of one
         self._shared: Use | None = None  # of the calls that are made together
@@ -150,8 +152,8 @@ class Block(DistributedModule):
             move_buffers(part, current.device)
         if self._stage is not None:
             self.move_to_stage(self._stage)
-        if isinstance(self._compiled, CompiledByDefault | None):
-            self._compiled = CompiledByDefault(self._structure()) if self._compiles and not self._has_blocks() else None
+        if not isinstance(self._runner, CompiledModule):
+            self._runner = CompiledByDefault(self._structure()) if self._compiles and not self._has_blocks() else self._eager
 
     def _structure(self) -> Structure:
         params = [param for _, param in self._binding.slices()]
@@ -213,39 +215,40 @@ class Block(DistributedModule):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
         slices = self._binding.slices()
         use = Use(slices.storages) if self._shared is None else self._shared
-        given = Given(slices, use, args, kwargs, self._compiled_now((*args, *kwargs.values())))
+        given = Given(slices, use, self._runner_now((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
-            return self._run_at(Level.NOTHING, given)
+            return self._run_at(Level.NOTHING, given, args, kwargs)
         level = level_of(self.use_checkpoint)
         if level is None and not in_backward():  # what is recomputed for others is no call of a pass
-            return self._run_as_planned(given)
+            return self._run_as_planned(given, args, kwargs)
         with use.running():  # one gather, also where compiled code is given up in the middle of a call
-            return self._run_at(level or Level.BLOCK, given)
+            return self._run_at(level or Level.BLOCK, given, args, kwargs)
 
-    def _run_as_planned(self, given: Given) -> Any:
+    def _run_as_planned(self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         current = world.current("Block")
         axis = current.mesh.world if self._stage is None else current.mesh.pp_zero
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         subject = Subject(
             block=self,
-            kind=self._kind(given),
-            shape=tuple([dim for x in given.tensors for dim in x.shape]),
-            num_dims=given.tensors[0].dim() if given.tensors else 0,
+            kind=self._kind(given, tensors),
+            shape=tuple([dim for x in tensors for dim in x.shape]),
+            num_dims=tensors[0].dim() if tensors else 0,
             # Measuring would be recorded, on a rank that listens.
-            options=None if current.service(Recorder).is_listening else functools.partial(self._measure, given),
+            options=None if current.service(Recorder).is_listening else functools.partial(self._measure, given, args, kwargs),
         )
-        first_node = torch._C._autograd._get_sequence_nr()
+        first_node = next_node_number()
         planner = current.service(Planners).of(axis)
         try:
             with given.use.running():  # one gather for measuring and running
                 turn = planner.next(subject)
-                out = self._run_at(turn.level, given)
+                out = self._run_at(turn.level, given, args, kwargs)
         except Exception:
             planner.abort()
             raise
         before_backward_of(out, first_node, turn.backward_begins)
         return out
 
-    def _measure(self, given: Given, levels: Sequence[Level]) -> dict[Level, Option]:
+    def _measure(self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any], levels: Sequence[Level]) -> dict[Level, Option]:
         """What a call keeps and takes at each level, on the parameters that its use holds."""
         if self._has_blocks():
             return unmeasured()
@@ -254,55 +257,48 @@ class Block(DistributedModule):
             views = [view.view_as(view) for view in use.views()]
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
-        runs = Runs(self._inner, call_in_fp8 if self._fp8 else call, given.compiled)
         parts = [part for _, part in self._parts()]
-        with self._binding.running(given.slices, use, views, is_compiled=given.is_compiled), spare_buffers(parts):
-            return measure(runs, levels, views, given.args, given.kwargs)
+        with self._binding.running(given.slices, use, views, is_compiled=given.runner.is_compiled), spare_buffers(parts):
+            return measure(Runs(self._inner, given.runner), levels, views, args, kwargs)
 
-    def _kind(self, given: Given) -> object:
+    def _kind(self, given: Given, tensors: Sequence[torch.Tensor]) -> object:
         """What decides how much a call keeps, apart from shapes."""
         if self._shown is None:
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
-        tensors = [(x.requires_grad, x.is_leaf, x.dtype) for x in given.tensors]
+        arguments = [(x.requires_grad, x.is_leaf, x.dtype) for x in tensors]
         trainable = given.use.trainable
-        return self._shown, self._inner.training, given.is_compiled, len(trainable), sum(trainable), *tensors
+        return self._shown, self._inner.training, given.runner.is_compiled, len(trainable), sum(trainable), *arguments
 
-    def _run_at(self, level: Level, given: Given) -> Any:
-        slices, use, args, kwargs, compiled = given.slices, given.use, given.args, given.kwargs, given.compiled
-        plain: Call = (call_in_fp8 if self._fp8 else call) if compiled is None else compiled.plain
+    def _run_at(self, level: Level, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runner = given.runner
         if level is Level.NOTHING:
-            return self._run(Run(slices, use, plain, packs=torch.is_grad_enabled(), is_compiled=given.is_compiled), args, kwargs)
+            return self._run(Run(given, runner.plain, packs=torch.is_grad_enabled()), args, kwargs)
         moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
-        if compiled is not None and compiled.recomputes_inside:
+        inside = runner.recomputing(level)
+        if inside is not None:
             with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
-                again = compiled.recomputing(level)
-                run = Run(slices, use, again, packs=True, is_compiled=True, lends=compiled.runs_python, moved=moved)
-                return self._run(run, args, kwargs)
-        if compiled is None and level is Level.CHEAP:
-            plain = Selective(plain)
+                return self._run(Run(given, inside, packs=True, lends=runner.runs_python, moved=moved), args, kwargs)
+        again = runner.repeatable(level)
         current, taping = world.current("Block"), world.current("Block").service(Taping)
         draws, modules = taping.draws(), all_modules(self._inner)
         replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
-        run = Run(slices, use, plain, packs=False, is_compiled=given.is_compiled)
-        first_node = torch._C._autograd._get_sequence_nr()
+        run = Run(given, again, packs=False)
+        first_node = next_node_number()
 
         def body(args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> tuple[Any, list[torch.Tensor]]:
             with next(draws):
                 return self._compute(run, args, kwargs, apart)
 
-        with saving(use, moved=moved):
-            out, views = recomputed(body, replay, args, kwargs, plain.forget if isinstance(plain, Selective) else None)
+        with saving(given.use, moved=moved):
+            out, views = recomputed(body, replay, args, kwargs, again.forget)
         return self._tied(out, views, run, (args, kwargs), first_node)
 
-    def _compiled_now(self, arguments: Sequence[Any] = ()) -> CompiledModule | CompiledByDefault | None:
-        """What computes this call in place of the module itself."""
+    def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
+        """What computes this call."""
         # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether anybody still listens or not.
-        if self._compiled is None or world.current("Block").service(Recorder).is_listening:
-            return None
-        parts = [part for _, part in self._parts()]
-        if isinstance(self._compiled, CompiledByDefault) and not self._compiled.accepts(parts, arguments):
-            return None
-        return self._compiled
+        if self._runner is self._eager or world.current("Block").service(Recorder).is_listening:
+            return self._eager
+        return self._runner if self._runner.accepts([part for _, part in self._parts()], arguments) else self._eager
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -328,7 +324,7 @@ class Block(DistributedModule):
             share_buffers([part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe)
 
     def _run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        first_node = torch._C._autograd._get_sequence_nr()
+        first_node = next_node_number()
         out, views = self._compute(run, args, kwargs)
         return self._tied(out, views, run, (args, kwargs), first_node)
 
@@ -336,11 +332,11 @@ class Block(DistributedModule):
         self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output, and those."""
-        use, binding = run.use, self._binding
+        given, use = run.given, run.given.use
         again = spare_buffers([part for _, part in self._parts()]) if in_backward() else contextlib.nullcontext()
         with use.running(), again:
             views = use.open_apart() if apart else use.open()
-            with binding.running(run.slices, use, views, is_compiled=run.is_compiled):
+            with self._binding.running(given.slices, use, views, is_compiled=given.runner.is_compiled):
                 with saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
@@ -350,11 +346,12 @@ class Block(DistributedModule):
         """The output of a call, from where backward comes to its parameters, and lends them to the module before it goes on."""
         if not torch.is_grad_enabled():
             return out
-        tied = tied_to(run.use, views, out, arguments, first_node)
+        use = run.given.use
+        tied = tied_to(use, views, out, arguments, first_node)
         if run.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            lend = functools.partial(self._lend, run.slices, run.use)
-            before_backward_of(tied, first_node, lambda: run.use.lend(lend, end))
+            lend = functools.partial(self._lend, run.given.slices, use)
+            before_backward_of(tied, first_node, lambda: use.lend(lend, end))
         return tied
 
     def _lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -363,7 +360,7 @@ class Block(DistributedModule):
 
     def compile(self, **options: Any) -> None:
         """Compile the inner module with torch.compile's arguments; blocks of equal shape share the compiled code."""
-        self._compiled = CompiledModule(self._structure(), options)
+        self._runner = CompiledModule(self._structure(), options)
 
     def train(self, mode: bool = True) -> Block:
         """Set the mode of the inner module, whose method may do more than set a flag."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.graphs import Graphs, Repeat, make_graphs
@@ -20,9 +19,9 @@ from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import in_backward
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.tape import Draws, Tape
+from bmtrain.torch_internals import TreeSpec, in_backward, tree_flatten, tree_unflatten
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 NUM_REHEARSALS = 2  # the first compiles and learns the order of gathers, the second finds everything in place

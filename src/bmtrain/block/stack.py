@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from bmtrain.block.block import Block
-from bmtrain.block.recompute import Level
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 from bmtrain.shard.engine import Engine
 

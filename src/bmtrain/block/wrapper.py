@@ -10,10 +10,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
 from bmtrain.block.block import Block
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
-from bmtrain.block.recompute import Level, level_of
 from bmtrain.block.shardable import check_shardable
 from bmtrain.block.stack import plan_gathers
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.level import Level, level_of
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World

@@ -1,7 +1,7 @@
-"""`bmtrain.pipe_layer`: `PipelineTransformerBlockList` of block/pipeline.py."""
+"""`bmtrain.pipe_layer`: `PipelineTransformerBlockList` of parallel/pipeline.py."""
 
-from bmtrain.block.pipeline import PipelineTransformerBlockList
 from bmtrain.compat.removed import removed
+from bmtrain.parallel.pipeline import PipelineTransformerBlockList
 
 _REMEDY = "PipelineTransformerBlockList moves activations and gradients between stages by itself (distributed/stages.py)."
 PipePreFunction = removed("bmtrain.pipe_layer.PipePreFunction", _REMEDY)

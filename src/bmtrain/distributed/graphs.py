@@ -13,6 +13,7 @@ import torch
 from bmtrain.distributed.streams import Streams
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
+from bmtrain.torch_internals import end_allocation
 
 Repeat = Callable[[], None]
 # By thread: libraries watch their own work from threads of theirs while a graph is captured.
@@ -87,7 +88,7 @@ class CudaGraphs(Graphs):
         """End a capture that failed. One that CUDA itself has given up cannot be ended, and leaves torch waiting for its end."""
         _fails(streams.join)
         if _fails(graph.capture_end):
-            _fails(lambda: torch._C._cuda_endAllocateToPool(self._device.index, self._pool))
+            _fails(lambda: end_allocation(self._device.index, self._pool))
             self._open_pool()  # the generator of random numbers counts for the lost capture until another one ends
 
     def _open_pool(self) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from bmtrain.errors import RanksPartedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
+from bmtrain.torch_internals import default_store
 
 # torch 2.13 renamed it and deprecated the name that 2.8 to 2.12 have.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -215,7 +216,7 @@ class Ledger:
         stories = {self._rank: own}
         name = "bmtrain ranks parted " + " ".join(map(str, axis.ranks))
         try:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             store.set(f"{name}: {self._rank}", json.dumps(dataclasses.asdict(own)))
             end = time.monotonic() + PATIENCE_S
             while len(stories) < axis.size and time.monotonic() < end:

@@ -27,6 +27,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
+from bmtrain.torch_internals import store_of, symmetric_memory, torch_version
 
 # Barriers of the two directions are under way at the same time, each on a channel of its own.
 GATHERS, REDUCTIONS = 0, 1
@@ -93,23 +94,22 @@ class DevicePeers(Peers):
 
     def _introduce(self) -> None:
         """Up to torch 2.10 symmetric memory knows a process group only if it is told; from 2.11 on it finds its store by itself."""
-        if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
+        if torch_version() < (2, 11):
             group = self.axis.group
-            store = dist.distributed_c10d._get_process_group_store(group)
-            own_store = dist.PrefixStore("symmetric memory", store)  # type: ignore[attr-defined]
-            _symmetric().set_group_info(group.group_name, self.axis.index, self.axis.size, own_store)
+            own_store = dist.PrefixStore("symmetric memory", store_of(group))  # type: ignore[attr-defined]
+            symmetric_memory().set_group_info(group.group_name, self.axis.index, self.axis.size, own_store)
 
     def _share(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Memory (numel,) of this rank, and torch's handle of that of all ranks."""
         own = attempt(lambda: self._make(numel, dtype), self.axis, torch.OutOfMemoryError)
-        return own, _symmetric().rendezvous(own, self.axis.group.group_name)
+        return own, symmetric_memory().rendezvous(own, self.axis.group.group_name)
 
     def _make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         try:
-            return _symmetric().empty_strided_p2p((numel,), (1,), dtype, self.device)
+            return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
         except RuntimeError:  # this memory comes from the driver, past torch's cache, which may have all that is left
             torch.cuda.empty_cache()
-            return _symmetric().empty_strided_p2p((numel,), (1,), dtype, self.device)
+            return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         own, handle = self._share(numel, dtype)
@@ -220,11 +220,6 @@ def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
         file.truncate(num_bytes)
     return path
-
-
-def _symmetric() -> Any:
-    """Torch's class itself: the module of functions around it imports much more, which every program would pay for."""
-    return torch._C._distributed_c10d._SymmetricMemory
 
 
 def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:

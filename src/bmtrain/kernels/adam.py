@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.kernels.chunks import Batch, launching_on
+from bmtrain.torch_internals import fused_adamw
 
 BLOCK, NUM_WARPS = 1024, 4
 
@@ -96,7 +97,7 @@ def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
     exact = t.grad.to(t.master.dtype)
     if s.scale != 1.0:
         exact = exact / s.scale
-    torch._fused_adamw_(
+    fused_adamw(
         [t.master], [exact], [t.mean], [t.square], [], [torch.tensor(float(s.step), device="cpu")], amsgrad=False,
         maximize=s.maximize, lr=s.lr, beta1=s.beta1, beta2=s.beta2, weight_decay=s.weight_decay, eps=s.eps,
     )  # fmt: skip

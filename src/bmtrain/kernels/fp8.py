@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from bmtrain.torch_internals import scaled_mm
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: sizes of matrices must be multiples of this
 ALIGNMENT = 16
@@ -51,7 +53,7 @@ def product(
         return product_reference(a, a_unit, b, b_unit, bias, dtype)
     a, b = a.contiguous(), b.contiguous()  # the only layouts that the products take
     inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
-    out = torch._scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast)
+    out = scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast)
     return out if bias is None or inside is not None else out + bias
 
 

@@ -76,14 +76,18 @@ class OptimManager:
             raise ConfigurationError(f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer.")
         if optimizer in self.optimizers:
             raise ConfigurationError("add_optimizer got an optimizer that it has already: add each once.")
-        self._engine.replicate(
-            param for param in parameters_of(optimizer.param_groups) if not isinstance(param, DistributedParameter)
-        )
+        self._replicate(optimizer)
         if isinstance(optimizer, AdamBase):
             optimizer.dynamic_scale.settle()
             optimizer.dynamic_scale = self._scale or LossScale(1.0, maximum=1.0)
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
+
+    def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the gradients of its ordinary parameters summed over ranks: of those too that a group got since."""
+        self._engine.replicate(
+            param for param in parameters_of(optimizer.param_groups) if not isinstance(param, DistributedParameter)
+        )
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`: what backward runs on."""
@@ -101,6 +105,8 @@ class OptimManager:
             ConfigurationError: for a loss that is not a scalar or does not require grad.
         """
         loss = _checked(self._last_loss.take() if loss is None else loss)
+        for optimizer in self.optimizers:
+            self._replicate(optimizer)
         if any(isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss) for optimizer in self.optimizers):
             raise ConfigurationError(
                 "backward got a loss that optimizer.loss_scale() has scaled already: pass the loss itself, or call loss.backward()."

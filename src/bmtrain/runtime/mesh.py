@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class Axis:
     index: int
     communicators: Communicators
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return len(self.ranks)
 

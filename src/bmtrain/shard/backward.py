@@ -15,6 +15,7 @@ from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.tape import Taping
 from bmtrain.shard.transport import Transport
+from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
 
 
 class OpenUse(Protocol):
@@ -31,9 +32,13 @@ class OpenUse(Protocol):
         """Let go of the full buffers."""
 
 
-def in_backward() -> bool:
-    """True while autograd runs a backward pass on this thread, recomputation included."""
-    return torch._C._current_graph_task_id() != -1
+def refuse_create_graph() -> None:
+    """ParameterError in a pass with create_graph=True that has come to a sharded parameter: its gradient would have no graph."""
+    if torch.is_grad_enabled():
+        raise ParameterError(
+            "backward(create_graph=True) came to a sharded parameter, whose gradient is summed over ranks outside of any graph. "
+            "Take gradients of gradients with respect to inputs of the model, or to whole = param.gather() and compute with that."
+        )
 
 
 class Backward:
@@ -149,14 +154,14 @@ class Backward:
         self._gradients.clear()
 
     def _join(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         if task in (self._task, -1):
             return
         if self._task != -1:
             self._refuse_hooks()
             self.finish()  # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown now
         self._task = task
-        torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        at_end_of_backward(self.finish)
 
     def _refuse_hooks(self) -> None:
         """A hook would be called with a part of what the pass gives its parameter, and again with the rest."""

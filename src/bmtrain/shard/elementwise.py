@@ -96,3 +96,15 @@ OF_MEMORY = frozenset(
         "untyped_storage",
     ]
 )
+
+
+def base(name: str) -> str:
+    """Of the name of a function that writes in place, that of the one which does not."""
+    return name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
+
+
+def writes(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith("_")

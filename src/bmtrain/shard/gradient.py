@@ -18,6 +18,7 @@ from bmtrain.shard.layout import Layout
 from bmtrain.shard.ring import num_references
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.transport import Outgoing, Transport
+from bmtrain.torch_internals import plain_functions
 
 # Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the host 50 us, and a small model waits
 # for its host.
@@ -256,7 +257,7 @@ class Gradient:
 
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters are trained."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return tuple([param is not None and param.requires_grad for param in (reference() for reference in self._params)])
 
     def hide(self, given: Sequence[bool]) -> None:

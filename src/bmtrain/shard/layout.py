@@ -94,7 +94,7 @@ class Layout:
     num_shards: int
     shard_numel: int
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Length of the full buffer, padding included."""
         return self.shard_numel * self.num_shards

@@ -13,6 +13,7 @@ import torch
 from bmtrain.distributed import autograd
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
+from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.grad_function import gradients
 from bmtrain.shard.hooks import Hooked
@@ -122,6 +123,8 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         for name, value in vars(old).items():
             if name not in vars(type(self)) and name not in vars(self):
                 vars(self)[name] = value
+        if old.grad is not None:
+            self.grad = old.grad
         self._hooks.update(old._backward_hooks or {})
         self._post_hooks.update(getattr(old, "_post_accumulate_grad_hooks", None) or {})
         try:
@@ -359,8 +362,8 @@ class _Slice(torch.autograd.Function):
         return param.local.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> None:
+        refuse_create_graph()
         if grad is not None:
             storage = ctx.param.storage_of
             storage.engine.backward.add_slice(storage.gradient, ctx.param.index_in_storage, grad)

@@ -112,7 +112,8 @@ def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.parameter.UninitializedParameter):
         return type(value).__name__
     frozen = ", frozen" if isinstance(value, torch.nn.Parameter) and not value.requires_grad else ""
-    return f"shape {tuple(value.shape)}, {value.dtype}, values {_checksum(value)}{frozen}"
+    gradient = "" if not value.is_leaf or value.grad is None else f", gradient {_checksum(value.grad)}"
+    return f"shape {tuple(value.shape)}, {value.dtype}, values {_checksum(value)}{gradient}{frozen}"
 
 
 def _checksum(x: torch.Tensor) -> str:

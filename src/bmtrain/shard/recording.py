@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import in_backward
+from bmtrain.torch_internals import in_backward
 
 EnterMicroBatch = Callable[[int], contextlib.AbstractContextManager[None]]
 

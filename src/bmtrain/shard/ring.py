@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bmtrain.torch_internals import num_users
+
 
 class RingBuffer:
     """One full buffer. `owner` is the token of the storage whose values it holds; `free` is the event of its last reader."""
@@ -34,7 +36,7 @@ class RingBuffer:
 
 def num_references(tensor: torch.Tensor) -> int:
     """Tensors, and what else, that share the memory of this one."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    count: int = num_users(tensor.untyped_storage())
     return count
 
 

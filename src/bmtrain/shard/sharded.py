@@ -12,9 +12,10 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.cut import Cut
-from bmtrain.shard.slices import Slices, check_alike, is_vector_order, look_whole, norm, total
+from bmtrain.shard.slices import Slices, check_alike, communicate, is_vector_order, look_whole, norm, total
 from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory
+from bmtrain.torch_internals import is_collective, plain_functions
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -49,17 +50,19 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         )
     if name in elementwise.ABOUT or func is torch.autograd.backward:
         return _natively(func, args, kwargs)
+    if is_collective(func):
+        return communicate(func, args, kwargs)
     special = _SPECIAL.get(name)
     out = NotImplemented if special is None else special(func, args, kwargs)
     if out is NotImplemented and name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         out = _on_lists(func, name, args, kwargs)
-    if out is NotImplemented and _base(name) in elementwise.ELEMENTWISE:
+    if out is NotImplemented and elementwise.base(name) in elementwise.ELEMENTWISE:
         out = _on_slices(func, name, args, kwargs)
     return on_wholes(func, args, kwargs) if out is NotImplemented else out
 
 
 def _natively(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         return func(*args, **kwargs)
 
 
@@ -100,17 +103,6 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
     return _natively(x.as_subclass, (torch.Tensor,), {}) if isinstance(x, Window) else x
 
 
-def _base(name: str) -> str:
-    return name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    if name.startswith("__"):
-        return name.startswith("__i") and name != "__invert__"
-    return name.endswith("_")
-
-
 def refuse_leaf(x: torch.Tensor) -> None:
     """ParameterError where autograd would raise in one process: `x` is about to be changed in place."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -125,7 +117,7 @@ def refuse_leaf(x: torch.Tensor) -> None:
 def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     """An element-wise function; NotImplemented if its operands do not lie alike."""
     tensors = tensors_of((args, kwargs))
-    writes = _writes(name)
+    writes = elementwise.writes(name)
     like = args[0] if writes and args else next(x for x in tensors if isinstance(x, Slices))
     if not isinstance(like, Slices) or "out" in kwargs or not all(_fits(x, like) for x in tensors):
         return NotImplemented
@@ -276,8 +268,9 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
     own = {id(x): wholes.get(id(x), x) for x in tensors}
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
+    is_uncounted = torch.is_inference_mode_enabled() and elementwise.writes(getattr(func, "__name__", ""))
     for key, whole in wholes.items():
-        if whole._version != before[key]:
+        if whole._version != before[key] or (is_uncounted and sharded[key] is args[0]):
             refuse_leaf(sharded[key])
             if same_on_all:
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
@@ -348,6 +341,17 @@ def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return x if is_flat else NotImplemented
 
 
+def _as_itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
+    """`x.view_as(x)`: how torch finds the node that adds up a leaf's gradient, to hang hooks there. A sharded leaf's never runs."""
+    x = args[0]
+    if len(args) == 2 and x is args[1] and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        raise ParameterError(
+            f"{func.__name__} of a sharded parameter with itself: hooks of its node in the graph would never be called. Take "
+            "param.register_hook, which is given the gradient, or param.register_post_accumulate_grad_hook."
+        )
+    return NotImplemented
+
+
 def _numpy(func: Any, args: Args, kwargs: Kwargs) -> Any:
     return as_copy(on_wholes(func, args, kwargs))
 
@@ -376,5 +380,6 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flat),
     **{name: _initial for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")},
     **dict.fromkeys(("embedding", "embedding_bag"), _embedding),
+    **dict.fromkeys(("view_as", "expand_as"), _as_itself),
     **dict.fromkeys(("numpy", "__array__"), _numpy),
 }

@@ -8,13 +8,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bmtrain.distributed import autograd, collectives
 from bmtrain.distributed.agreement import differ, largest
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.log import warn
 from bmtrain.shard.cut import Cut
+from bmtrain.torch_internals import (
+    backward_pass,
+    in_transform,
+    is_collective,
+    is_mutable,
+    make_wrapper_subclass,
+    throw_on_data_ptr,
+    tree_leaves,
+    tree_map_only,
+    wait_for,
+)
 
 
 class Slices(torch.Tensor):
@@ -154,6 +164,8 @@ class Slices(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up gradients, and little else."""
+        if is_collective(func):
+            return communicate(func, args, kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         sharded = [x for x in tensors if isinstance(x, Slices)]
         if torch.is_grad_enabled():
@@ -161,7 +173,7 @@ class Slices(torch.Tensor):
                 x.expect_gradients_of_torch()
         cut = sharded[0].cut
         # A number may come of this rank's rows, in backward of its loss: what that makes of slices is of different results.
-        in_backward, writes = torch._C._current_graph_task_id() != -1, func._schema.is_mutable
+        in_backward, writes = backward_pass() != -1, is_mutable(func)
         fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and writes and not in_backward for x in tensors)
         if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
             if writes:
@@ -179,6 +191,29 @@ class Slices(torch.Tensor):
         return same if same is not None else cls.kind()(out, cut)
 
 
+def communicate(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of torch.distributed, on whole tensors. What it leaves in them is written into the slices.
+
+    Raises:
+        ParameterError: for messages from rank to rank, and for results that differ between ranks, of which each would keep its
+            slice.
+    """
+    name = func.__name__
+    if any(word in name for word in ("send", "recv", "p2p")):
+        raise ParameterError(f"{name} of a sharded tensor: all ranks call whole = param.gather(), then those concerned send that.")
+    sharded = list({id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Slices)}.values())
+    wholes: dict[int, torch.Tensor] = {}
+    for x in sharded:
+        x.cut.note(name, x.cut.mesh.world)
+        wholes[id(x)] = x.whole()
+    args, kwargs = tree_map_only(Slices, lambda x: wholes[id(x)], (args, kwargs))
+    out = func(*args, **kwargs)
+    wait_for(out)
+    for x in sharded:
+        x.take_whole(wholes[id(x)])
+    return out
+
+
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
 
@@ -194,8 +229,8 @@ def check_alike(whole: torch.Tensor, cut: Cut) -> None:
 
 def without_memory(kind: type[Any], shape: torch.Size, like: torch.Tensor, *, requires_grad: bool = False) -> Any:
     """A tensor of class `kind`. Kernels that read its memory get a RuntimeError: on a GPU a null pointer ends the process."""
-    out = torch.Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
-    torch._C._set_throw_on_mutable_data_ptr(out)
+    out = make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
+    throw_on_data_ptr(out)
     return out
 
 
@@ -210,7 +245,7 @@ def _cannot_be_fused(func: Any) -> ParameterError:
 
 def refuse_transforms() -> None:
     """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded parameters along."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_transform():
         raise ParameterError(
             "a sharded parameter was used inside of a transform of torch.func (grad, vmap, jvp and the like): take whole = "
             "param.gather() of the parameters outside, and compute with those, or use torch.autograd."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 import zlib
 from collections.abc import Collection, Sequence
@@ -10,13 +11,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from bmtrain.distributed.agreement import differ
+from bmtrain.distributed.agreement import differ, look
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
+from bmtrain.torch_internals import plain_functions
 
 
 class Steps:
@@ -31,7 +33,7 @@ class Steps:
 
     def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated, sharded: Collection[object]) -> None:
         self._ledger, self._axis, self._replicated, self._sharded = ledger, axis, replicated, sharded
-        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
+        self._alone: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Alone] = weakref.WeakKeyDictionary()
         own = weakref.ref(self)  # torch keeps the hook for ever: it must not keep the run
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -62,19 +64,32 @@ class Steps:
             self._compare(optimizer, alone)
 
     def _compare(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Gradients that an optimizer sees for the first time are alike on all ranks, if all train the same model.
+        """Gradients of ordinary parameters are alike on all ranks, if all train the same model; settings too.
 
-        They are where DistributedDataParallel has summed them, and where a model beside is trained on the same rows everywhere.
+        They are where DistributedDataParallel has summed them, and where a model beside is trained on the same rows everywhere. To
+        compare them the host waits: in steps 1, 2, 4, 8, ..., and each until it was not zero. Where a layer behind it begins with
+        zeros, the first gradients of a parameter say nothing.
         """
-        seen = self._seen.setdefault(optimizer, set())
-        new = [param for param in params if param.grad is not None and id(param) not in seen]
-        if not new:
+        state = self._alone.setdefault(optimizer, _Alone())
+        state.num_steps += 1
+        self._ledger.note(self._axis, _described(optimizer, params))
+        is_due = state.num_steps & (state.num_steps - 1) == 0
+        looked_at = [param for param in params if param.grad is not None and (is_due or id(param) not in state.seen)]
+        if not looked_at:
             return
-        seen.update(map(id, new))
-        self._ledger.note(self._axis, f"a step of {type(optimizer).__name__} with {len(new)} new ordinary parameters")
-        for param, is_other in zip(new, differ([param.grad for param in new if param.grad is not None], self._axis), strict=True):
+        grads = [param.grad for param in looked_at if param.grad is not None]
+        for param, is_other in zip(looked_at, differ(grads, self._axis), strict=True):
             if is_other:
                 raise _not_summed(optimizer, param, "its gradient differs between ranks, and there are sharded parameters beside")
+        state.seen.update(id(param) for param, grad in zip(looked_at, grads, strict=True) if look(grad)[0] > 0)
+
+
+@dataclasses.dataclass
+class _Alone:
+    """An optimizer of ordinary parameters alone: its steps, and by identity those that had a gradient which was not zero."""
+
+    num_steps: int = 0
+    seen: set[int] = dataclasses.field(default_factory=set)
 
 
 def _is_ordinary(x: torch.Tensor) -> bool:
@@ -86,7 +101,7 @@ def _described(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor])
     """What all ranks must have in common: each updates slices of the same parameters by its own settings."""
     settings = [[(name, value) for name, value in group.items() if isinstance(value, _PLAIN)] for group in optimizer.param_groups]
     rates = dict.fromkeys(group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int))
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         trained = [x.requires_grad for x in params]
     # The stages of a pipeline have gradients of their own.
     given = [x.shown_grad is not None for x in params if isinstance(x, Slices) and x.cut.placement.stage is None]

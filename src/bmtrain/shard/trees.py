@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from bmtrain.torch_internals import tree_flatten, tree_unflatten
 
 _NO_TENSORS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size})
 _PLAIN = _NO_TENSORS | {torch.Tensor}

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError, StaleParameterError
-from bmtrain.shard.backward import in_backward
+from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.slices import memory_of, refuse_transforms
 from bmtrain.shard.storage import Storage
+from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward, plain_functions, will_run
 
 
 class Unshard(torch.autograd.Function):
@@ -34,13 +35,13 @@ class Unshard(torch.autograd.Function):
         return tuple(views)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        refuse_create_graph()
         leaf, *nodes = [node for node, _ in ctx.next_functions]
-        if nodes and not torch._C._will_engine_execute_node(leaf):  # a pass for some inputs: the leaf is none of them
+        if nodes and not will_run(leaf):  # a pass for some inputs: the leaf is none of them
             found = iter(nodes)
             owners = [next(found) if is_given else None for is_given in ctx.params_given]
-            wanted = [node is not None and torch._C._will_engine_execute_node(node) for node in owners]
+            wanted = [node is not None and will_run(node) for node in owners]
             grads = tuple([grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)])
         ctx.use.end(grads)
         return (None, None, *[None for _ in ctx.params_given])
@@ -74,7 +75,7 @@ class Loan:
 
     def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
         self._tensors, self._give_back = tensors, give_back
-        self.task = torch._C._current_graph_task_id()
+        self.task = backward_pass()
 
     @property
     def is_open(self) -> bool:
@@ -118,7 +119,7 @@ class Use:
         self._is_together = False
         self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
         self._versions = [storage.version() for storage in storages]
-        with torch._C.DisableTorchFunctionSubclass():  # a tenth of the time, for each parameter at each call
+        with plain_functions():  # a tenth of the time, for each parameter at each call
             self.trainable = [param is not None and param.requires_grad for storage in storages for param in storage.params]
 
     @property
@@ -219,19 +220,19 @@ class Use:
             bind: gives the module the tensors.
             end: the node that will end this use; None if all parameters are frozen.
         """
-        if not self._storages or self._ended_in == torch._C._current_graph_task_id() or self._open_loan() is not None:
+        if not self._storages or self._ended_in == backward_pass() or self._open_loan() is not None:
             return
         self._check_versions()
         self._storages[0].engine.backward.begin_use(self)
         # No gradient gets past a checkpoint that runs a backward pass of its own: then nothing may lead to the end.
-        self._has_end = end is not None and torch._C._will_engine_execute_node(end)
+        self._has_end = end is not None and will_run(end)
         tensors = [leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))]
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
         loan = Loan(tensors, bind(tensors))
         self._loan = weakref.ref(loan)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.drop() if loan.is_open else None)
+        at_end_of_backward(lambda: self.drop() if loan.is_open else None)
 
     def _open_loan(self) -> Loan | None:
         loan = None if self._loan is None else self._loan()
@@ -241,7 +242,7 @@ class Use:
         """Let go of all full buffers. Gradients that only a loan has brought are reduced now."""
         loan = self._open_loan()
         if loan is not None:
-            if torch._C._current_graph_task_id() not in (-1, loan.task):
+            if backward_pass() not in (-1, loan.task):
                 return  # a pass inside the pass is over
             late = loan.end()
             if in_backward():
@@ -265,13 +266,13 @@ class Use:
         loan = self._open_loan()
         if loan is not None:
             grads = [_sum(grad, late) for grad, late in zip(grads, loan.end(), strict=True)]
-        self._ended_in = torch._C._current_graph_task_id()
+        self._ended_in = backward_pass()
         self._storages[0].engine.backward.end_use(self)
         self._reduce(grads)
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         for storage, own in self._trained():
-            with torch._C.DisableTorchFunctionSubclass():  # frozen since the forward pass: autograd adds no gradient then, either
+            with plain_functions():  # frozen since the forward pass: autograd adds no gradient then, either
                 wanted = [param is None or param.requires_grad for param in storage.params]
             found = [grad if is_wanted else None for grad, is_wanted in zip(grads[own], wanted, strict=True)]
             storage.engine.backward.add(storage.gradient, found)

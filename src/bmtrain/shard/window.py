@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
+from bmtrain.shard import elementwise
+from bmtrain.torch_internals import is_collective, plain_functions, tree_leaves, tree_map_only, version_of, wait_for
 
 
 class Behind(Protocol):
@@ -68,7 +69,7 @@ class Window(torch.Tensor):
     @classmethod
     def onto(cls, view: torch.Tensor, gathered: Gathered) -> Window:
         """The window `view`, which shares memory with what was gathered."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             window = view.as_subclass(cls)
         window._gathered = gathered
         return window
@@ -81,17 +82,22 @@ class Window(torch.Tensor):
             window._gathered.check_read()
         if not all(issubclass(kind, Window) or kind is torch.nn.Parameter for kind in types if kind is not torch.Tensor):
             # Another class has its say, with ordinary tensors in the place of these.
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
                 before = [version_of(window) for window in windows]
             args, kwargs = tree_map_only(Window, lambda x: plain[id(x)], (args, kwargs))
             out = func(*args, **kwargs)
         else:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plain_functions():
                 before = [version_of(window) for window in windows]
                 out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            written = [window for window, version in zip(windows, before, strict=True) if version_of(window) != version]
+        with plain_functions():
+            may_write = is_collective(func)
+            written = [w for w, version in zip(windows, before, strict=True) if may_write or version_of(w) != version]
+            if torch.is_inference_mode_enabled() and elementwise.writes(getattr(func, "__name__", "")):  # nothing is counted there
+                written = [window for window in windows if window is args[0]]
+        if may_write:
+            wait_for(out)
         for window in written:
             window._write_back()
         if getattr(func, "__name__", "") in ("numpy", "__array__"):
@@ -100,21 +106,21 @@ class Window(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """A copy of the values, with nothing behind it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             memo[id(self)] = copied = self.detach().as_subclass(torch.Tensor).clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """In a file it is an ordinary tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
     def __copy__(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return copy.copy(self.as_subclass(torch.Tensor))
 
     def _write_back(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             has_graph = self.requires_grad and torch.is_grad_enabled()
         if has_graph:
             raise ParameterError(
@@ -142,7 +148,7 @@ def _stale(what: str) -> StaleParameterError:
 
 def _shown(windows: Sequence[Window], out: torch.Tensor) -> torch.Tensor:
     """What the program gets in place of the result `out`: a window, if it shares memory with one."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_functions():
         if isinstance(out, Window) and any(out is window for window in windows):
             return out
         plain = out.as_subclass(torch.Tensor) if isinstance(out, Window) else out
@@ -158,8 +164,3 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
     except (RuntimeError, NotImplementedError):  # a layout that has no storage: sparse
         return False
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often `tensor` was changed in place; 0 for tensors that do not count."""
-    return 0 if tensor.is_inference() else tensor._version

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from bmtrain.block.wrapper import BMTrainModelWrapper
 from bmtrain.errors import ConfigurationError
+from bmtrain.torch_internals import tree_leaves, tree_map
 from bmtrain.verification.trainer import Trainer
 
 BATCH_MODES = ("split", "same")
@@ -78,7 +78,7 @@ class Program:
         """What `rank` of `ranks` gets at a step, on its device."""
         whole = self.batches[step % len(self.batches)]
         own = _part(whole, self.batch, rank, ranks)
-        return pytree.tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, own)
+        return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, own)
 
 
 def _part(batch: Any, mode: str | Callable[[Any, int, int], Any], rank: int, ranks: int) -> Any:
@@ -86,14 +86,14 @@ def _part(batch: Any, mode: str | Callable[[Any, int, int], Any], rank: int, ran
         return mode(batch, rank, ranks)
     if mode == "same" or ranks == 1:
         return batch
-    leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.dim()]
     rows = {x.shape[0] for x in leaves}
     if len(rows) != 1 or next(iter(rows)) % ranks:
         raise ConfigurationError(
             f"a batch whose tensors have {sorted(rows)} rows cannot be split over {ranks} ranks: expected one number that they "
             'divide; or give batch="same", or a function (batch, rank, ranks) that returns a rank\'s part.'
         )
-    return pytree.tree_map(lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
+    return tree_map(lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
 
 
 def load_program(source: str | Callable[[], Program]) -> Program:

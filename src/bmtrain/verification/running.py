@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from bmtrain.distributed.results import sum_loss
 from bmtrain.errors import ConfigurationError, NotInitializedError
 from bmtrain.runtime import world
 from bmtrain.runtime.seeding import seed_everything
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.torch_internals import tree_leaves
 from bmtrain.verification.compare import Difference, first_difference
 from bmtrain.verification.program import Program
 from bmtrain.verification.record import Kind, Record
@@ -156,7 +156,7 @@ def _not_repeatable(found: Difference) -> str:
 
 def _terms(program: Program, model: torch.nn.Module) -> int:
     """Of how many numbers the longest sum consists: all numbers of a batch for a gradient, a row of a matrix for an activation."""
-    batches = [x.numel() for batch in program.batches for x in pytree.tree_leaves(batch) if isinstance(x, torch.Tensor)]
+    batches = [x.numel() for batch in program.batches for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
     rows = [param.numel() // param.shape[0] for param in model.parameters() if param.dim() > 1 and param.numel()]
     return max([1, *batches, *rows])
 

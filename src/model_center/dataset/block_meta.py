@@ -153,7 +153,7 @@ class _OldFileInfo:
         self.fields = fields
 
     @classmethod
-    def _load_from_state(cls, version: int, fields: tuple[Any, ...]) -> _OldFileInfo:
+    def load_from_state(cls, version: int, fields: tuple[Any, ...]) -> _OldFileInfo:
         if version != 1:
             raise pickle.UnpicklingError(f"FileInfo of version {version}")
         return cls(*fields)
@@ -177,7 +177,7 @@ def _loader_of(kind: type[_OldFileInfo], name: str) -> Callable[..., _OldFileInf
     """How pickle spells a class method: `getattr(FileInfo, "_load_from_state")`."""
     if name != "_load_from_state":
         raise pickle.UnpicklingError(f"it names FileInfo.{name}")
-    return _OldFileInfo._load_from_state
+    return _OldFileInfo.load_from_state
 
 
 def _unpickle(path: Path) -> list[FileInfo]:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import bmtrain as bmt
+from bmtrain.torch_internals import tree_map_only
 from model_center.dataset.order import bits
 from model_center.dataset.protocols import Stateful, begin_epoch, collate_of, shards_of
 from model_center.dataset.sampler import Cut, RankBatches, check_rows

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 import bmtrain as bmt
+from bmtrain.torch_internals import make_subclass
 from model_center.errors import ConfigError
 
 Initializer = Callable[[torch.Tensor], object]
@@ -24,7 +25,7 @@ class PlainParameter(torch.nn.Parameter):
     def __new__(
         cls, data: torch.Tensor, requires_grad: bool = True, init_method: Initializer | None = None
     ) -> PlainParameter:  # the arguments that torch's own copying passes come first
-        param = torch.Tensor._make_subclass(cls, data, requires_grad)
+        param = make_subclass(cls, data, requires_grad)
         param.init_method = init_method
         return param
 

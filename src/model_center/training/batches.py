@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
+from bmtrain.torch_internals import tree_leaves
 from model_center.dataset.loader import DistributedDataLoader
 
 

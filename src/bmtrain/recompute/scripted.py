@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from bmtrain.torch_internals import compiled_script, script_attributes
+
 
 class Slots(dict[str, Any]):
     """A dict whose tensors are those of a compiled module too."""
 
     def __init__(self, module: torch.jit.ScriptModule, entries: Iterable[tuple[str, Any]]) -> None:
         super().__init__(entries)
-        self._compiled = module._c
+        self._compiled = compiled_script(module)
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)
@@ -42,12 +44,12 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     if not isinstance(module, torch.jit.ScriptModule):
         return {}
     tensors = {*module._parameters, *module._buffers}
-    names = [name for name in module._concrete_type.get_attributes() if name not in tensors]
-    return {name: module._c.getattr(name) for name in names}
+    names = [name for name in script_attributes(module) if name not in tensors]
+    return {name: compiled_script(module).getattr(name) for name in names}
 
 
 def put_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
     """Put back what `attributes_of` has found."""
     if isinstance(module, torch.jit.ScriptModule):
         for name, value in attributes.items():
-            module._c.setattr(name, value)
+            compiled_script(module).setattr(name, value)

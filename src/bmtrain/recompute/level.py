@@ -8,13 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from bmtrain.distributed import tensor_parallel  # noqa: F401 (it defines operators)
 from bmtrain.errors import ConfigurationError
-from bmtrain.shard.backward import in_backward
+from bmtrain.torch_internals import TorchDispatchMode, argument_names, in_backward, sharing_versions, tree_map_only
 
 AUTO = "auto"
 
@@ -88,15 +86,16 @@ class Selective:
         self._call = call
         self._kept: dict[Any, deque[_Result]] = defaultdict(deque)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`module(*args, **kwargs)`."""
         if not in_backward():
             with _Keeping(self._kept):
-                return self._call(*args)
+                return self._call(module, args, kwargs)
         # A run in backward may end before its last results are asked for, and another may follow (`retain_graph=True`), which
         # must not find those in the place of its own.
         kept, self._kept = self._kept, defaultdict(deque)
         with _Recalling(kept):
-            return self._call(*args)
+            return self._call(module, args, kwargs)
 
     def forget(self) -> None:
         """Runs in backward compute everything: they may not come to the same operators."""
@@ -112,7 +111,7 @@ class _Result:
 
     def __init__(self, value: Any) -> None:
         # Detached tensors share their version counter only where that layer of torch is not skipped.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        with sharing_versions():
             self.value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         self._tensors: Sequence[torch.Tensor] = [x for x in _flat(self.value) if isinstance(x, torch.Tensor)]
         self._versions = [x._version for x in self._tensors]
@@ -155,7 +154,7 @@ def _is_kept(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an attention operator is asked for dropout."""
-    names = [argument.name for argument in op._schema.arguments]
+    names = argument_names(op)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return bool(given.get("dropout_p"))
 

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmtrain.block.memory import free_host_memory
 from bmtrain.distributed.streams import make_streams
 from bmtrain.errors import RecomputationError
+from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime import world
 from bmtrain.runtime.world import World
 from bmtrain.shard.unshard import Use
+from bmtrain.torch_internals import sharing_versions
 
 
 class Host:
@@ -78,7 +79,7 @@ class Host:
         """Start the way of `x`, which is there after the event."""
         self.settle()
         # Autograd is saving: detached tensors would not share their version counters there.
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        with sharing_versions():
             x = x.detach()
         num_bytes = x.nbytes
         buffer = self._take(num_bytes)

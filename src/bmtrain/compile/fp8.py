@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels import fp8
+from bmtrain.torch_internals import plain_functions
 
 
 def check_fp8(wanted: bool, device: torch.device) -> bool:
@@ -99,12 +100,18 @@ class Fp8Mode(TorchFunctionMode):
         return (linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
+def call_in_fp8(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`module(*args, **kwargs)` with linear maps in eight bits."""
+    with Fp8Mode():
+        return module(*args, **kwargs)
+
+
 class Fp8Weight(torch.Tensor):
     """A weight that works so by itself, for code of a module that runs in backward: checkpoints and hooks inside of a block."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_functions():
             return (linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 

@@ -11,20 +11,21 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from bmtrain.block.outputs import before_backward_of
-from bmtrain.block.replay import Replay
-from bmtrain.block.scripts import Scripts
 from bmtrain.errors import RecomputationError
+from bmtrain.recompute.replay import Replay
+from bmtrain.recompute.scripts import Scripts
 from bmtrain.runtime import world
+from bmtrain.shard.outputs import before_backward_of
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.trees import map_tensors, tensors_of
+from bmtrain.torch_internals import next_node_number, node_number, will_run
 
 # Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output, and the parameters.
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]
 
 
 def recomputed(
-    body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], on_script: Callable[[], None] | None = None
+    body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], on_script: Callable[[], None]
 ) -> tuple[Any, Sequence[torch.Tensor]]:
     """What `body` returns; it runs once more when backward comes to the output.
 
@@ -40,7 +41,7 @@ def recomputed(
         RecomputationError: for a TorchScript module that reads part of the graph which is none of its arguments.
     """
     scripts = world.current("Block").service(Scripts)
-    before, first_node = scripts.count(), torch._C._autograd._get_sequence_nr()
+    before, first_node = scripts.count(), next_node_number()
     params: list[Sequence[torch.Tensor]] = []
 
     def run(*own: Any) -> Any:
@@ -55,8 +56,7 @@ def recomputed(
     out = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
     used = params.pop()  # `run` lives as long as the graph, which must not keep full parameters
     if scripts.count() != before:
-        if on_script is not None:
-            on_script()
+        on_script()
         out = _as_one_node(out, _Again(body, replay, args, kwargs), used, first_node)
         _refuse_backward_of(replay.attributes(), first_node)
     alive = weakref.ref(replay)  # whose end comes with that of what autograd has saved
@@ -151,7 +151,7 @@ class _Plan:
         if not (ends and wanted):
             return [None] * len(wanted)
         outputs, given = zip(*ends, strict=True)
-        if not all(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node) for leaf in self.captured):
+        if not all(will_run(get_gradient_edge(leaf).node) for leaf in self.captured):
             raise RecomputationError(
                 "gradients of some tensors only were asked for through a block that runs TorchScript, has a block or a reentrant "
                 "checkpoint inside and is recomputed: call backward(), or give the block use_checkpoint=False."
@@ -184,7 +184,7 @@ class _Whole(torch.autograd.Function):
 
 def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_node: int) -> Any:
     found = tensors_of(out)
-    made = [place for place, x in enumerate(found) if x.grad_fn is not None and x.grad_fn._sequence_nr() >= first_node]
+    made = [place for place, x in enumerate(found) if x.grad_fn is not None and node_number(x.grad_fn) >= first_node]
     different = list({id(found[place]): place for place in reversed(made)}.values())[::-1]
     if not different:
         return out
@@ -218,7 +218,7 @@ def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first
             continue
         if leaf is not None:
             leaves[id(leaf)] = leaf
-        elif node._sequence_nr() < first_node:
+        elif node_number(node) < first_node:
             raise RecomputationError(
                 f"a block that runs TorchScript and is recomputed reads a tensor with a graph ({node.name()}) that is none of its "
                 "arguments, nor in their lists, tuples, dicts and dataclasses: pass it as an argument, detach it, or give the "
@@ -241,5 +241,5 @@ def _refuse_backward_of(tensors: Iterable[torch.Tensor], first_node: int) -> Non
         )
 
     for tensor in tensors:
-        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first_node:
+        if tensor.grad_fn is not None and node_number(tensor.grad_fn) >= first_node:
             tensor.grad_fn.register_prehook(refuse)

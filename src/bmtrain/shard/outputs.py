@@ -10,13 +10,14 @@ import torch
 
 from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.unshard import Use
+from bmtrain.torch_internals import node_number
 
 
 def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
     """`do` whenever backward comes to a tensor of `out` whose node has a number from `since` on: it is no argument passed on."""
 
     def watch(x: torch.Tensor) -> torch.Tensor:
-        if x.grad_fn is not None and x.grad_fn._sequence_nr() >= since:
+        if x.grad_fn is not None and node_number(x.grad_fn) >= since:
             x.grad_fn.register_prehook(lambda _: do())
         return x
 
@@ -57,7 +58,7 @@ def tied_to(use: Use, views: Sequence[torch.Tensor], out: Any, arguments: Any, s
     roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
     if end is None:
         # Frozen parameters are gathered in backward by whatever node of the call it comes to.
-        if not use.is_gathered_again or any(root._sequence_nr() >= since for root in roots):
+        if not use.is_gathered_again or any(node_number(root) >= since for root in roots):
             return out
     elif end.grad_fn is None or _leads_to(end.grad_fn, roots, since):
         return out
@@ -70,14 +71,14 @@ def tied_to(use: Use, views: Sequence[torch.Tensor], out: Any, arguments: Any, s
 
 def _leads_to(end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.graph.Node], since: int) -> bool:
     """Whether backward from `roots` comes to `end`. What was there before the call, and before `end`, cannot lead there."""
-    oldest = min(since, end._sequence_nr())
+    oldest = min(since, node_number(end))
     seen, waiting = set(roots), collections.deque(roots)
     while waiting:
         node = waiting.popleft()
         if node is end:
             return True
         for following, _ in node.next_functions:
-            if following is not None and following not in seen and following._sequence_nr() >= oldest:
+            if following is not None and following not in seen and node_number(following) >= oldest:
                 seen.add(following)
                 waiting.append(following)
     return False

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from bmtrain.block.block import Block
-from bmtrain.block.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
-from bmtrain.block.recompute import Level
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
 from bmtrain.distributed.collectives import Transfer
 from bmtrain.distributed.stages import Head, Link, Links, Share
 from bmtrain.errors import ConfigurationError
+from bmtrain.parallel.microbatch import Call, read_call, rows_per_micro_batch, stage_layers
+from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World

@@ -10,18 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from bmtrain.block.compiled import CompiledByDefault, CompiledModule, SeveralGraphsError
-from bmtrain.block.memory import Memory, Uncounted, memory_of
-from bmtrain.block.offload import Host, is_movable
-from bmtrain.block.plan import Option
-from bmtrain.block.programs import Call
-from bmtrain.block.recompute import Level, Selective
-from bmtrain.block.replay import Replay, snapshot
-from bmtrain.block.states import all_modules
-from bmtrain.block.whole import recomputed
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.memory import Memory, Uncounted, memory_of
+from bmtrain.recompute.offload import Host, is_movable
+from bmtrain.recompute.plan import Option
+from bmtrain.recompute.replay import Replay, snapshot
+from bmtrain.recompute.runner import Call, Repeatable, Runner, SeveralGraphsError
+from bmtrain.recompute.states import all_modules
+from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
+from bmtrain.torch_internals import tree_leaves
 
 _NUM_RUNS = 4  # the first compiles and fills caches
 
@@ -31,36 +30,30 @@ class Runs:
 
     Args:
         module: with tensors apart from the graph in the places of its parameters.
-        plain: runs it uncompiled.
-        compiled: runs it compiled, if anything does.
+        runner: runs it.
     """
 
-    def __init__(self, module: torch.nn.Module, plain: Call, compiled: CompiledModule | CompiledByDefault | None) -> None:
-        self._module, self._plain, self._compiled = module, plain, compiled
+    def __init__(self, module: torch.nn.Module, runner: Runner) -> None:
+        self._module, self._runner = module, runner
 
     def at(self, level: Level) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, int]]:
         """A function of the arguments: what the module returns, and the bytes that it keeps and no hook of autograd sees."""
-        compiled = self._compiled
-        if level is Level.NOTHING:
-            return functools.partial(self._inside, self._plain if compiled is None else compiled.plain)
-        if compiled is not None and compiled.recomputes_inside:
-            return functools.partial(self._inside, compiled.recomputing(level))
-        return functools.partial(self._outside, level)
+        inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
+        if inside is not None:
+            return functools.partial(self._once, inside)
+        return functools.partial(self._repeatable, self._runner.repeatable(level))
 
-    def _inside(self, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    def _once(self, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         return run(self._module, args, kwargs), 0
 
-    def _outside(self, level: Level, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
-        plain = self._plain if self._compiled is None else self._compiled.plain
-        selective = Selective(plain) if self._compiled is None and level is Level.CHEAP else None
-        device = world.current("Block").device
-        replay = Replay(all_modules(self._module), args, kwargs, device)
+    def _repeatable(self, run: Repeatable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+        replay = Replay(all_modules(self._module), args, kwargs, world.current("Block").device)
 
         def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> tuple[Any, Sequence[torch.Tensor]]:
-            return (selective or plain)(self._module, given, named), ()  # parameters are leaves that the graph shows
+            return run(self._module, given, named), ()  # parameters are leaves that the graph shows
 
-        out, _ = recomputed(body, replay, args, kwargs, None if selective is None else selective.forget)
-        return out, 0 if selective is None else selective.num_bytes()
+        out, _ = recomputed(body, replay, args, kwargs, run.forget)
+        return out, run.num_bytes()
 
 
 def measure(

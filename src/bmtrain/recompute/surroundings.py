@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from bmtrain.runtime.seeding import is_same_state, read_generator, write_generator
+from bmtrain.torch_internals import DeviceContext, function_modes
 
 # Read, and set. They decide which operators run, and so what these save for backward.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -67,7 +66,7 @@ def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
 
 
 def _default_device() -> DeviceContext | None:
-    return next((mode for mode in reversed(_get_current_function_mode_stack()) if isinstance(mode, DeviceContext)), None)
+    return next((mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext)), None)
 
 
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype, bool]:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from bmtrain.block.states import States
-from bmtrain.block.surroundings import Surroundings
+from bmtrain.recompute.states import States
+from bmtrain.recompute.surroundings import Surroundings
 from bmtrain.runtime.seeding import default_generators
+from bmtrain.torch_internals import saved_tensors_hooks
 
 # What copies of arguments share with the originals: values that do not change, and things that are no values.
 _SHARED = (
@@ -51,7 +52,7 @@ class Replay:
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._kwargs, self._modules = dict(kwargs), modules
         self._states = States()
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # they may keep copies: changes are their affair
+        hooks = saved_tensors_hooks()  # they may keep copies: changes are their affair
         for place, arg in enumerate(args):
             if not isinstance(arg, torch.Tensor):
                 self._states.add(arg, f"argument {place}")

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bmtrain.block import plan
-from bmtrain.block.memory import Memory, memory_of
-from bmtrain.block.offload import Host
-from bmtrain.block.plan import Option, Options, Step
-from bmtrain.block.profiles import Key, Profile, Profiles, Shape, padded
-from bmtrain.block.recompute import Level
 from bmtrain.distributed.agreement import is_same, largest
+from bmtrain.recompute import plan
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.memory import Memory, memory_of
+from bmtrain.recompute.offload import Host
+from bmtrain.recompute.plan import Option, Options, Step
+from bmtrain.recompute.profiles import Key, Profile, Profiles, Shape, padded
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World

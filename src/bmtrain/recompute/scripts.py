@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from bmtrain.runtime.world import World
+from bmtrain.torch_internals import last_script_graph
 
 _NUM_WARM = 4  # calls after which the executor has settled
 
@@ -21,7 +22,7 @@ class Scripts:
 
     def count(self) -> int:
         """Another number than last time if TorchScript has run on this thread in the meantime, inside of other code too."""
-        last = torch._C._last_executed_optimized_graph()
+        last = last_script_graph()
         if last is not None and last is not self._graph:
             self._count += 1
             self._run_idle()
@@ -34,4 +35,4 @@ class Scripts:
             for _ in range(_NUM_WARM):
                 self._idle()
         self._idle()
-        self._graph = torch._C._last_executed_optimized_graph()
+        self._graph = last_script_graph()

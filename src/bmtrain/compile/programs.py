@@ -10,16 +10,26 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
-from bmtrain.block import backend
-from bmtrain.block.fp8 import Fp8Mode
+from bmtrain.compile import backend
+from bmtrain.compile.fp8 import call_in_fp8
+from bmtrain.recompute.runner import Call, call
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard.parameter import DistributedParameter
-
-Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+from bmtrain.torch_internals import (
+    DeviceContext,
+    function_modes,
+    has_global_module_hooks,
+    has_hooks,
+    in_transform,
+    is_of_compiler,
+    is_tracing,
+    num_dispatch_modes,
+    patches_compiler,
+    run_any_number,
+    too_many_forms_error,
+)
 
 
 class Programs:
@@ -124,7 +134,7 @@ class Program:
         self._function = function
         self._first: Hashable = None
         self._of_first = torch.compile(_copy(_run), fullgraph=True, backend=lower)
-        self._of_others = torch.compile(_copy(_with_any_number()), fullgraph=True, backend=lower)
+        self._of_others = torch.compile(_copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower)
         self._is_settled = True
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,17 +150,6 @@ class Program:
         return _run_or_refuse(self._of_others, self._function, module, args, kwargs)
 
 
-def call(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`module(*args, **kwargs)`."""
-    return module(*args, **kwargs)
-
-
-def call_in_fp8(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The same with linear maps in eight bits."""
-    with Fp8Mode():
-        return module(*args, **kwargs)
-
-
 def _copy(function: Any) -> Any:
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
@@ -159,21 +158,11 @@ def _run(function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs:
     return function(module, args, kwargs)
 
 
-def _run_any_number(function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
-        return function(module, args, kwargs)
-
-
-def _with_any_number() -> Callable[..., Any]:
-    """For a torch that cannot be asked for it, whole numbers of modules stay what they are."""
-    return _run if getattr(torch._dynamo, "patch_dynamo_config", None) is None else _run_any_number
-
-
 def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
     """Run compiled code; NoProgramError for failures of the compiler, all of which come before anything has run."""
     try:
         return compiled(*arguments)
-    except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # by attribute: torch loads its compiler when it is first named
+    except too_many_forms_error() as error:
         raise TooManyFormsError("its arguments or attributes change too often") from error
     except Exception as error:
         if not _is_of_compiler(error):
@@ -185,8 +174,7 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
 
 def _is_of_compiler(error: Exception) -> bool:
     """Whether it was raised before compiled code ran: most such errors have a class for it, others pass through the compiler."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or torch._dynamo.convert_frame.__file__ in files
+    return is_of_compiler(error, [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)])
 
 
 def _changing(arguments: Iterable[Any]) -> Any:
@@ -213,11 +201,11 @@ _FIXED = (torch.Tensor, torch.nn.Module, type(None), bool, int, float, complex, 
 def _is_watched(modules: Sequence[torch.nn.Module]) -> bool:
     """Whether something looks at what is computed as it is computed: hooks (compiled code may miss them), modes, a tracer."""
     return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        num_dispatch_modes() > 0
+        or any(not isinstance(mode, DeviceContext) for mode in function_modes())
+        or in_transform()
         or torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or torch.nn.modules.module._has_any_global_hook()
-        or any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks for m in modules)
+        or is_tracing()
+        or has_global_module_hooks()
+        or any(map(has_hooks, modules))
     )

@@ -11,9 +11,18 @@ from typing import Any
 
 import torch
 
-from bmtrain.block import fp8, fusions, joining
+from bmtrain.compile import fp8, fusions, joining
 from bmtrain.kernels import gelu, norm
 from bmtrain.runtime.log import warn
+from bmtrain.torch_internals import (
+    find_backend,
+    graph_pass_class,
+    has_joint_pass,
+    inductor_mode,
+    lowering_config,
+    overloads,
+    torch_version,
+)
 
 Lowered = Callable[..., Any]
 Lower = Callable[..., Lowered]
@@ -22,7 +31,7 @@ _OWN = frozenset(
     {"aten", "prims", "prim", "inductor", "inductor_prims", "higher_order", "quantized", "mkldnn", "bmtrain", "rngprims"}
 )
 # Whether torch changes in backward a second time what is changed in place and recomputed, running statistics for example.
-_CHANGES_TWICE = torch.__version__ < "2.11"
+_CHANGES_TWICE = torch_version() < (2, 11)
 # Operators by which ranks talk to one another, by the beginning of their names.
 _TALKING = ("_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.", "bmtrain.tp_")
 
@@ -31,7 +40,7 @@ def find(name: str | Lower) -> Lower:
     """The backend that torch.compile has under this name."""
     if callable(name):
         return name
-    return inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
+    return inductor if name == "inductor" else find_backend(name)
 
 
 class CommunicationError(RuntimeError):
@@ -46,10 +55,10 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **opti
     """torch's own backend. Takes `mode` and `options` as torch.compile does."""
     for part in _parts(graph):
         fusions.rewrite(part)
-    lower: Lower = torch._dynamo.lookup_backend("inductor")
+    lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
-    patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **{k.replace("-", "_"): v for k, v in named.items()}}
-    if torch._inductor.config.joint_custom_post_pass is None:  # else it is the program's
+    patches = {**(inductor_mode(mode) if mode else {}), **{k.replace("-", "_"): v for k, v in named.items()}}
+    if not has_joint_pass():  # else it is the program's
         patches.setdefault("joint_custom_post_pass", _joint_pass())
     return lower(graph, inputs, config_patches=patches)
 
@@ -67,10 +76,10 @@ def _joint_pass() -> Any:
         for node in graph.find_nodes(op="placeholder"):
             node.meta.pop("recompute", None)
 
-    base = torch._inductor.custom_graph_pass.CustomGraphPass  # by attribute: torch loads its compiler when it is first named
+    base = graph_pass_class()
     # For torch's caches: another one with each change, sizes that compiled code knows of kernels among them.
     sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
-    said = f"bmtrain.block.backend: sums are joined, those that are normalised too, inputs are kept; {sizes}"
+    said = f"bmtrain.compile.backend: sums are joined, those that are normalised too, inputs are kept; {sizes}"
     # Until torch 2.9 options are pickled: this one by the function that makes it.
     methods = {"__call__": change, "uuid": lambda _: said, "__reduce__": lambda _: (_joint_pass, ())}
     return type("JointPass", (base,), methods)()
@@ -130,7 +139,7 @@ class AtOnce:
         if unsafe is not None:
             raise UnsafeError(unsafe)
         # For good: torch looks it up again when a backward pass keeps its graph, and refuses.
-        torch._functorch.config.donated_buffer = False
+        lowering_config().donated_buffer = False
         with warnings.catch_warnings(), _asking(force_non_lazy_backward_lowering=True):
             warnings.simplefilter("ignore")
             return self.lower(graph, inputs, **options)
@@ -138,7 +147,7 @@ class AtOnce:
 
 def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
     """Options of torch for what is lowered inside; a torch that does not know one does not need it."""
-    config = torch._functorch.config
+    config = lowering_config()
     known = {name: value for name, value in wanted.items() if getattr(config, name, None) is not None}
     return config.patch(known)
 
@@ -186,10 +195,4 @@ def _is_read_and_changed(node: torch.fx.Node) -> bool:
 
 def _is_foreign(target: Any) -> bool:
     """Whether an operator comes neither from torch nor from here, and does not say of itself that it draws random numbers."""
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        forms = [getattr(target, name) for name in target.overloads()]
-    elif isinstance(target, torch._ops.OpOverload):
-        forms = [target]
-    else:
-        return False
-    return any(form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags for form in forms)
+    return any(form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags for form in overloads(target))

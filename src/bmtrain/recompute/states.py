@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from bmtrain.block.scripted import Slots, attributes_of, put_attributes
 from bmtrain.errors import RecomputationError
+from bmtrain.recompute.scripted import Slots, attributes_of, put_attributes
 from bmtrain.runtime.seeding import is_generator
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.window import version_of
+from bmtrain.torch_internals import version_of
 
 _FIXED = frozenset({
     type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size, torch.dtype, torch.device,

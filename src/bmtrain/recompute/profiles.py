@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from bmtrain.block.plan import Option, Step
-from bmtrain.block.recompute import Level
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.plan import Option, Step
 
 Shape = tuple[int, ...]
 NUM_DIMS = 12  # of the tensors of a call, as far as they decide which plan serves

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from bmtrain.block import backend, recompute
-from bmtrain.block.programs import Call, Structure, call
-from bmtrain.block.recompute import Level
+from bmtrain.compile import backend
+from bmtrain.compile.programs import Structure
+from bmtrain.recompute import level as recompute
+from bmtrain.recompute.level import Level
+from bmtrain.recompute.runner import Call, Repeatable, SeveralGraphsError, Whole, call
 from bmtrain.runtime.log import warn
-
-
-class SeveralGraphsError(RuntimeError):
-    """A module cannot be compiled as one graph. Nothing of it has run."""
+from bmtrain.torch_internals import several_graphs_error
 
 
 class CompiledModule:
@@ -27,7 +26,8 @@ class CompiledModule:
     cannot be compiled as one graph is recomputed from outside instead, with a warning.
     """
 
-    runs_python = False  # in backward
+    is_compiled = True
+    runs_python = False
 
     def __init__(self, structure: Structure, options: dict[str, Any]) -> None:
         _compile(call, options)  # refuses what it does not know; options of a backend that is not its own it does not look at
@@ -36,22 +36,32 @@ class CompiledModule:
         self._plain = _compile(structure.code(call), options)
         one_graph = {**options, "fullgraph": True}
         self._recomputing = {level: _compile(structure.code(function), one_graph) for level, function in _RECOMPUTING.items()}
-        self.recomputes_inside = True
+        self._recomputes_inside = True
+
+    def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
+        """Any: the program has asked for it."""
+        return True
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`module(*args, **kwargs)`."""
         return self._plain(module, args, kwargs)
 
-    def recomputing(self, level: Level) -> Call:
-        """A function that does the same, keeping for backward what `level` says. It raises SeveralGraphsError."""
+    def recomputing(self, level: Level) -> Call | None:
+        """A function that does the same and keeps what `level` says; None if there is none. SeveralGraphsError."""
+        if not self._recomputes_inside:
+            return None
         _hush()
         return partial(self._recompute, Level.BLOCK if level.is_whole() else level)
+
+    def repeatable(self, level: Level) -> Repeatable:
+        """The same for one call that others run once more in backward."""
+        return Whole(self.plain)
 
     def _recompute(self, level: Level, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return self._recomputing[level](module, args, kwargs)
-        except torch._dynamo.exc.Unsupported as error:  # by attribute: torch loads its compiler when it is first named
-            self.recomputes_inside = False
+        except several_graphs_error() as error:
+            self._recomputes_inside = False
             reason = str(error).strip().splitlines()[0]
             warn(f"{type(module).__name__} does not compile as one graph ({reason}): its parts are compiled and recomputed apart.")
             raise SeveralGraphsError(reason) from error
@@ -63,8 +73,8 @@ class CompiledByDefault:
     A call that turns out to have none runs uncompiled and keeps what it computes, so it may run Python code in backward.
     """
 
+    is_compiled = True
     runs_python = True
-    recomputes_inside = True
 
     def __init__(self, structure: Structure) -> None:
         self._structure = structure
@@ -77,10 +87,14 @@ class CompiledByDefault:
         """`module(*args, **kwargs)`."""
         return self._structure.run(call, module, args, kwargs)
 
-    def recomputing(self, level: Level) -> Call:
+    def recomputing(self, level: Level) -> Call | None:
         """A function that does the same, keeping for backward what `level` says."""
         _hush()
         return partial(self._structure.run, _RECOMPUTING[Level.BLOCK if level.is_whole() else level])
+
+    def repeatable(self, level: Level) -> Repeatable:
+        """The same for one call that others run once more in backward."""
+        return Whole(self.plain)
 
 
 def _compile(function: Call, options: dict[str, Any]) -> Call:

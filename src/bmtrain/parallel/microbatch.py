@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -1,0 +1,1 @@
+"""Stages of blocks on different ranks."""
