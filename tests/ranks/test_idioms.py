@@ -522,6 +522,12 @@ def rows_by_vmap(model: nn.Module, is_plain: bool) -> Tensors:
 
 
 @refused
+def other_values_for_one_call(model: nn.Module, is_plain: bool) -> Tensors:
+    values = {name: (p if is_plain else bmt.gather_result(p)).detach() * 0.5 for name, p in model.named_parameters()}
+    return {"out": torch.func.functional_call(model, values, (batch(),)).detach()}
+
+
+@refused
 def gradients_by_func(model: nn.Module, is_plain: bool) -> Tensors:
     values = {name: p.detach() for name, p in model.named_parameters()}
     return torch.func.grad(lambda values: torch.func.functional_call(model, values, (batch(),)).square().mean())(values)

@@ -8,7 +8,7 @@ import operator
 import random
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -151,7 +151,8 @@ class ScriptedContainers(Base):
 class CompiledNorm(nn.Module):
     """To be compiled: with a counter, and buffers that move."""
 
-    moving: torch.Tensor
+    if TYPE_CHECKING:  # TorchScript does not understand it
+        moving: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

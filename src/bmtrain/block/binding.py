@@ -215,6 +215,12 @@ def _sharded(place: Place) -> DistributedParameter:
     param = place.value
     if isinstance(param, DistributedParameter):
         return param
+    if not isinstance(param, torch.nn.Parameter):
+        raise ParameterError(
+            f"a tensor was put in the place of parameter {place.path!r} of a block, as torch.func.functional_call does: a block "
+            "computes with its own parameters only. Leave such modules out of blocks: their parameters, sharded by "
+            "BMTrainModelWrapper, can be replaced by whole tensors."
+        )
     raise ParameterError(
         f"parameter {place.path!r} of a block is not sharded: it was put in after the block was made. Call "
         "model = bmtrain.BMTrainModelWrapper(model) again, then give the new parameters to an optimizer."
