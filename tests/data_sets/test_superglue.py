@@ -263,11 +263,11 @@ def test_verbalizers_are_the_first_ids_of_their_words(table: Any, tokenizer: Any
 def test_words_that_begin_alike_are_told_apart() -> None:
     """By the first token in which they differ; a vocabulary that has neither word is refused."""
     tokenizer: Any = LlamaTokenizer.from_pretrained(DATA / "tokenizers" / "llama", add_prefix_space=True)
-    ids = llamadataset.DATASET["COPA"].get_verbalizer(tokenizer)  # type: ignore[attr-defined]
+    ids = llamadataset.DATASET["COPA"].get_verbalizer(tokenizer)
     assert [tokenizer.convert_ids_to_tokens(number).strip("\u2581") for number in ids] == ["1", "2"]
     nothing = BertTokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4})
     with pytest.raises(DataError, match="does not tell the words of the classes apart"):
-        t5dataset.DATASET["RTE"].get_verbalizer(nothing)  # type: ignore[attr-defined]
+        t5dataset.DATASET["RTE"].get_verbalizer(nothing)
 
 
 def test_the_stored_boolq_is_that_of_its_program() -> None:

@@ -45,10 +45,10 @@ class Tokenizer(Protocol):
         ...
 
 
-class TaskTable(dict[str, type]):
+class TaskTable(dict[str, type[Any]]):
     """Task name to dataset class; an unknown name is told which there are."""
 
-    def __missing__(self, name: str) -> type:
+    def __missing__(self, name: str) -> type[Any]:
         """Raises IdentifierError, naming the nearest tasks."""
         near = difflib.get_close_matches(name.lower(), {task.lower(): task for task in self}, n=1)
         hint = "".join(f" Did you mean {task!r}?" for task in self if near and task.lower() == near[0])
