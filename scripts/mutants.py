@@ -126,8 +126,9 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             groups = pool.map(lambda group: reaching(base, *group), grouped(faults, args.tests))
             reach = {fault: tests for group in groups for fault, tests in group.items()}
-            for result in pool.map(lambda fault: planted(base, fault, reach[fault]), faults):
-                results.append(result)
+            for future in concurrent.futures.as_completed([pool.submit(planted, base, fault, reach[fault]) for fault in faults]):
+                result = future.result()
+                results = sorted([*results, result], key=lambda known: (known.fault.path, known.fault.first))
                 print(f"{result.outcome:9s}{result.seconds:5.0f} s  {result.fault}  [{result.by}]", flush=True)
                 write_table(results, how, words)  # what is known, should this be interrupted
     print(counted(results))

@@ -334,6 +334,22 @@ def test_norms_and_clipping_are_torchs(world_size: int) -> None:
     run_ranks(clip_all, world_size)
 
 
+def looked_at_early() -> None:
+    model, plain = sharded_net(), net()
+    manager = OptimManager()
+    manager.add_optimizer(AdamOptimizer(model.parameters()))
+    for step in range(2):
+        manager.backward(loss_of(model, mine(step), step), reduce_gradients=False)
+        loss_of(plain, inputs(step), step).backward()
+        models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), f"micro-batch {step}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_kept_back_can_be_read(world_size: int) -> None:
+    """It is reduced then, and what comes later is added."""
+    run_ranks(looked_at_early, world_size)
+
+
 def abandoned() -> None:
     model = sharded_net()
     manager = OptimManager()
