@@ -485,6 +485,9 @@ def written_without_versions(model: nn.Module, is_plain: bool) -> Tensors:
         p.data[1].zero_()
         p[0] = 3
         values[next(name for name, value in values.items() if value.dim() == 1)].fill_(2)
+        torch.mul(p, 2, out=p)
+        last = [*values.values()][-1]
+        torch.add(last, 1, out=last)
         p.add_(p.mean(0))
         nn.init.constant_(next(p for p in model.parameters() if p.dim() == 1 and len(p) > 3), 0.25)
     return state(model)

@@ -507,6 +507,12 @@ def before_wrapping() -> None:
             (model(batch()).square().sum() * (bmt.rank() + 1)).backward()
             with pytest.raises(RanksPartedError, match="gradient"):
                 shard(model)
+    tables = [nn.Embedding(9, 4, sparse=True) for _ in range(2)]
+    tables[1].load_state_dict(tables[0].state_dict())
+    for table in tables:
+        table(torch.tensor([1, 4, 4])).square().sum().backward()
+    sharded = bmt.BMTrainModelWrapper(nn.Sequential(tables[1]))
+    torch.testing.assert_close(whole(grad_of(sharded.get_parameter("0.weight"))).cpu(), grad_of(tables[0].weight).to_dense().cpu())
     model = plain()
     bmt.optim.AdamOptimizer(model.parameters())
     if bmt.world_size() > 1:

@@ -14,7 +14,7 @@ from bmtrain.shard import elementwise
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.slices import Slices, check_alike, communicate, is_vector_order, look_whole, norm, total
 from bmtrain.shard.trees import map_tensors, tensors_of
-from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory
+from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
 from bmtrain.torch_internals import is_collective, plain_functions
 
 Args = tuple[Any, ...]
@@ -89,6 +89,7 @@ def cut_like(value: torch.Tensor, like: Slices) -> Slices:
     if value.shape != like.shape:
         raise ParameterError(f"got a tensor of shape {tuple(value.shape)} for a parameter of shape {tuple(like.shape)}.")
     whole = value.whole() if isinstance(value, Slices) else _plain(value.detach())
+    whole = whole if whole.layout is torch.strided else whole.to_dense()
     if not isinstance(value, Slices):
         check_alike(whole, like.cut)
     return Sharded(like.cut.own(whole).to(like.device).clone(), like.cut)
@@ -268,9 +269,9 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
     own = {id(x): wholes.get(id(x), x) for x in tensors}
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
-    is_uncounted = torch.is_inference_mode_enabled() and elementwise.writes(getattr(func, "__name__", ""))
+    uncounted = set(map(id, written_uncounted(func, args, kwargs)))
     for key, whole in wholes.items():
-        if whole._version != before[key] or (is_uncounted and sharded[key] is args[0]):
+        if whole._version != before[key] or key in uncounted:
             refuse_leaf(sharded[key])
             if same_on_all:
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)

@@ -15,7 +15,7 @@ from bmtrain.errors import ParameterError
 from bmtrain.runtime.log import warn
 from bmtrain.shard.cut import Cut
 from bmtrain.torch_internals import (
-    backward_pass,
+    in_backward,
     in_transform,
     is_collective,
     is_mutable,
@@ -173,14 +173,14 @@ class Slices(torch.Tensor):
                 x.expect_gradients_of_torch()
         cut = sharded[0].cut
         # A number may come of this rank's rows, in backward of its loss: what that makes of slices is of different results.
-        in_backward, writes = backward_pass() != -1, is_mutable(func)
-        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and writes and not in_backward for x in tensors)
+        is_backward, writes = in_backward(), is_mutable(func)
+        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and writes and not is_backward for x in tensors)
         if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
             if writes:
                 raise ParameterError(f"{func} was called with a sharded tensor by code that cannot take one: pass param.gather().")
-            if func in _SUMS and in_backward:  # of a rank's own gradient and one of all ranks
+            if func in _SUMS and is_backward:  # of a rank's own gradient and one of all ranks
                 raise ParameterError("a sharded tensor was used by TorchScript and by Python: give one of them param.gather().")
-            if sharded[0].is_cuda and not in_backward:  # later calls are fused: they would read its memory
+            if sharded[0].is_cuda and not is_backward:  # later calls are fused: they would read its memory
                 raise _cannot_be_fused(func)
             # TorchScript, and what else does not ask `__torch_function__`: it computes with whole tensors.
             wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))

@@ -81,7 +81,8 @@ class Steps:
         for param, is_other in zip(looked_at, differ(grads, self._axis), strict=True):
             if is_other:
                 raise _not_summed(optimizer, param, "its gradient differs between ranks, and there are sharded parameters beside")
-        state.seen.update(id(param) for param, grad in zip(looked_at, grads, strict=True) if look(grad)[0] > 0)
+        unseen = [(id(param), grad) for param, grad in zip(looked_at, grads, strict=True) if id(param) not in state.seen]
+        state.seen.update(key for key, grad in unseen if look(grad)[0] > 0)
 
 
 @dataclasses.dataclass

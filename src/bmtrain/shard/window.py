@@ -94,8 +94,8 @@ class Window(torch.Tensor):
         with plain_functions():
             may_write = is_collective(func)
             written = [w for w, version in zip(windows, before, strict=True) if may_write or version_of(w) != version]
-            if torch.is_inference_mode_enabled() and elementwise.writes(getattr(func, "__name__", "")):  # nothing is counted there
-                written = [window for window in windows if window is args[0]]
+            uncounted = written_uncounted(func, args, kwargs)
+            written += [window for window in windows if any(window is x for x in uncounted)]
         if may_write:
             wait_for(out)
         for window in written:
@@ -127,6 +127,15 @@ class Window(torch.Tensor):
                 "a view of a sharded parameter that requires grad was changed in place: use torch.no_grad() or param.data."
             )
         self._gathered.write_back()
+
+
+def written_uncounted(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What a function writes in inference mode, where no version counter says so: by its name, and its `out`."""
+    if not torch.is_inference_mode_enabled():
+        return []
+    out = kwargs.get("out")
+    outs = list(out) if isinstance(out, tuple | list) else [] if out is None else [out]
+    return [*args[:1], *outs] if elementwise.writes(getattr(func, "__name__", "")) else outs
 
 
 def as_copy(array: Any) -> Any:
