@@ -13,7 +13,12 @@ from parallel_models import ParallelGPT
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -25,10 +30,13 @@ LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 1e-4, 0.01, 1.0
 COMPILES_DEEPSPEED = "2.13"  # the loss is right there (DeepSpeed 0.19.8), and wrong in 2.11
 # What others keep where they recompute selectively: outputs of products and of attention.
 KEPT = (
-    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default, torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-)  # fmt: skip
+)
 
 
 class Backend(ABC):
@@ -43,13 +51,20 @@ class Backend(ABC):
 
 
 class Ours(Backend):
-    """This library: bf16 weights in shards, fp32 masters in the optimizer; with --tp the layers are split over ranks too."""
+    """This library: bf16 weights in shards, fp32 masters in the optimizer; with --tp the layers are
+    split over ranks too.
+    """
 
     def __init__(self, options: Options) -> None:
         model = _plain_model(options)
-        recompute: bool | str = options.recompute if options.recompute == "auto" else options.recompute == "all"
+        recompute: bool | str = (
+            options.recompute if options.recompute == "auto" else options.recompute == "all"
+        )
         model.blocks = bmt.TransformerBlockList(
-            bmt.Block(block, use_checkpoint=recompute, zero_level=options.zero_level, fp8=options.fp8) for block in model.blocks
+            bmt.Block(
+                block, use_checkpoint=recompute, zero_level=options.zero_level, fp8=options.fp8
+            )
+            for block in model.blocks
         )
         model.head = bmt.Block(model.head, use_checkpoint=False, zero_level=2)
         self.model = bmt.BMTrainModelWrapper(model)
@@ -59,7 +74,9 @@ class Ours(Backend):
         self.optimizer = kind(self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
-        self.run = bmt.cuda_graph(self._forward_backward) if options.cuda_graph else self._forward_backward
+        self.run = (
+            bmt.cuda_graph(self._forward_backward) if options.cuda_graph else self._forward_backward
+        )
 
     def _forward_backward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(ids, targets)
@@ -79,9 +96,14 @@ def _plain_model(options: Options) -> Any:
     shape = options.geometry
     with torch.device("meta"):
         if options.tp == 1:
-            return shape.model(_fused_loss() if options.fused_head else projected_cross_entropy).to(torch.bfloat16)
+            return shape.model(_fused_loss() if options.fused_head else projected_cross_entropy).to(
+                torch.bfloat16
+            )
         if not isinstance(shape, Shape):
-            raise SystemExit(f"--tp {options.tp}: {options.shape} has no layers split over ranks; choose a GPT or leave it out.")
+            raise SystemExit(
+                f"--tp {options.tp}: {options.shape} has no layers split over ranks; "
+                "choose a GPT or leave it out."
+            )
         return ParallelGPT(shape, torch.bfloat16)
 
 
@@ -92,15 +114,19 @@ def _fused_loss() -> HeadLoss:
 
 
 class FSDP2(Backend):
-    """torch's fully_shard: fp32 shards, bf16 compute and reduction, fused AdamW; each block and the head a unit and a graph.
+    """torch's fully_shard: fp32 shards, bf16 compute and reduction, fused AdamW; each block and the
+    head a unit and a graph.
 
-    The head stays gathered until its backward pass, which comes next, and so does the root, which is left with the embeddings:
-    torch's default. Prefetching is torch's default too.
+    The head stays gathered until its backward pass, which comes next, and so does the root, which
+    is left with the embeddings: torch's default. Prefetching is torch's default too.
     """
 
     def __init__(self, options: Options) -> None:
-        # Inputs of blocks stay as they are: the hidden states are bf16 anyway, rotary angles are meant to be fp32.
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False)
+        # Inputs of blocks stay as they are: the hidden states are bf16 anyway, rotary angles are
+        # meant to be fp32.
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
+        )
         offload = CPUOffloadPolicy() if options.offload else OffloadPolicy()
         shard = functools.partial(fully_shard, mp_policy=precision, offload_policy=offload)
         with torch.device("meta"):
@@ -116,7 +142,9 @@ class FSDP2(Backend):
         model.to_empty(device="cpu" if options.offload else options.device)
         initialise(model)
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+        )
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(ids, targets)
@@ -128,7 +156,9 @@ class FSDP2(Backend):
 
 
 def _recompute(model: Any, what: str) -> None:
-    """Blocks keep their inputs only ("all"), or what KEPT names too ("selective"), and compute the rest again in backward."""
+    """Blocks keep their inputs only ("all"), or what KEPT names too ("selective"), and compute the
+    rest again in backward.
+    """
     if what == "none":
         return
     keep: dict[str, Any] = {}
@@ -139,9 +169,11 @@ def _recompute(model: Any, what: str) -> None:
 
 
 class Plain(Backend):
-    """A good single-file trainer: fp32 weights, bf16 autocast, whole-model compile, fused AdamW; DDP on several GPUs.
+    """A good single-file trainer: fp32 weights, bf16 autocast, whole-model compile, fused AdamW;
+    DDP on several GPUs.
 
-    Gradients travel between GPUs in bf16. CUDA graphs are those of torch.compile, mode "reduce-overhead".
+    Gradients travel between GPUs in bf16. CUDA graphs are those of torch.compile, mode
+    "reduce-overhead".
     """
 
     def __init__(self, options: Options) -> None:
@@ -158,10 +190,13 @@ class Plain(Backend):
                 model.register_comm_hook(None, bf16_compress_hook)
         mode = "reduce-overhead" if options.cuda_graph else None
         self.model = torch.compile(model, mode=mode) if options.compile else model
-        self.optimizer = torch.optim.AdamW(self.params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True
+        )
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        torch.compiler.cudagraph_mark_step_begin()  # what graphs have left behind in the last step may go
+        # what graphs have left behind in the last step may go
+        torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(self.device, dtype=torch.bfloat16):
             loss: torch.Tensor = self.model(ids, targets)
         loss.backward()
@@ -172,16 +207,19 @@ class Plain(Backend):
 
 
 class DeepSpeed(Backend):
-    """DeepSpeed's ZeRO-3 in bf16 with torch's fused AdamW, or its own CPU Adam: `pip install deepspeed`.
+    """DeepSpeed's ZeRO-3 in bf16 with torch's fused AdamW, or its own CPU Adam: `pip install
+    deepspeed`.
 
-    Compiled, blocks and the head are its "leaf modules", gathered as a whole: else its hooks, which run on every layer, cut the
-    graphs to pieces. With torch 2.11 the loss then falls too slowly, with its own `engine.compile()` too: it is refused there.
+    Compiled, blocks and the head are its "leaf modules", gathered as a whole: else its hooks, which
+    run on every layer, cut the graphs to pieces. With torch 2.11 the loss then falls too slowly,
+    with its own `engine.compile()` too: it is refused there.
     """
 
     def __init__(self, options: Options) -> None:
         if options.compile and TorchVersion(torch.__version__) < COMPILES_DEEPSPEED:
             raise RuntimeError(
-                f"DeepSpeed compiles from torch {COMPILES_DEEPSPEED} on, this is {torch.__version__}: use --no-compile."
+                f"DeepSpeed compiles from torch {COMPILES_DEEPSPEED} on, this is "
+                f"{torch.__version__}: use --no-compile."
             )
         deepspeed = importlib.import_module("deepspeed")  # no dependency of this project
         deepspeed.init_distributed()  # on the process group that there is
@@ -199,7 +237,9 @@ class DeepSpeed(Backend):
             for unit in units:  # `forward` alone: its hooks stay outside
                 unit.forward = torch.compile(unit.forward, dynamic=False, fullgraph=True)
         _recompute(model, options.recompute)
-        self.engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+        self.engine, *_ = deepspeed.initialize(
+            model=model, config=config, model_parameters=model.parameters()
+        )
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.engine(ids, targets)
@@ -209,7 +249,9 @@ class DeepSpeed(Backend):
 
 
 def deepspeed_config(options: Options) -> dict[str, Any]:
-    """Its configuration: the values its documentation gives for ZeRO-3, with buckets for models of some 1e10 parameters."""
+    """Its configuration: the values its documentation gives for ZeRO-3, with buckets for models of
+    some 1e10 parameters.
+    """
     zero: dict[str, Any] = {
         "stage": 3,
         "overlap_comm": True,
@@ -222,7 +264,8 @@ def deepspeed_config(options: Options) -> dict[str, Any]:
     }
     if options.offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    # torch's fused AdamW on its flat shards: its own fused Adam does the same and has to be compiled first, as its CPU Adam has.
+    # torch's fused AdamW on its flat shards: its own fused Adam does the same and has to be
+    # compiled first, as its CPU Adam has.
     kernel = {} if options.offload else {"torch_adam": True, "fused": True}
     return {
         "train_micro_batch_size_per_gpu": options.batch[0],  # of its own statistics only
@@ -230,17 +273,32 @@ def deepspeed_config(options: Options) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "gradient_clipping": MAX_NORM,
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, **kernel}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, **kernel},
+        },
     }
 
 
-BACKENDS: dict[str, type[Backend]] = {"bmtrain": Ours, "fsdp2": FSDP2, "plain": Plain, "deepspeed": DeepSpeed}
+BACKENDS: dict[str, type[Backend]] = {
+    "bmtrain": Ours,
+    "fsdp2": FSDP2,
+    "plain": Plain,
+    "deepspeed": DeepSpeed,
+}
 
 
 def init_arguments(options: Options) -> dict[str, Any]:
-    """What `bmt.init_distributed` gets: all backends start alike, and what concerns this library's engine matters to it alone."""
+    """What `bmt.init_distributed` gets: all backends start alike, and what concerns this library's
+    engine matters to it alone.
+    """
     if options.backend != "bmtrain":
         return {}
     transport = "collective" if options.transport == "nccl" else options.transport
     limit = None if options.memory_limit is None else round(options.memory_limit * 2**30)
-    return {"tp_size": options.tp, "transport": transport, "compile": options.compile, "memory_limit": limit}
+    return {
+        "tp_size": options.tp,
+        "transport": transport,
+        "compile": options.compile,
+        "memory_limit": limit,
+    }

@@ -1,9 +1,10 @@
-r"""Run several backends on the same machine one after another; write JSON with machine, versions and commit, a table and a plot.
+r"""Run several backends on the same machine one after another; write JSON with machine, versions
+and commit, a table and a plot.
 
-make bench                                  what fits this machine: models and backends by its number of GPUs
-make bench ARGS="--suite quick"             minutes
-make bench ARGS="--list"                    the suites, and how long each takes here
-make bench ARGS="--gpus 2 --suite 2.7b"     fewer GPUs than there are
+make bench                                  what fits this machine: models and backends by its
+number of GPUs make bench ARGS="--suite quick"             minutes make bench ARGS="--list"
+the suites, and how long each takes here make bench ARGS="--gpus 2 --suite 2.7b"     fewer GPUs than
+there are
 
 Other comparisons are made of runs, whose words are arguments of throughput.py:
 
@@ -42,7 +43,8 @@ SHORTEST = 40.0  # seconds: little is measured in less
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What makes one file of results: runs, each on every one of these numbers of GPUs; `command` makes it again.
+    """What makes one file of results: runs, each on every one of these numbers of GPUs; `command`
+    makes it again.
 
     repeat: how often, the whole list again for each, so that a drift of the machine shows.
     """
@@ -57,12 +59,22 @@ class Job:
 def job_of(suite: Suite, available: int, repeat: int | None) -> Job:
     """A suite on this machine; `repeat` in place of its own number."""
     counts = suite.counts(available)
-    command = f"make bench ARGS='--suite {suite.name} --gpus {counts[-1]}{'' if repeat is None else f' --repeat {repeat}'}'"
-    runs = [words for words, options in zip(suite.runs, suite.options(), strict=True) if is_installed(options.backend)]
+    command = (
+        f"make bench ARGS='--suite {suite.name} --gpus "
+        f"{counts[-1]}{'' if repeat is None else f' --repeat {repeat}'}'"
+    )
+    runs = [
+        words
+        for words, options in zip(suite.runs, suite.options(), strict=True)
+        if is_installed(options.backend)
+    ]
     return Job(
-        name=f"{suite.name}-{counts[-1]}gpu", counts=counts, runs=runs, repeat=suite.repeat if repeat is None else repeat,
+        name=f"{suite.name}-{counts[-1]}gpu",
+        counts=counts,
+        runs=runs,
+        repeat=suite.repeat if repeat is None else repeat,
         command=command,
-    )  # fmt: skip
+    )
 
 
 def is_installed(backend: str) -> bool:
@@ -71,19 +83,33 @@ def is_installed(backend: str) -> bool:
 
 
 def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
-    """All runs of a job, said and written as they come; what would begin after --within is left out, and said to be."""
+    """All runs of a job, said and written as they come; what would begin after --within is left
+    out, and said to be.
+    """
     facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
     records: list[dict[str, Any]] = []
     report = report_of(records, commit=args.commit, command=job.command, machine=facts)
     todo = [(count, words) for _ in range(job.repeat) for words in job.runs for count in job.counts]
     began = time.monotonic()
     for number, (count, words) in enumerate(todo, 1):
-        print(f"[{job.name} {number}/{len(todo)}, {time.monotonic() - began:.0f} s] {count} x {words}", flush=True)
+        print(
+            f"[{job.name} {number}/{len(todo)}, {time.monotonic() - began:.0f} s] {count} "
+            f"x {words}",
+            flush=True,
+        )
         left = args.within - (time.monotonic() - began)
-        for record in run(words, count, min(args.timeout, left)) if left > SHORTEST else left_out(words, count, args.within):
+        for record in (
+            run(words, count, min(args.timeout, left))
+            if left > SHORTEST
+            else left_out(words, count, args.within)
+        ):
             print("    " + in_a_line(record), flush=True)
             records.append(record)
-        print("".join(f"    note: {note}\n" for note in records[-1].get("notes", [])), end="", flush=True)
+        print(
+            "".join(f"    note: {note}\n" for note in records[-1].get("notes", [])),
+            end="",
+            flush=True,
+        )
         write(report, args.folder / f"{job.name}.json")
     return report
 
@@ -94,16 +120,24 @@ def in_a_line(record: dict[str, Any]) -> str:
     if failure_of(record):
         return head + failure_of(record)
     share = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
-    return f"{head}{record['tokens_per_second_per_gpu']} tokens/s a GPU{share}, loss {record['loss']}"
+    return (
+        f"{head}{record['tokens_per_second_per_gpu']} tokens/s a GPU{share}, loss {record['loss']}"
+    )
 
 
 def present(report: dict[str, Any], path: pathlib.Path) -> None:
-    """Table and plot beside the numbers. They need no GPU: tables.py and plot.py make them of any such file."""
+    """Table and plot beside the numbers.
+
+    They need no GPU: tables.py and plot.py make them of any such file.
+    """
     table = tables_of(report)
     path.with_suffix(".md").write_text(table)
     print(f"\n{table}\n{path}, {path.with_suffix('.md').name}", flush=True)
     if importlib.util.find_spec("matplotlib") is None:
-        print(f"no plot: matplotlib is not installed; where it is, `python benchmarks/plot.py {path}` draws it")
+        print(
+            "no plot: matplotlib is not installed; where it is, `python "
+            f"benchmarks/plot.py {path}` draws it"
+        )
     else:
         print(draw(report, path.with_suffix(".svg")))
 
@@ -112,24 +146,52 @@ def say_what_there_is(available: int) -> None:
     """For --list."""
     for suite in SUITES:
         counts = suite.counts(available)
-        here = f"about {suite.minutes(available):.0f} min with {counts} GPUs" if counts else f"needs {suite.least} GPUs"
+        here = (
+            f"about {suite.minutes(available):.0f} min with {counts} GPUs"
+            if counts
+            else f"needs {suite.least} GPUs"
+        )
         print(f"{suite.name:19} {suite.about}; {len(suite.runs)} runs, {here}")
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", nargs="+", choices=[suite.name for suite in SUITES], help="by default all that fit the machine")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--suite",
+        nargs="+",
+        choices=[suite.name for suite in SUITES],
+        help="by default all that fit the machine",
+    )
     parser.add_argument("--list", action="store_true", help="say which suites there are")
     parser.add_argument("--gpus", type=int, help="use the first of them only")
-    parser.add_argument("--run", action="append", help="arguments of throughput.py, in place of a suite; with --name")
+    parser.add_argument(
+        "--run",
+        action="append",
+        help="arguments of throughput.py, in place of a suite; with --name",
+    )
     parser.add_argument("--name", help="of the files of --run")
-    parser.add_argument("--repeat", type=int, help="measure everything so often, in turn; tables show medians and extremes")
-    parser.add_argument("--timeout", type=float, default=900.0, help="seconds that one run may take")
-    parser.add_argument("--within", type=float, default=math.inf, help="seconds that one suite may take: the rest is left out")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        help="measure everything so often, in turn; tables show medians and extremes",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=900.0, help="seconds that one run may take"
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=math.inf,
+        help="seconds that one suite may take: the rest is left out",
+    )
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--folder", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try --run without a GPU")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try --run without a GPU"
+    )
     args = parser.parse_args()
     if (args.run is None) != (args.name is None):
         parser.error("--run and --name go together")
@@ -143,19 +205,35 @@ def jobs_of(args: argparse.Namespace, available: int) -> list[Job]:
     if args.run:
         for words in args.run:
             from_words(words)  # better now than after an hour
-        said = [f"benchmarks/compare.py --gpus {available} --name {args.name}", *(f"--run {shlex.quote(run)}" for run in args.run)]
+        said = [
+            f"benchmarks/compare.py --gpus {available} --name {args.name}",
+            *(f"--run {shlex.quote(run)}" for run in args.run),
+        ]
         said += [] if args.repeat is None else [f"--repeat {args.repeat}"]
-        return [Job(name=args.name, counts=[available], runs=args.run, repeat=args.repeat or 1, command=" ".join(said))]
+        return [
+            Job(
+                name=args.name,
+                counts=[available],
+                runs=args.run,
+                repeat=args.repeat or 1,
+                command=" ".join(said),
+            )
+        ]
     suites = chosen(args.suite, available)
     if not all(is_installed(options.backend) for suite in suites for options in suite.options()):
         print("DeepSpeed is not installed: left out")
-    minutes = sum(suite.minutes(available) / suite.repeat * (args.repeat or suite.repeat) for suite in suites)
+    minutes = sum(
+        suite.minutes(available) / suite.repeat * (args.repeat or suite.repeat) for suite in suites
+    )
     print(f"{', '.join(suite.name for suite in suites)}: about {minutes:.0f} minutes", flush=True)
     return [job_of(suite, available, args.repeat) for suite in suites]
 
 
 def stop(*_: object) -> None:
-    """Ended from outside: the run under way is ended too. Its ranks would go on and keep the GPUs from whoever comes next."""
+    """Ended from outside: the run under way is ended too.
+
+    Its ranks would go on and keep the GPUs from whoever comes next.
+    """
     raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -169,7 +247,8 @@ def main() -> None:
         return
     if there == 0:
         raise SystemExit(
-            "The benchmarks measure GPUs and torch finds none here (torch.cuda.device_count() is 0). See --list, --device."
+            "The benchmarks measure GPUs and torch finds none here "
+            "(torch.cuda.device_count() is 0). See --list, --device."
         )
     if args.gpus and args.gpus > there:
         raise SystemExit(f"--gpus {args.gpus}: this machine shows {there}.")

@@ -1,4 +1,5 @@
-"""What a GPU did in a training step: its time by kind of work, and how much of the communication other work hid.
+"""What a GPU did in a training step: its time by kind of work, and how much of the communication
+other work hid.
 
 `traced` runs steps under torch.profiler, `summary` is a pure function of what was traced.
 """
@@ -17,20 +18,36 @@ import torch
 from intervals import covered, intersection, union
 
 # Kinds of kernels by what their names hold, in lower case; the first kind that fits counts.
-# fmt: off
 KERNELS: dict[str, tuple[str, ...]] = {
     # NCCL; barriers of symmetric memory; the sum that follows copies between ranks
     "communication": ("nccl", "barrier_kernel", "signal_kernel", "sum_parts", "symm_mem"),
     "attention": ("flash", "fmha", "sdpa", "attention", "dot_do_o"),
     "optimizer": ("multi_tensor_apply", "adam", "squares_kernel", "scale_kernel"),
     "matmul": ("gemm", "nvjet", "cutlass", "wgmma", "xmma", "splitk", "cublas", "triton_tem"),
-    "copies": ("catarray", "chunk_cat", "split_with_sizes", "direct_copy", "copy_device_to_device", "memcpy"),
+    "copies": (
+        "catarray",
+        "chunk_cat",
+        "split_with_sizes",
+        "direct_copy",
+        "copy_device_to_device",
+        "memcpy",
+    ),
     "elementwise and norms": (
-        "triton", "elementwise", "norm", "gelu", "softmax", "reduce_kernel", "row_sums", "row_gradient", "nll_loss", "embedding",
-        "index", "transpose_kernel", "gammabeta",
+        "triton",
+        "elementwise",
+        "norm",
+        "gelu",
+        "softmax",
+        "reduce_kernel",
+        "row_sums",
+        "row_gradient",
+        "nll_loss",
+        "embedding",
+        "index",
+        "transpose_kernel",
+        "gammabeta",
     ),
 }
-# fmt: on
 KINDS = (*KERNELS, "host copies", "other")
 # What hides communication: work that the step is there for.
 COMPUTE = ("attention", "optimizer", "matmul", "elementwise and norms", "other")
@@ -40,7 +57,9 @@ STEPS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """One kernel, copy or fill: times in microseconds, the stream it ran on, and "kernel", "gpu_memcpy" or "gpu_memset"."""
+    """One kernel, copy or fill: times in microseconds, the stream it ran on, and "kernel",
+    "gpu_memcpy" or "gpu_memset".
+    """
 
     name: str
     category: str
@@ -58,7 +77,9 @@ class Work:
 
 
 def kind_of(work: Work, compute_stream: int) -> str:
-    """One of KINDS. A copy inside a GPU is communication on a side stream, where ranks fetch each other's memory."""
+    """One of KINDS. A copy inside a GPU is communication on a side stream, where ranks fetch each
+    other's memory.
+    """
     if work.category == "gpu_memcpy":
         if "PtoP" in work.name:
             return "communication"
@@ -68,7 +89,9 @@ def kind_of(work: Work, compute_stream: int) -> str:
     if work.category == "gpu_memset":
         return "copies"
     name = work.name.lower()
-    return next((kind for kind, words in KERNELS.items() if any(word in name for word in words)), "other")
+    return next(
+        (kind for kind, words in KERNELS.items() if any(word in name for word in words)), "other"
+    )
 
 
 def busiest_stream(works: Iterable[Work]) -> int:
@@ -83,10 +106,11 @@ def busiest_stream(works: Iterable[Work]) -> int:
 def summary(works: Sequence[Work], steps: int) -> dict[str, Any]:
     """Milliseconds a step, and shares.
 
-    span: from the first to the last thing the GPU did. idle: nothing ran at all. kinds: the sum of what was done of each kind;
-    streams overlap, so they may add up to more than the span. communication: what it covers. hidden: the share of it during which
-    something was computed; None without communication. exposed: the rest of it, in milliseconds.
-    longest: names of kernels and copies, their milliseconds, and how often they ran in all steps.
+    span: from the first to the last thing the GPU did. idle: nothing ran at all. kinds: the sum of
+    what was done of each kind; streams overlap, so they may add up to more than the span.
+    communication: what it covers. hidden: the share of it during which something was computed; None
+    without communication. exposed: the rest of it, in milliseconds. longest: names of kernels and
+    copies, their milliseconds, and how often they ran in all steps.
     """
     stream = busiest_stream(works)
     of_kind: dict[str, list[Work]] = collections.defaultdict(list)
@@ -103,7 +127,11 @@ def summary(works: Sequence[Work], steps: int) -> dict[str, Any]:
     return {
         "span": a_step(span),
         "idle": a_step(span - covered(work.interval for work in works)),
-        "kinds": {kind: a_step(sum(work.duration for work in of_kind[kind])) for kind in KINDS if of_kind[kind]},
+        "kinds": {
+            kind: a_step(sum(work.duration for work in of_kind[kind]))
+            for kind in KINDS
+            if of_kind[kind]
+        },
         "communication": a_step(covered(moved)),
         "exposed": a_step(covered(moved) - hidden),
         "hidden": round(hidden / covered(moved), 4) if moved else None,
@@ -126,16 +154,22 @@ def read_trace(path: pathlib.Path) -> list[Work]:
     events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     return [
         Work(
-            name=event["name"], category=event["cat"], stream=int(event["args"].get("stream", 0)), begin=float(event["ts"]),
+            name=event["name"],
+            category=event["cat"],
+            stream=int(event["args"].get("stream", 0)),
+            begin=float(event["ts"]),
             end=float(event["ts"]) + float(event["dur"]),
         )
         for event in events
         if event.get("ph") == "X" and event.get("cat") in TRACED
-    ]  # fmt: skip
+    ]
 
 
 def traced(step: Callable[[], object]) -> list[Work]:
-    """What the device did in STEPS steps, after one under the profiler that is not counted. It costs time: never time these."""
+    """What the device did in STEPS steps, after one under the profiler that is not counted.
+
+    It costs time: never time these.
+    """
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=STEPS, repeat=1)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "trace.json"

@@ -1,11 +1,13 @@
-"""How fast a checkpoint of Hugging Face gets into a model, beside how fast the same files can be read at all.
+"""How fast a checkpoint of Hugging Face gets into a model, beside how fast the same files can be
+read at all.
 
     python benchmarks/loading.py --layout gpt2 --gigabytes 1 --folder /tmp/loading
 
-makes a sharded safetensors checkpoint of random numbers in that folder (once), and prints a line of JSON: gigabytes (10^9 bytes)
-per second of plain reading, of loading into a model on this machine's GPU (or CPU) in a process group of one, and of
-`safetensors.torch.load_file` with copies into tensors of the same device; each cold, which is with no page of the files in the
-kernel's cache, and warm. The least time of `--repeat` is taken.
+makes a sharded safetensors checkpoint of random numbers in that folder (once), and prints a line of
+JSON: gigabytes (10^9 bytes) per second of plain reading, of loading into a model on this machine's
+GPU (or CPU) in a process group of one, and of `safetensors.torch.load_file` with copies into
+tensors of the same device; each cold, which is with no page of the files in the kernel's cache, and
+warm. The least time of `--repeat` is taken.
 """
 
 from __future__ import annotations
@@ -38,11 +40,22 @@ from model_center.weights.safetensors_writer import SafetensorsWriter, nbytes
 BLOCK = 2**24  # bytes of one plain read
 
 
-def configuration(layout: str, gigabytes: float, dtype: torch.dtype) -> tuple[type[BaseModel], TransformerConfig]:
-    """As many layers as make up that size; as wide as models of 2.7e9 parameters, but for small sizes."""
+def configuration(
+    layout: str, gigabytes: float, dtype: torch.dtype
+) -> tuple[type[BaseModel], TransformerConfig]:
+    """As many layers as make up that size; as wide as models of 2.7e9 parameters, but for small
+    sizes.
+    """
     width = 2560 if gigabytes >= 4 else 1024
-    per_layer = (16 if layout == "llama" else 12) * width**2  # the feed-forward of a LLaMA has a third matrix
-    layers = max(1, round((gigabytes * 1e9 / dtype.itemsize - 32000 * width * (2 if layout == "llama" else 1)) / per_layer))
+    # the feed-forward of a LLaMA has a third matrix
+    per_layer = (16 if layout == "llama" else 12) * width**2
+    layers = max(
+        1,
+        round(
+            (gigabytes * 1e9 / dtype.itemsize - 32000 * width * (2 if layout == "llama" else 1))
+            / per_layer
+        ),
+    )
     common: dict[str, Any] = {
         "dim_model": width,
         "num_heads": width // 64,
@@ -56,12 +69,19 @@ def configuration(layout: str, gigabytes: float, dtype: torch.dtype) -> tuple[ty
 
 
 def make(folder: pathlib.Path, model: BaseModel, dtype: torch.dtype, shard: int) -> None:
-    """Write a checkpoint for the model: every tensor takes its values from one buffer of random bytes."""
+    """Write a checkpoint for the model: every tensor takes its values from one buffer of random
+    bytes.
+    """
     headers = {entry.name: Header(entry.shape, dtype) for entry in entries(model)}
-    sizes = {name: target.header for name, target in targets_of(model.key_map(model.config), headers).items()}
+    sizes = {
+        name: target.header
+        for name, target in targets_of(model.key_map(model.config), headers).items()
+    }
     folder.mkdir(parents=True)
     writer = SafetensorsWriter(folder, sizes, shard)
-    noise = torch.randint(0, 127, (max(nbytes(header) for header in sizes.values()),), dtype=torch.uint8)
+    noise = torch.randint(
+        0, 127, (max(nbytes(header) for header in sizes.values()),), dtype=torch.uint8
+    )
     for name, header in sizes.items():
         writer.write(name, noise[: nbytes(header)])
 
@@ -85,7 +105,9 @@ def read_plainly(files: list[pathlib.Path]) -> None:
 
 
 def read_mapped(files: list[pathlib.Path], device: torch.device) -> None:
-    """All tensors by the format's library, copied to the device (on the CPU: into memory of their own)."""
+    """All tensors by the format's library, copied to the device (on the CPU: into memory of their
+    own).
+    """
     for file in files:
         for tensor in safetensors.torch.load_file(file).values():
             tensor.to(device, copy=True)
@@ -113,13 +135,25 @@ def speeds(files: list[pathlib.Path], step: Callable[[], object], repeat: int) -
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", choices=("gpt2", "llama"), default="llama")
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the checkpoint (default: %(default)s)")
-    parser.add_argument("--file-dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
-    parser.add_argument("--model-dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
-    parser.add_argument("--shard-gigabytes", type=float, default=0.5, help="of one file (default: %(default)s)")
-    parser.add_argument("--folder", type=pathlib.Path, required=True, help="where the checkpoint is made, or was")
+    parser.add_argument(
+        "--gigabytes", type=float, default=1.0, help="of the checkpoint (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--file-dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16"
+    )
+    parser.add_argument(
+        "--model-dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16"
+    )
+    parser.add_argument(
+        "--shard-gigabytes", type=float, default=0.5, help="of one file (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=pathlib.Path, required=True, help="where the checkpoint is made, or was"
+    )
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     bmt.init_distributed()
@@ -138,12 +172,16 @@ def main() -> None:
 
     load()  # the device's context and libraries
     result = {
-        "layout": args.layout, "gigabytes": round(sum(file.stat().st_size for file in files) / 1e9, 3), "files": len(files),
-        "file_dtype": args.file_dtype, "model_dtype": args.model_dtype, "device": str(device),
+        "layout": args.layout,
+        "gigabytes": round(sum(file.stat().st_size for file in files) / 1e9, 3),
+        "files": len(files),
+        "file_dtype": args.file_dtype,
+        "model_dtype": args.model_dtype,
+        "device": str(device),
         "read": speeds(files, lambda: read_plainly(files), args.repeat),
         "load": speeds(files, load, args.repeat),
         "load_file": speeds(files, lambda: read_mapped(files, device), args.repeat),
-    }  # fmt: skip
+    }
     print(json.dumps(result))
 
 

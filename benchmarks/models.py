@@ -1,4 +1,6 @@
-"""The plain PyTorch models that every backend trains: GPT-2 and LLaMA 3 shapes, nothing of this library in them."""
+"""The plain PyTorch models that every backend trains: GPT-2 and LLaMA 3 shapes, nothing of this
+library in them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Of hidden states (rows, dim), the projection to logits (rows, vocab) and targets (rows,): the mean cross-entropy.
+# Of hidden states (rows, dim), the projection to logits (rows, vocab) and targets (rows,): the mean
+# cross-entropy.
 HeadLoss = Callable[[torch.Tensor, nn.Linear, torch.Tensor], torch.Tensor]
 
 
-def projected_cross_entropy(hidden: torch.Tensor, project: nn.Linear, targets: torch.Tensor) -> torch.Tensor:
+def projected_cross_entropy(
+    hidden: torch.Tensor, project: nn.Linear, targets: torch.Tensor
+) -> torch.Tensor:
     """Mean cross-entropy of the logits, in fp32."""
     return F.cross_entropy(project(hidden).float(), targets)
 
@@ -32,11 +37,15 @@ class Geometry(ABC):
     @property
     @abstractmethod
     def flops_per_token(self) -> float:
-        """Forward and backward without recomputation: 6 per matrix element, and causal attention at half of the full square."""
+        """Forward and backward without recomputation: 6 per matrix element, and causal attention at
+        half of the full square.
+        """
 
     @abstractmethod
     def model(self, loss: HeadLoss = projected_cross_entropy) -> nn.Module:
-        """A module of token ids and targets, both (batch, seq), to the loss; `.blocks` are its layers, `.head` its end."""
+        """A module of token ids and targets, both (batch, seq), to the loss; `.blocks` are its
+        layers, `.head` its end.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +95,10 @@ class LlamaShape(Geometry):
 
     @property
     def num_parameters(self) -> int:
-        return self.layers * (self._matrices_of_a_layer + 2 * self.dim) + (2 * self.vocab + 1) * self.dim
+        return (
+            self.layers * (self._matrices_of_a_layer + 2 * self.dim)
+            + (2 * self.vocab + 1) * self.dim
+        )
 
     @property
     def flops_per_token(self) -> float:
@@ -116,8 +128,13 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = shape.heads
         self.norm_attention, self.norm_mlp = nn.LayerNorm(shape.dim), nn.LayerNorm(shape.dim)
-        self.query, self.key, self.value, self.out = (nn.Linear(shape.dim, shape.dim) for _ in range(4))
-        self.up, self.down = nn.Linear(shape.dim, 4 * shape.dim), nn.Linear(4 * shape.dim, shape.dim)
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(shape.dim, shape.dim) for _ in range(4)
+        )
+        self.up, self.down = (
+            nn.Linear(shape.dim, 4 * shape.dim),
+            nn.Linear(4 * shape.dim, shape.dim),
+        )
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -131,12 +148,17 @@ class Layer(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """Pre-norm attention with grouped queries and a gated feed-forward network: (batch, seq, dim) to the same."""
+    """Pre-norm attention with grouped queries and a gated feed-forward network: (batch, seq, dim)
+    to the same.
+    """
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.norm_attention, self.norm_mlp = nn.RMSNorm(shape.dim, 1e-5), nn.RMSNorm(shape.dim, 1e-5)
+        self.norm_attention, self.norm_mlp = (
+            nn.RMSNorm(shape.dim, 1e-5),
+            nn.RMSNorm(shape.dim, 1e-5),
+        )
         few = shape.key_heads * shape.head_dim
         self.query, self.out = (nn.Linear(shape.dim, shape.dim, bias=False) for _ in range(2))
         self.key, self.value = (nn.Linear(shape.dim, few, bias=False) for _ in range(2))
@@ -145,7 +167,10 @@ class LlamaLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         h = self.norm_attention(x)
-        q, k, v = (part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in (self.query, self.key, self.value))
+        q, k, v = (
+            part(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -154,7 +179,9 @@ class LlamaLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, vocabulary projection and loss: (batch, seq, dim) and targets (batch, seq) to what `loss` makes of them."""
+    """Final norm, vocabulary projection and loss: (batch, seq, dim) and targets (batch, seq) to
+    what `loss` makes of them.
+    """
 
     def __init__(self, norm: nn.Module, dim: int, vocab: int, loss: HeadLoss) -> None:
         super().__init__()
@@ -169,7 +196,10 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape, loss: HeadLoss = projected_cross_entropy) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(shape.vocab, shape.dim), nn.Embedding(shape.seq, shape.dim)
+        self.token, self.position = (
+            nn.Embedding(shape.vocab, shape.dim),
+            nn.Embedding(shape.seq, shape.dim),
+        )
         self.blocks = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.head = Head(nn.LayerNorm(shape.dim), shape.dim, shape.vocab, loss)
 
@@ -214,10 +244,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def initialise_own(module: nn.Module) -> None:
-    """Values of the module's own parameters, not its children's: norms 1, biases 0, all others normal with deviation 0.02.
+    """Values of the module's own parameters, not its children's: norms 1, biases 0, all others
+    normal with deviation 0.02.
 
-    Told by module and name, not by shape: a sharded parameter is a flat slice. What the numbers are matters to speed too: the power
-    that a GPU draws, and with it its clock, depends on them.
+    Told by module and name, not by shape: a sharded parameter is a flat slice. What the numbers are
+    matters to speed too: the power that a GPU draws, and with it its clock, depends on them.
     """
     with torch.no_grad():
         for name, param in module.named_parameters(recurse=False):

@@ -1,4 +1,6 @@
-"""What is measured and how: the command line of throughput.py, which compare.py and the suites write."""
+"""What is measured and how: the command line of throughput.py, which compare.py and the suites
+write.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from collections.abc import Sequence
 from models import SHAPES, Geometry
 
 BACKENDS = ("bmtrain", "fsdp2", "plain", "deepspeed")
-CHOICES = ("recompute", "offload", "zero_level", "tp", "transport", "fp8", "cuda_graph", "fused_head", "memory_limit")
+CHOICES = (
+    "recompute",
+    "offload",
+    "zero_level",
+    "tp",
+    "transport",
+    "fp8",
+    "cuda_graph",
+    "fused_head",
+    "memory_limit",
+)
 # Which of them a backend has; others are refused before anything is built.
 SUPPORTED = {
     "bmtrain": set(CHOICES),
@@ -58,7 +70,9 @@ class Options:
         return {name: getattr(self, name) for name in ("backend", "shape", "compile", *CHOICES)}
 
     def state_bytes(self, gpus: int) -> float:
-        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 4 with states in host memory."""
+        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 4
+        with states in host memory.
+        """
         shards = 1 if self.backend == "plain" else gpus
         return (4.0 if self.offload else 16.0) * self.geometry.num_parameters / shards
 
@@ -68,26 +82,53 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="13b")
-    parser.add_argument("--batch", type=int, nargs="+", default=[8], help="sequences per GPU; each is a record")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[8], help="sequences per GPU; each is a record"
+    )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--recompute", nargs="?", choices=("none", "all", "auto", "selective"), const="all", default="none",
+        "--recompute",
+        nargs="?",
+        choices=("none", "all", "auto", "selective"),
+        const="all",
+        default="none",
         help="activations; auto: as needed; selective: all but products and attention",
-    )  # fmt: skip
+    )
     parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
     parser.add_argument("--zero-level", type=int, default=3, help="2 or 3")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
-    parser.add_argument("--transport", choices=("auto", "nccl", "copy_engine"), default="auto", help="what moves shards")
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "nccl", "copy_engine"),
+        default="auto",
+        help="what moves shards",
+    )
     parser.add_argument("--fp8", action="store_true", help="linear layers of blocks in FP8")
     parser.add_argument("--cuda-graph", action="store_true", help="replay forward and backward")
-    parser.add_argument("--fused-head", action="store_true", help="the loss without the logits of all rows")
-    parser.add_argument("--memory-limit", type=float, metavar="GIB", help="what --recompute auto may fill, by default the GPU")
+    parser.add_argument(
+        "--fused-head", action="store_true", help="the loss without the logits of all rows"
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=float,
+        metavar="GIB",
+        help="what --recompute auto may fill, by default the GPU",
+    )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
-        "--profile", nargs="?", const="", metavar="FILE", help="afterwards: GPU time by kind; with FILE a table of kernels too"
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="afterwards: GPU time by kind; with FILE a table of kernels too",
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the program, not to measure")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: to try the program, not to measure",
+    )
     parser.add_argument("--out", help="file to append the records to")
     return parser
 
@@ -101,13 +142,26 @@ def checked(arguments: argparse.Namespace) -> Options:
     options = Options(**vars(arguments))
     for field in dataclasses.fields(Options):
         chosen = getattr(options, field.name)
-        if field.name in CHOICES and field.name not in SUPPORTED[options.backend] and chosen != field.default:
-            raise SystemExit(f"--{field.name.replace('_', '-')} {chosen}: {options.backend} does not have it; leave it out.")
+        if (
+            field.name in CHOICES
+            and field.name not in SUPPORTED[options.backend]
+            and chosen != field.default
+        ):
+            raise SystemExit(
+                f"--{field.name.replace('_', '-')} {chosen}: {options.backend} does not "
+                "have it; leave it out."
+            )
     if options.recompute not in RECOMPUTE[options.backend]:
         expected = ", ".join(RECOMPUTE[options.backend])
-        raise SystemExit(f"--recompute {options.recompute}: {options.backend} does not have it; expected one of {expected}.")
+        raise SystemExit(
+            f"--recompute {options.recompute}: {options.backend} does not have it; "
+            f"expected one of {expected}."
+        )
     if options.backend == "plain" and options.cuda_graph and not options.compile:
-        raise SystemExit("--cuda-graph --no-compile: plain has the graphs of torch.compile; leave out one of both.")
+        raise SystemExit(
+            "--cuda-graph --no-compile: plain has the graphs of torch.compile; leave out "
+            "one of both."
+        )
     return options
 
 

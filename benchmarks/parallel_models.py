@@ -1,4 +1,6 @@
-"""The same GPT with its layers split over tensor-parallel ranks, which only this library trains; equal in size and arithmetic."""
+"""The same GPT with its layers split over tensor-parallel ranks, which only this library trains;
+equal in size and arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ from models import Shape
 
 
 class ParallelLayer(nn.Module):
-    """As `models.Layer`, with one matrix for queries, keys and values, head by head: (batch, seq, dim) to the same."""
+    """As `models.Layer`, with one matrix for queries, keys and values, head by head: (batch, seq,
+    dim) to the same.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__()
         dim = shape.dim
         self.dim_head = dim // shape.heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim, dtype=dtype), nn.LayerNorm(dim, dtype=dtype)
+        self.norm_attention, self.norm_mlp = (
+            nn.LayerNorm(dim, dtype=dtype),
+            nn.LayerNorm(dim, dtype=dtype),
+        )
         self.project = bmt.nn.ColumnParallelLinear(dim, 3 * dim, dtype=dtype)
         self.out = bmt.nn.RowParallelLinear(dim, dim, dtype=dtype)
         self.up = bmt.nn.ColumnParallelLinear(dim, 4 * dim, dtype=dtype)
@@ -32,7 +39,9 @@ class ParallelLayer(nn.Module):
 
 
 class ParallelHead(nn.Module):
-    """Final norm, projection on a part of the vocabulary and the loss, over the rows of all tensor-parallel ranks."""
+    """Final norm, projection on a part of the vocabulary and the loss, over the rows of all
+    tensor-parallel ranks.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -46,7 +55,9 @@ class ParallelHead(nn.Module):
 
 
 class ParallelGPT(nn.Module):
-    """This rank's token ids and targets, both (batch, seq), to the mean loss of all tensor-parallel ranks' rows."""
+    """This rank's token ids and targets, both (batch, seq), to the mean loss of all tensor-parallel
+    ranks' rows.
+    """
 
     def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
         super().__init__()
@@ -59,5 +70,7 @@ class ParallelGPT(nn.Module):
         x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
-        loss: torch.Tensor = self.head(x, bmt.distributed.all_gather(targets, bmt.config["tp_comm"]).flatten(0, 1))
+        loss: torch.Tensor = self.head(
+            x, bmt.distributed.all_gather(targets, bmt.config["tp_comm"]).flatten(0, 1)
+        )
         return loss

@@ -1,4 +1,6 @@
-"""Draw files of results beside them as SVG: python benchmarks/plot.py benchmarks/results/13b-4gpu.json ..."""
+"""Draw files of results beside them as SVG: python benchmarks/plot.py
+benchmarks/results/13b-4gpu.json ...
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,19 @@ SETTINGS: Any = {
 
 
 def draw(report: dict[str, Any], path: pathlib.Path) -> pathlib.Path:
-    """Tokens/s a GPU: bars of modes and batches; lines over the number of GPUs where it varies. Needs matplotlib."""
+    """Tokens/s a GPU: bars of modes and batches; lines over the number of GPUs where it varies.
+
+    Needs matplotlib.
+    """
     import matplotlib  # noqa: PLC0415 (measuring must not need it)
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     rates = rates_of(rows_of(report["records"]))
     with matplotlib.rc_context(SETTINGS):
         varies = len({gpus for _, gpus, *_ in rates}) > 1
-        figure = Figure(figsize=(7.2, 3.2 if varies else 0.8 + 0.24 * max(1, len(rates))), layout="constrained")
+        figure = Figure(
+            figsize=(7.2, 3.2 if varies else 0.8 + 0.24 * max(1, len(rates))), layout="constrained"
+        )
         axes = figure.subplots()
         (_lines if varies else _bars)(axes, rates)
         axes.spines[["top", "right"]].set_visible(False)
@@ -51,9 +58,18 @@ def _lines(axes: Any, rates: dict[tuple[Any, ...], float]) -> None:
     """One line per mode, model and batch over the number of GPUs; level is perfect weak scaling."""
     kinds = dict.fromkeys((shape, batch, mode) for shape, _, batch, _, mode in rates)
     for shape, batch, mode in kinds:
-        points = sorted((key[1], rate) for key, rate in rates.items() if (key[0], key[2], key[4]) == (shape, batch, mode))
+        points = sorted(
+            (key[1], rate)
+            for key, rate in rates.items()
+            if (key[0], key[2], key[4]) == (shape, batch, mode)
+        )
         colour = COLOURS.get(mode.split(" ")[0], "black")
-        axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=f"{shape}, batch {batch}: {mode}")
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            color=colour,
+            label=f"{shape}, batch {batch}: {mode}",
+        )
     counts = sorted({gpus for _, gpus, *_ in rates})
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.set_xlabel("GPUs")
@@ -68,7 +84,9 @@ def main() -> None:
         path = pathlib.Path(name)
         report = json.loads(path.read_text())
         if "what" in report["records"][0]:
-            raise SystemExit(f"{name} has results of language_models.py: there is no plot for them.")
+            raise SystemExit(
+                f"{name} has results of language_models.py: there is no plot for them."
+            )
         print(draw(report, path.with_suffix(".svg")))
 
 

@@ -12,13 +12,25 @@ LEFT_OUT = "of --within were over"  # how the reasons end of runs that were not 
 
 
 def report_of(
-    records: Sequence[dict[str, Any]], *, commit: str, command: str, machine: Mapping[str, object], **others: object
+    records: Sequence[dict[str, Any]],
+    *,
+    commit: str,
+    command: str,
+    machine: Mapping[str, object],
+    **others: object,
 ) -> dict[str, Any]:
-    """What is written: when, of what, by which command and on what the records were measured. The list itself is in it."""
+    """What is written: when, of what, by which command and on what the records were measured.
+
+    The list itself is in it.
+    """
     return {
-        "date": datetime.date.today().isoformat(), "commit": commit, "command": command, "machine": machine, **others,
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "command": command,
+        "machine": machine,
+        **others,
         "records": records,
-    }  # fmt: skip
+    }
 
 
 def write(report: dict[str, Any], path: pathlib.Path) -> None:

@@ -1,4 +1,7 @@
-"""One run of throughput.py as processes of its own: its records, or why there are none. Whatever happens to it, this goes on."""
+"""One run of throughput.py as processes of its own: its records, or why there are none.
+
+Whatever happens to it, this goes on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ USABLE = 0.95  # of a GPU's memory: the rest is the driver's, NCCL's and the all
 RAISED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*)")
 KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
 TOKEN = "BMTRAIN_BENCHMARK_RUN"  # in the environment of all processes of a run
-LEFT_BEHIND = ("onnection reset by peer", "onnection closed by peer")  # what ranks say whose peer has failed
+# what ranks say whose peer has failed
+LEFT_BEHIND = ("onnection reset by peer", "onnection closed by peer")
 NOTE = re.compile(r"(?:UserWarning: (?:\[rank \d+\] )?|^(?=recomputation for inputs))(.+)")
 
 
@@ -53,35 +57,58 @@ def left_out(words: str, gpus: int, within: float) -> list[dict[str, Any]]:
 
 
 def launched(words: str, gpus: int, timeout: float) -> tuple[list[dict[str, Any]], str, bool]:
-    """The records that throughput.py has left, what it and its ranks printed, and whether it ended in time."""
+    """The records that throughput.py has left, what it and its ranks printed, and whether it ended
+    in time.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out, log = pathlib.Path(folder, "records"), pathlib.Path(folder, "log")
         out.touch()
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", str(PROGRAM),
-            *shlex.split(words), "--out", str(out),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={gpus}",
+            str(PROGRAM),
+            *shlex.split(words),
+            "--out",
+            str(out),
+        ]
         in_time = finishes(command, log, timeout)
-        return [json.loads(line) for line in out.read_text().splitlines()], log.read_text(errors="replace"), in_time
+        return (
+            [json.loads(line) for line in out.read_text().splitlines()],
+            log.read_text(errors="replace"),
+            in_time,
+        )
 
 
 def obstacle_to(options: Options, gpus: int) -> str:
-    """Why a run is not tried; empty if it may work. An estimate, of what is there before any activation."""
+    """Why a run is not tried; empty if it may work.
+
+    An estimate, of what is there before any activation.
+    """
     if options.device == "cpu":
         return ""
     needed, total = options.state_bytes(gpus) / 2**30, float(str(machine_from_outside()["gpu_gib"]))
     if needed <= USABLE * total:
         return ""
-    return f"not tried: weights, gradients and optimizer states alone are {needed:.0f} GiB a GPU by estimate, of {total:.0f}"
+    return (
+        f"not tried: weights, gradients and optimizer states alone are {needed:.0f} GiB a "
+        f"GPU by estimate, of {total:.0f}"
+    )
 
 
 def finishes(command: Sequence[str], log: pathlib.Path, timeout: float) -> bool:
-    """Whether the command, whose words go to the log, ends in time; if not, it and all that it started are ended."""
+    """Whether the command, whose words go to the log, ends in time; if not, it and all that it
+    started are ended.
+    """
     with log.open("wb") as file:
         token = uuid.uuid4().hex
         paths = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         environment = {**os.environ, "PYTHONPATH": paths, TOKEN: token}
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
         try:
             process.wait(timeout)
             return True
@@ -105,7 +132,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_all(token: str) -> None:
-    """What has the token and is alive still. torchrun, told to end while it starts a rank, does not know that rank yet."""
+    """What has the token and is alive still. torchrun, told to end while it starts a rank, does not
+    know that rank yet.
+    """
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or ended meanwhile
             if process.environ().get(TOKEN) == token:
@@ -113,7 +142,9 @@ def kill_all(token: str) -> None:
 
 
 def notes_of(log: str) -> list[str]:
-    """Warnings and decisions, once each: compiled code or a graph that could not be had, the plan of what is recomputed."""
+    """Warnings and decisions, once each: compiled code or a graph that could not be had, the plan
+    of what is recomputed.
+    """
     found = (match[1][:300] for line in log.splitlines() if (match := NOTE.search(line)))
     return list(dict.fromkeys(found))
 
@@ -121,21 +152,43 @@ def notes_of(log: str) -> list[str]:
 def last_words(log: str) -> list[str]:
     """The end of what the ranks printed, without torchrun's words about them."""
     lines = log.splitlines()
-    stop = next((number for number, line in enumerate(lines) if "torch/distributed/elastic" in line), len(lines))
+    stop = next(
+        (number for number, line in enumerate(lines) if "torch/distributed/elastic" in line),
+        len(lines),
+    )
     return lines[max(0, stop - 25) : stop]
 
 
 def why_it_failed(log: str) -> str:
-    """In a few words: the first exception that a rank printed, but for what others said of its end; or the signal."""
+    """In a few words: the first exception that a rank printed, but for what others said of its end;
+    or the signal.
+    """
     if "OutOfMemoryError" in log or "CUDA out of memory" in log:
         return "out of memory"
-    raised = [match[1][:200] for line in log.splitlines() if (match := RAISED.match(line)) and "ChildFailedError" not in line]
+    raised = [
+        match[1][:200]
+        for line in log.splitlines()
+        if (match := RAISED.match(line)) and "ChildFailedError" not in line
+    ]
     cause = next((text for text in raised if not any(words in text for words in LEFT_BEHIND)), None)
-    killed = next((f"a rank was ended by {match[1]}" for match in KILLED.finditer(log) if match[1] != "SIGTERM"), None)
+    killed = next(
+        (
+            f"a rank was ended by {match[1]}"
+            for match in KILLED.finditer(log)
+            if match[1] != "SIGTERM"
+        ),
+        None,
+    )
     return cause or killed or next(iter(raised), "it ended without a word")
 
 
 def failure(options: Options, gpus: int, done: int, why: str) -> dict[str, Any]:
     """A record for the first batch size that has none; larger ones would fare no better."""
     missing = options.batch[done]
-    return {**options.mode(), "gpus": gpus, "seq": options.geometry.seq, "batch": missing, "failure": why}
+    return {
+        **options.mode(),
+        "gpus": gpus,
+        "seq": options.geometry.seq,
+        "batch": missing,
+        "failure": why,
+    }

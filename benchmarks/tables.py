@@ -1,4 +1,6 @@
-"""Write the tables of `benchmarks/results/*.json` between the bench markers of the READMEs: python benchmarks/tables.py"""
+"""Write the tables of `benchmarks/results/*.json` between the bench markers of the READMEs: python
+benchmarks/tables.py
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
-LOAD_COLUMNS = ("checkpoint", "GB/s plain reading, cold / warm", "loading, cold / warm", "of reading, cold", "`load_file` and copy")
+LOAD_COLUMNS = (
+    "checkpoint",
+    "GB/s plain reading, cold / warm",
+    "loading, cold / warm",
+    "of reading, cold",
+    "`load_file` and copy",
+)
 LOSS_COLUMNS = ("loss at the end", "bf16", "FP8", "FP8 has")
 
 Record = dict[str, Any]
@@ -24,11 +32,26 @@ Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
 def mode_of(record: Record) -> str:
     """The backend with what was turned on; what older records lack was off."""
     recompute = {
-        "all": ["recompute"], True: ["recompute"], "auto": ["recompute as needed"], "selective": ["recompute selectively"],
-    }  # fmt: skip
-    words = [record["backend"], "compile" if record["compile"] else "eager", *recompute.get(record["recompute"], [])]
-    words += [name.replace("_", " ") for name in ("offload", "fp8", "cuda_graph", "fused_head") if record.get(name)]
-    words += [f"{name} {record[name]}" for name, usual in (("zero_level", 3), ("tp", 1)) if record.get(name, usual) != usual]
+        "all": ["recompute"],
+        True: ["recompute"],
+        "auto": ["recompute as needed"],
+        "selective": ["recompute selectively"],
+    }
+    words = [
+        record["backend"],
+        "compile" if record["compile"] else "eager",
+        *recompute.get(record["recompute"], []),
+    ]
+    words += [
+        name.replace("_", " ")
+        for name in ("offload", "fp8", "cuda_graph", "fused_head")
+        if record.get(name)
+    ]
+    words += [
+        f"{name} {record[name]}"
+        for name, usual in (("zero_level", 3), ("tp", 1))
+        if record.get(name, usual) != usual
+    ]
     if record.get("transport", "auto") != "auto":
         words.append(record["transport"].replace("_", " "))
     if record.get("memory_limit") is not None:
@@ -38,14 +61,20 @@ def mode_of(record: Record) -> str:
 
 def failure_of(record: Record) -> str:
     """Why nothing was measured; empty if it was."""
-    return str(record.get("failure", "out of memory" if record.get("out_of_memory") else "")).replace("|", "/")
+    return str(
+        record.get("failure", "out of memory" if record.get("out_of_memory") else "")
+    ).replace("|", "/")
 
 
 def rows_of(records: Sequence[Record]) -> Rows:
-    """Repeats together: by model, number of GPUs, batch, whether the optimizer was on the CPU, and mode."""
+    """Repeats together: by model, number of GPUs, batch, whether the optimizer was on the CPU, and
+    mode.
+    """
     rows: Rows = {}
     for r in records:
-        rows.setdefault((r["shape"], r["gpus"], r["batch"], bool(r["offload"]), mode_of(r)), []).append(r)
+        rows.setdefault(
+            (r["shape"], r["gpus"], r["batch"], bool(r["offload"]), mode_of(r)), []
+        ).append(r)
     return rows
 
 
@@ -65,7 +94,12 @@ def throughput_table(records: Sequence[Record]) -> str:
     cells = []
     for key, repeats in rows.items():
         shape, gpus, batch, _, mode = key
-        row = {"backend": mode, "model": f"{shape}, {repeats[0]['seq']} tokens", "GPUs": gpus, "batch a GPU": batch}
+        row = {
+            "backend": mode,
+            "model": f"{shape}, {repeats[0]['seq']} tokens",
+            "GPUs": gpus,
+            "batch a GPU": batch,
+        }
         if key in rates:
             row |= measured_cells(repeats, rates[key]) | compared_cells(key, rates)
         else:
@@ -84,28 +118,43 @@ def measured_cells(repeats: Sequence[Record], rate: float) -> dict[str, object]:
     for name, column in (("reserved_gib", "GiB reserved"), ("device_gib", "GiB on the GPU")):
         if all(name in r for r in repeats):
             cells[column] = statistics.median(r[name] for r in repeats)
-    if all("fastest" in r for r in repeats):  # before that was recorded, backends began with other values
+    # before that was recorded, backends began with other values
+    if all("fastest" in r for r in repeats):
         cells["loss"] = f"{statistics.median(r['loss'] for r in repeats):.2f}"
-    hidden = [r["profile"]["hidden"] for r in repeats if r.get("profile") and r["profile"]["hidden"] is not None]
+    hidden = [
+        r["profile"]["hidden"]
+        for r in repeats
+        if r.get("profile") and r["profile"]["hidden"] is not None
+    ]
     if hidden:
         cells["communication hidden"] = f"{statistics.median(hidden):.0%}"
     return cells
 
 
 def compared_cells(key: tuple[Any, ...], rates: dict[tuple[Any, ...], float]) -> dict[str, object]:
-    """How a row compares: with fewer GPUs, and how many times as fast ours is on the same model, GPUs and batch.
+    """How a row compares: with fewer GPUs, and how many times as fast ours is on the same model,
+    GPUs and batch.
 
-    Twice, for a row of another backend: ours with the same words in its mode, and our fastest, named, of those that compute in the
-    same precision.
+    Twice, for a row of another backend: ours with the same words in its mode, and our fastest,
+    named, of those that compute in the same precision.
     """
     shape, gpus, *rest = key
     cells: dict[str, object] = {}
-    fewer = [(other[1], rate) for other, rate in rates.items() if (other[0], *other[2:]) == (shape, *rest)]
+    fewer = [
+        (other[1], rate)
+        for other, rate in rates.items()
+        if (other[0], *other[2:]) == (shape, *rest)
+    ]
     if min(fewer)[0] < gpus:
         cells["efficiency"] = f"{rates[key] / min(fewer)[1]:.1%}"
     backend, _, how = key[4].partition(" + ")
-    ours = {other[4]: rate for other, rate in rates.items() if other[:4] == key[:4] and other[4].startswith(OURS)}
-    ours = {mode.removeprefix(OURS): rate for mode, rate in ours.items() if "fp8" not in mode}  # others have no FP8 here
+    ours = {
+        other[4]: rate
+        for other, rate in rates.items()
+        if other[:4] == key[:4] and other[4].startswith(OURS)
+    }
+    # others have no FP8 here
+    ours = {mode.removeprefix(OURS): rate for mode, rate in ours.items() if "fp8" not in mode}
     if backend == "bmtrain" or not ours:
         return cells
     if how in ours:
@@ -118,33 +167,52 @@ def compared_cells(key: tuple[Any, ...], rates: dict[tuple[Any, ...], float]) ->
 def kernel_table(records: Sequence[Record]) -> str:
     """GPU time of a step by kind, of what was profiled."""
     cells = []
-    for (shape, gpus, batch, _, mode), repeats in rows_of([r for r in records if r.get("profile")]).items():
+    for (shape, gpus, batch, _, mode), repeats in rows_of(
+        [r for r in records if r.get("profile")]
+    ).items():
         profile = repeats[-1]["profile"]
-        row = {"backend": mode, "model": f"{shape}, {gpus} x {batch}", "whole step": f"{profile['span']:.1f}"}
+        row = {
+            "backend": mode,
+            "model": f"{shape}, {gpus} x {batch}",
+            "whole step": f"{profile['span']:.1f}",
+        }
         row |= {kind: f"{ms:.1f}" for kind, ms in profile["kinds"].items()}
-        row |= {"communication exposed": f"{profile['exposed']:.1f}"} if profile["communication"] else {}
+        row |= (
+            {"communication exposed": f"{profile['exposed']:.1f}"}
+            if profile["communication"]
+            else {}
+        )
         cells.append({**row, "nothing": f"{profile['idle']:.1f}"})
     return table_of(cells)
 
 
 def table_of(cells: Sequence[dict[str, object]]) -> str:
     """Rows of named cells as Markdown, in the order in which the fullest rows name them."""
-    columns = list(dict.fromkeys(name for row in sorted(cells, key=len, reverse=True) for name in row))
-    return table(columns, [f"| {' | '.join(str(row.get(name, '')) for name in columns)} |" for row in cells])
+    columns = list(
+        dict.fromkeys(name for row in sorted(cells, key=len, reverse=True) for name in row)
+    )
+    return table(
+        columns, [f"| {' | '.join(str(row.get(name, '')) for name in columns)} |" for row in cells]
+    )
 
 
 def steps_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per kind of language model, its input and library, the median of repeats."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for r in records:
-        size = f"{r['tokens']} tokens" if "tokens" in r else f"{r['sequences']} sequences, {r['mask']}"
+        size = (
+            f"{r['tokens']} tokens" if "tokens" in r else f"{r['sequences']} sequences, {r['mask']}"
+        )
         groups.setdefault((r["what"], size, r["model"]), []).append(r)
     rows = []
     for (what, size, model), repeats in groups.items():
         seconds = statistics.median(r["seconds"] for r in repeats)
         ours = statistics.median(r["seconds"] for r in groups[what, size, "model_center"])
         ratio = "" if model == "model_center" else f"ours is {seconds / ours:.3f} x"
-        rows.append(f"| {what}, {size} | {model} | {1000 * seconds:.1f} | {repeats[-1]['allocated_gib']} | {ratio} |")
+        rows.append(
+            f"| {what}, {size} | {model} | {1000 * seconds:.1f} | "
+            f"{repeats[-1]['allocated_gib']} | {ratio} |"
+        )
     return rows
 
 
@@ -152,30 +220,44 @@ def loads_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per checkpoint loaded."""
     rows = []
     for r in records:
-        read, load, other = (f"{r[name]['cold']} / {r[name]['warm']}" for name in ("read", "load", "load_file"))
+        read, load, other = (
+            f"{r[name]['cold']} / {r[name]['warm']}" for name in ("read", "load", "load_file")
+        )
         share = r["load"]["cold"] / r["read"]["cold"]
-        rows.append(f"| {r['layout']}, {r['gigabytes']} GB, {r['files']} files | {read} | {load} | {share:.0%} | {other} |")
+        rows.append(
+            f"| {r['layout']}, {r['gigabytes']} GB, {r['files']} files | {read} | {load} | "
+            f"{share:.0%} | {other} |"
+        )
     return rows
 
 
 def ends_of(records: Sequence[Record]) -> list[str]:
-    """One Markdown row per loss at the end of training in bf16 and FP8: the mean of all seeds, and how sure the difference is."""
+    """One Markdown row per loss at the end of training in bf16 and FP8: the mean of all seeds, and
+    how sure the difference is.
+    """
     rows = []
     for name in ("training", "validation") if records else ():
-        bf16, fp8, more = ([record[name][kind] for record in records] for kind in ("bf16", "fp8", "more"))
+        bf16, fp8, more = (
+            [record[name][kind] for record in records] for kind in ("bf16", "fp8", "more")
+        )
         said, error = name, ""
         if len(records) > 1:
             said += f", mean of {len(records)} seeds"
             error = f" (standard error {statistics.stdev(more) / len(more) ** 0.5:.2%})"
         rows.append(
-            f"| {said} | {statistics.fmean(bf16):.4f} | {statistics.fmean(fp8):.4f} | {statistics.fmean(more):+.2%}{error} |"
+            f"| {said} | {statistics.fmean(bf16):.4f} | {statistics.fmean(fp8):.4f} | "
+            f"{statistics.fmean(more):+.2%}{error} |"
         )
     return rows
 
 
 def table(columns: Sequence[str], rows: Sequence[str]) -> str:
     """The Markdown of a table; nothing for no rows."""
-    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n" + "\n".join(rows) + "\n" if rows else ""
+    return (
+        f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}\n" + "\n".join(rows) + "\n"
+        if rows
+        else ""
+    )
 
 
 def tables_of(report: dict[str, Any]) -> str:
@@ -183,17 +265,27 @@ def tables_of(report: dict[str, Any]) -> str:
     records = report["records"]
     if "what" not in records[0]:
         begun = [r for r in records if not failure_of(r).endswith(LEFT_OUT)]
-        missing = {(mode_of(r), r["gpus"]) for r in records} - {(mode_of(r), r["gpus"]) for r in begun}
+        missing = {(mode_of(r), r["gpus"]) for r in records} - {
+            (mode_of(r), r["gpus"]) for r in begun
+        }
         several = len({r["gpus"] for r in records}) > 1
         names = sorted({f"{mode} on {gpus} GPUs" if several else mode for mode, gpus in missing})
         left_out = f"\nNot begun, for want of time: {'; '.join(names)}.\n" if names else ""
         kernels = kernel_table(begun)
-        folded = f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n" if kernels else ""
+        folded = (
+            f"\n<details><summary>GPU time, ms a step</summary>\n\n{kernels}\n</details>\n"
+            if kernels
+            else ""
+        )
         return throughput_table(begun) + left_out + folded
     loads = [r for r in records if r["what"] == "loading"]
     losses = [r for r in records if r["what"] == "fp8 losses"]
     steps = [r for r in records if r["what"] not in ("loading", "fp8 losses")]
-    parts = (table(STEP_COLUMNS, steps_of(steps)), table(LOAD_COLUMNS, loads_of(loads)), table(LOSS_COLUMNS, ends_of(losses)))
+    parts = (
+        table(STEP_COLUMNS, steps_of(steps)),
+        table(LOAD_COLUMNS, loads_of(loads)),
+        table(LOSS_COLUMNS, ends_of(losses)),
+    )
     return "\n".join(filter(None, parts))
 
 
@@ -202,7 +294,10 @@ def origin_of(report: dict[str, Any]) -> str:
     machine = report["machine"]
     versions = [f"torch {machine['torch']}", f"CUDA {machine['cuda']}", f"NCCL {machine['nccl']}"]
     versions += [f"{name} {machine[name]}" for name in ("deepspeed",) if machine.get(name)]
-    return f"{machine['num_gpus']} x {machine['gpu']}, {', '.join(versions)}, {report['date']}, commit {report['commit'][:12]}"
+    return (
+        f"{machine['num_gpus']} x {machine['gpu']}, {', '.join(versions)}, "
+        f"{report['date']}, commit {report['commit'][:12]}"
+    )
 
 
 def section() -> str:
@@ -213,7 +308,8 @@ def section() -> str:
         plot = path.with_suffix(".svg").relative_to(ROOT)
         drawn = f" [Plot]({plot})" if (ROOT / plot).exists() else ""
         parts.append(
-            f"`{path.relative_to(ROOT)}`: {origin_of(report)}.{drawn}\n\n{tables_of(report)}\n```\n{report['command']}\n```\n"
+            f"`{path.relative_to(ROOT)}`: "
+            f"{origin_of(report)}.{drawn}\n\n{tables_of(report)}\n```\n{report['command']}\n```\n"
         )
     return "\n".join(parts)
 

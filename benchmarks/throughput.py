@@ -1,7 +1,9 @@
-"""Tokens per second, memory and MFU of one backend. One JSON record per batch size, appended to --out.
+"""Tokens per second, memory and MFU of one backend. One JSON record per batch size, appended to
+--out.
 
-torchrun --standalone --nproc_per_node=4 benchmarks/throughput.py --backend bmtrain --shape 13b --batch 8 24
-`benchmarks/compare.py` runs several backends one after another and writes the comparison.
+torchrun --standalone --nproc_per_node=4 benchmarks/throughput.py --backend bmtrain --shape 13b
+--batch 8 24 `benchmarks/compare.py` runs several backends one after another and writes the
+comparison.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import bmtrain as bmt
 from models import Geometry
 from options import Options, checked, parser
 
-# NVIDIA's figures for dense bf16, which MFU is a fraction of (FP8 runs too), by what the name of the GPU holds.
+# NVIDIA's figures for dense bf16, which MFU is a fraction of (FP8 runs too), by what the name of
+# the GPU holds.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
 GIB = 2**30
 
@@ -45,7 +48,9 @@ def wait() -> None:
 
 
 def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
-    """Median step time over `--steps` steps after warm-up, each timed with the device idle before and after."""
+    """Median step time over `--steps` steps after warm-up, each timed with the device idle before
+    and after.
+    """
     shape = options.geometry
     inputs, targets = batch_of(shape, batch)
     forget_peaks()
@@ -60,9 +65,13 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
     seconds = statistics.median(times)
     rate = batch * shape.seq / seconds
     record: dict[str, Any] = {
-        "step_seconds": round(seconds, 5), "fastest": round(min(times), 5), "slowest": round(max(times), 5),
-        "tokens_per_second_per_gpu": round(rate), "mfu": None, "loss": round(float(loss), 4),
-    }  # fmt: skip
+        "step_seconds": round(seconds, 5),
+        "fastest": round(min(times), 5),
+        "slowest": round(max(times), 5),
+        "tokens_per_second_per_gpu": round(rate),
+        "mfu": None,
+        "loss": round(float(loss), 4),
+    }
     if options.device == "cpu":
         return record
     peak = peak_flops(torch.cuda.get_device_name())
@@ -80,20 +89,30 @@ def forget_peaks() -> None:
 
 
 def memory() -> dict[str, float]:
-    """GiB: the peaks of torch's allocator, and all that is in use on the GPU now, NCCL's and symmetric memory too."""
+    """GiB: the peaks of torch's allocator, and all that is in use on the GPU now, NCCL's and
+    symmetric memory too.
+    """
     free, total = torch.cuda.mem_get_info()
     sizes = {
-        "allocated_gib": torch.cuda.max_memory_allocated(), "reserved_gib": torch.cuda.max_memory_reserved(),
+        "allocated_gib": torch.cuda.max_memory_allocated(),
+        "reserved_gib": torch.cuda.max_memory_reserved(),
         "device_gib": total - free,
-    }  # fmt: skip
+    }
     return {name: round(size / GIB, 1) for name, size in sizes.items()}
 
 
-def profiled(backend: Backend, batch: tuple[torch.Tensor, torch.Tensor], path: str) -> dict[str, Any]:
-    """The summary of a few more steps; with a path, a table of kernels too, by this rank if it is the first."""
+def profiled(
+    backend: Backend, batch: tuple[torch.Tensor, torch.Tensor], path: str
+) -> dict[str, Any]:
+    """The summary of a few more steps; with a path, a table of kernels too, by this rank if it is
+    the first.
+    """
     works = traced(lambda: backend.step(*batch))
     if path and bmt.rank() == 0:
-        lines = [f"{total / STEPS / 1000:10.3f} ms {number // STEPS:6} x  {name}\n" for name, total, number in longest(works, 45)]
+        lines = [
+            f"{total / STEPS / 1000:10.3f} ms {number // STEPS:6} x  {name}\n"
+            for name, total, number in longest(works, 45)
+        ]
         pathlib.Path(path).write_text("".join(lines))
     return summary(works, STEPS)
 
@@ -102,19 +121,28 @@ def common_fields(options: Options, build_seconds: float) -> dict[str, Any]:
     """What all records of this run say."""
     shape, on_gpu = options.geometry, options.device != "cpu"
     return {
-        **options.mode(), "gpus": bmt.world_size(), "seq": shape.seq, "build_seconds": round(build_seconds, 1),
+        **options.mode(),
+        "gpus": bmt.world_size(),
+        "seq": shape.seq,
+        "build_seconds": round(build_seconds, 1),
         "build_peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2) if on_gpu else None,
         "share_gib": round(shape.num_parameters * 2 / bmt.world_size() / GIB, 2),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    """Build once, measure every batch size. An error ends it at once on all ranks: compare.py records what is missing then."""
+    """Build once, measure every batch size.
+
+    An error ends it at once on all ranks: compare.py records what is missing then.
+    """
     arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[parser()]
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[parser()],
     ).parse_args()
     options = checked(arguments)
-    torch._dynamo.config.automatic_dynamic_shapes = False  # every batch size gets code of its own, as if it were the only one
+    # every batch size gets code of its own, as if it were the only one
+    torch._dynamo.config.automatic_dynamic_shapes = False
     bmt.init_distributed(seed=0, device=options.device, **init_arguments(options))
     began = time.perf_counter()
     backend = BACKENDS[options.backend](options)

@@ -1,9 +1,11 @@
-"""Plant faults in the source, one at a time, each in a copy of the tree, and see whether a test notices.
+"""Plant faults in the source, one at a time, each in a copy of the tree, and see whether a test
+notices.
 
     make mutants [ARGS="--path src/bmtrain/shard --count 12 --seed 0"]
 
-A fault that no test notices is dead code or a missing test. The table is written to docs/mutants.md; what stands there in the
-column "word" about a survivor is kept as long as the fault is the same.
+A fault that no test notices is dead code or a missing test. The table is written to
+docs/mutants.md; what stands there in the column "word" about a survivor is kept as long as the
+fault is the same.
 """
 
 from __future__ import annotations
@@ -34,41 +36,115 @@ GUARDS = re.compile(
     r"(^|_)(wait|waits|release|forget|fence|barrier|agree|attempt|flush|settle|discard|synchronize|mark_written|mark_set|"
     r"clear|detach|record|check|join|close|hold|drop|lend|finish)(_|$)|^_?check"
 )
-# Tests that stand near a folder: quick ones first. Random programs and idioms stand near all that computes.
-QUICK = ["tests/unit/test_layout.py", "tests/unit/test_ring.py", "tests/unit/test_schedule.py", "tests/unit/test_exchange.py"]
-TRAINING = ["tests/ranks/test_idioms.py", "tests/ranks/test_blocks.py", "tests/ranks/test_wrapper.py", "tests/programs"]
+# Tests that stand near a folder: quick ones first. Random programs and idioms stand near all that
+# computes.
+QUICK = [
+    "tests/unit/test_layout.py",
+    "tests/unit/test_ring.py",
+    "tests/unit/test_schedule.py",
+    "tests/unit/test_exchange.py",
+]
+TRAINING = [
+    "tests/ranks/test_idioms.py",
+    "tests/ranks/test_blocks.py",
+    "tests/ranks/test_wrapper.py",
+    "tests/programs",
+]
 NEAREST = {
-    "shard": [*QUICK, "tests/ranks/test_cleared_gradients.py", "tests/ranks/test_writes.py", "tests/ranks/test_parting.py",
-              *TRAINING, "tests/ranks/test_placement.py", "tests/ranks/test_transport.py", "tests/ranks/test_stream_order.py",
-              "tests/ranks/test_optim_gradients.py", "tests/ranks/test_overflow.py",
-              "tests/ranks/test_tensor_parallel.py", "tests/ranks/test_pipeline.py", "tests/ranks/test_graph.py"],
-    "recompute": ["tests/unit/test_recompute_plan.py", "tests/ranks/test_replay.py", *TRAINING, "tests/ranks/test_recompute.py",
-                  "tests/ranks/test_inner_checkpoint.py", "tests/ranks/test_recompute_plans.py",
-                  "tests/ranks/test_recompute_memory.py", "tests/ranks/test_compile.py"],
-    "compile": ["tests/unit/test_fusions.py", "tests/unit/test_fp8.py", "tests/ranks/test_compile.py", "tests/ranks/test_fp8.py",
-                "tests/ranks/test_compiled_dropout.py", "tests/ranks/test_compiled_models.py"],
-    "block": ["tests/ranks/test_binding.py", *TRAINING, "tests/ranks/test_replay.py", "tests/ranks/test_graph.py"],
+    "shard": [
+        *QUICK,
+        "tests/ranks/test_cleared_gradients.py",
+        "tests/ranks/test_writes.py",
+        "tests/ranks/test_parting.py",
+        *TRAINING,
+        "tests/ranks/test_placement.py",
+        "tests/ranks/test_transport.py",
+        "tests/ranks/test_stream_order.py",
+        "tests/ranks/test_optim_gradients.py",
+        "tests/ranks/test_overflow.py",
+        "tests/ranks/test_tensor_parallel.py",
+        "tests/ranks/test_pipeline.py",
+        "tests/ranks/test_graph.py",
+    ],
+    "recompute": [
+        "tests/unit/test_recompute_plan.py",
+        "tests/ranks/test_replay.py",
+        *TRAINING,
+        "tests/ranks/test_recompute.py",
+        "tests/ranks/test_inner_checkpoint.py",
+        "tests/ranks/test_recompute_plans.py",
+        "tests/ranks/test_recompute_memory.py",
+        "tests/ranks/test_compile.py",
+    ],
+    "compile": [
+        "tests/unit/test_fusions.py",
+        "tests/unit/test_fp8.py",
+        "tests/ranks/test_compile.py",
+        "tests/ranks/test_fp8.py",
+        "tests/ranks/test_compiled_dropout.py",
+        "tests/ranks/test_compiled_models.py",
+    ],
+    "block": [
+        "tests/ranks/test_binding.py",
+        *TRAINING,
+        "tests/ranks/test_replay.py",
+        "tests/ranks/test_graph.py",
+    ],
     "parallel": ["tests/unit/test_microbatch.py", "tests/ranks/test_pipeline.py"],
-    "optim": ["tests/unit/test_adam.py", "tests/unit/test_loss_scale.py", "tests/ranks/test_optim.py",
-              "tests/ranks/test_overflow.py", "tests/ranks/test_optim_gradients.py", *TRAINING, "tests/ranks/test_checkpoint.py",
-              "tests/ranks/test_seeds.py"],
-    "distributed": ["tests/unit/test_topology.py", "tests/ranks/test_communication.py", "tests/ranks/test_parting.py",
-                    "tests/ranks/test_transport.py", "tests/ranks/test_tensor_parallel.py", *TRAINING],
-    "runtime": ["tests/unit/test_utils.py", "tests/ranks/test_bad_input.py", "tests/ranks/test_default_device.py",
-                "tests/ranks/test_communication.py", "tests/ranks/test_compat.py", *TRAINING],
-    "checkpoint": ["tests/ranks/test_checkpoint.py", "tests/ranks/test_background_save.py", "tests/ranks/test_old_files.py"],
+    "optim": [
+        "tests/unit/test_adam.py",
+        "tests/unit/test_loss_scale.py",
+        "tests/ranks/test_optim.py",
+        "tests/ranks/test_overflow.py",
+        "tests/ranks/test_optim_gradients.py",
+        *TRAINING,
+        "tests/ranks/test_checkpoint.py",
+        "tests/ranks/test_seeds.py",
+    ],
+    "distributed": [
+        "tests/unit/test_topology.py",
+        "tests/ranks/test_communication.py",
+        "tests/ranks/test_parting.py",
+        "tests/ranks/test_transport.py",
+        "tests/ranks/test_tensor_parallel.py",
+        *TRAINING,
+    ],
+    "runtime": [
+        "tests/unit/test_utils.py",
+        "tests/ranks/test_bad_input.py",
+        "tests/ranks/test_default_device.py",
+        "tests/ranks/test_communication.py",
+        "tests/ranks/test_compat.py",
+        *TRAINING,
+    ],
+    "checkpoint": [
+        "tests/ranks/test_checkpoint.py",
+        "tests/ranks/test_background_save.py",
+        "tests/ranks/test_old_files.py",
+    ],
     "inspect": ["tests/ranks/test_inspect.py", "tests/unit/test_inspect_format.py"],
-    "loss": ["tests/unit/test_cross_entropy.py", "tests/unit/test_linear_cross_entropy.py", "tests/ranks/test_parallel_loss.py",
-             "tests/ranks/test_linear_cross_entropy.py", "tests/ranks/test_token_mean.py"],
+    "loss": [
+        "tests/unit/test_cross_entropy.py",
+        "tests/unit/test_linear_cross_entropy.py",
+        "tests/ranks/test_parallel_loss.py",
+        "tests/ranks/test_linear_cross_entropy.py",
+        "tests/ranks/test_token_mean.py",
+    ],
     "lr_scheduler": ["tests/unit/test_lr_scheduler.py", "tests/unit/test_schedules.py"],
-    "nn": ["tests/ranks/test_tensor_parallel.py", "tests/ranks/test_placement.py", "tests/ranks/test_seeds.py"],
+    "nn": [
+        "tests/ranks/test_tensor_parallel.py",
+        "tests/ranks/test_placement.py",
+        "tests/ranks/test_seeds.py",
+    ],
     "verification": ["tests/verification"],
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """An edit of one file: the new text of the lines from `first` to `last`, in words, and where."""
+    """An edit of one file: the new text of the lines from `first` to `last`, in words, and
+    where.
+    """
 
     path: str
     kind: str
@@ -83,7 +159,9 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a fault: killed by a test, survived, or unreached, where no test runs its line on a CPU."""
+    """What became of a fault: killed by a test, survived, or unreached, where no test runs its line
+    on a CPU.
+    """
 
     fault: Fault
     outcome: str
@@ -101,15 +179,29 @@ class TestFile:
 
 def main() -> int:
     """Plant, test, write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--path", nargs="+", default=["src/bmtrain/shard"], help="folders or files of src/bmtrain (src/bmtrain/shard)"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=12, help="how many faults of each, drawn from all that there are (12)")
+    parser.add_argument(
+        "--path",
+        nargs="+",
+        default=["src/bmtrain/shard"],
+        help="folders or files of src/bmtrain (src/bmtrain/shard)",
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        default=12,
+        help="how many faults of each, drawn from all that there are (12)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    parser.add_argument("--tests", nargs="*", default=None, help="test files in place of the nearest")
+    parser.add_argument(
+        "--tests", nargs="*", default=None, help="test files in place of the nearest"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="how many run beside each other (2)")
-    parser.add_argument("--list", action="store_true", help="print the faults drawn, and plant none")
+    parser.add_argument(
+        "--list", action="store_true", help="print the faults drawn, and plant none"
+    )
     args = parser.parse_args()
     faults = [fault for path in args.path for fault in drawn(path, args.count, args.seed)]
     if args.list:
@@ -126,17 +218,26 @@ def main() -> int:
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             groups = pool.map(lambda group: reaching(base, *group), grouped(faults, args.tests))
             reach = {fault: tests for group in groups for fault, tests in group.items()}
-            for future in concurrent.futures.as_completed([pool.submit(planted, base, fault, reach[fault]) for fault in faults]):
+            for future in concurrent.futures.as_completed(
+                [pool.submit(planted, base, fault, reach[fault]) for fault in faults]
+            ):
                 result = future.result()
-                results = sorted([*results, result], key=lambda known: (known.fault.path, known.fault.first))
-                print(f"{result.outcome:9s}{result.seconds:5.0f} s  {result.fault}  [{result.by}]", flush=True)
+                results = sorted(
+                    [*results, result], key=lambda known: (known.fault.path, known.fault.first)
+                )
+                print(
+                    f"{result.outcome:9s}{result.seconds:5.0f} s  {result.fault}  [{result.by}]",
+                    flush=True,
+                )
                 write_table(results, how, words)  # what is known, should this be interrupted
     print(counted(results))
     return 0
 
 
 def drawn(path: str, count: int, seed: int) -> list[Fault]:
-    """A sample of all faults below a path, as many of each kind as there is room for, in a fixed order."""
+    """A sample of all faults below a path, as many of each kind as there is room for, in a fixed
+    order.
+    """
     place = ROOT / path
     files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
     by_kind: dict[str, list[Fault]] = {}
@@ -171,14 +272,20 @@ def edits(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Expr(value=ast.Call(func=function)) if GUARDS.search(_last_name(function)):
             yield "call removed", ast.Pass()
         case ast.BoolOp(op=op, values=values):
-            yield "and/or flipped", ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values)
+            yield (
+                "and/or flipped",
+                ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), values),
+            )
             yield "second half dropped", values[0]
         case ast.If(test=test, body=body, orelse=orelse) if not isinstance(test, ast.UnaryOp):
             yield "condition negated", ast.If(ast.UnaryOp(ast.Not(), test), body, orelse)
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div()):
             yield "scale dropped", left
         case ast.Slice(lower=lower, upper=upper, step=step) if upper is not None:
-            yield "slice off by one", ast.Slice(lower, ast.BinOp(upper, ast.Sub(), ast.Constant(1)), step)
+            yield (
+                "slice off by one",
+                ast.Slice(lower, ast.BinOp(upper, ast.Sub(), ast.Constant(1)), step),
+            )
         case ast.Compare(left=left, ops=[ast.Lt()], comparators=right):
             yield "comparison off by one", ast.Compare(left, [ast.LtE()], right)
         case ast.Compare(left=left, ops=[ast.GtE()], comparators=right):
@@ -204,7 +311,11 @@ def with_fault(text: str, fault: Fault) -> str:
         done = False
 
         def visit(self, node: ast.AST) -> ast.AST:
-            if not self.done and getattr(node, "lineno", 0) == fault.first and getattr(node, "end_lineno", 0) == fault.last:
+            if (
+                not self.done
+                and getattr(node, "lineno", 0) == fault.first
+                and getattr(node, "end_lineno", 0) == fault.last
+            ):
                 source = ast.get_source_segment(text, node)
                 if source is not None and " ".join(source.split()) == fault.before:
                     for kind, new in edits(node):
@@ -228,12 +339,16 @@ def copy_tree(source: pathlib.Path, target: pathlib.Path) -> None:
     target.mkdir(parents=True)
     for name in COPIED:
         if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                source / name, target / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         elif (source / name).exists():
             shutil.copy2(source / name, target / name)
 
 
-def grouped(faults: Sequence[Fault], tests: Sequence[str] | None) -> Iterator[tuple[list[Fault], Sequence[str]]]:
+def grouped(
+    faults: Sequence[Fault], tests: Sequence[str] | None
+) -> Iterator[tuple[list[Fault], Sequence[str]]]:
     """Faults that the same tests stand near, and those tests."""
     groups: dict[tuple[str, ...], list[Fault]] = {}
     for fault in faults:
@@ -242,8 +357,13 @@ def grouped(faults: Sequence[Fault], tests: Sequence[str] | None) -> Iterator[tu
         yield found, near
 
 
-def reaching(base: pathlib.Path, faults: Sequence[Fault], tests: Sequence[str]) -> dict[Fault, list[TestFile]]:
-    """Of the test files those that run a fault's statement, the quickest first. The script ends if one fails without a fault."""
+def reaching(
+    base: pathlib.Path, faults: Sequence[Fault], tests: Sequence[str]
+) -> dict[Fault, list[TestFile]]:
+    """Of the test files those that run a fault's statement, the quickest first.
+
+    The script ends if one fails without a fault.
+    """
     found: dict[Fault, list[TestFile]] = {fault: [] for fault in faults}
     with tempfile.TemporaryDirectory(prefix="reach-") as folder:
         tree, traces = pathlib.Path(folder, "tree"), pathlib.Path(folder, "traces")
@@ -255,7 +375,12 @@ def reaching(base: pathlib.Path, faults: Sequence[Fault], tests: Sequence[str]) 
                 if fault.path == path
             }
             file = tree / path
-            file.write_text(with_probes(file.read_text(encoding="utf-8"), {faults[n].first: x for n, x in probes.items()}))
+            file.write_text(
+                with_probes(
+                    file.read_text(encoding="utf-8"),
+                    {faults[n].first: x for n, x in probes.items()},
+                )
+            )
         for test in tests:
             traces.mkdir()
             began = time.monotonic()
@@ -265,7 +390,11 @@ def reaching(base: pathlib.Path, faults: Sequence[Fault], tests: Sequence[str]) 
             reached = TestFile(test, time.monotonic() - began)
             for trace in traces.iterdir():
                 found[faults[int(trace.name)]].append(reached)
-            print(f"without a fault{reached.seconds:5.0f} s  {test}: reaches {len(list(traces.iterdir()))}", flush=True)
+            print(
+                f"without a fault{reached.seconds:5.0f} s  {test}: reaches "
+                f"{len(list(traces.iterdir()))}",
+                flush=True,
+            )
             shutil.rmtree(traces)
     return {fault: sorted(files, key=lambda file: file.seconds) for fault, files in found.items()}
 
@@ -277,7 +406,11 @@ def with_probes(text: str, probes: Mapping[int, str]) -> str:
         found: tuple[list[ast.stmt], ast.stmt] | None = None
         for node in ast.walk(tree):  # from outside inwards
             for block in (value for _, value in ast.iter_fields(node) if isinstance(value, list)):
-                held = [x for x in block if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or x.lineno)]
+                held = [
+                    x
+                    for x in block
+                    if isinstance(x, ast.stmt) and x.lineno <= line <= (x.end_lineno or x.lineno)
+                ]
                 found = (block, held[-1]) if held else found
         if found is not None:
             found[0].insert(found[0].index(found[1]), ast.parse(probe).body[0])
@@ -285,7 +418,9 @@ def with_probes(text: str, probes: Mapping[int, str]) -> str:
 
 
 def planted(base: pathlib.Path, fault: Fault, tests: Sequence[TestFile]) -> Result:
-    """Run the tests that reach it on a copy of the tree with the fault in it, until the first fails."""
+    """Run the tests that reach it on a copy of the tree with the fault in it, until the first
+    fails.
+    """
     if not tests:
         return Result(fault, "unreached", "", 0.0)
     began = time.monotonic()
@@ -302,11 +437,21 @@ def planted(base: pathlib.Path, fault: Fault, tests: Sequence[TestFile]) -> Resu
 
 
 def _tested(tree: pathlib.Path, test: str, limit: float) -> tuple[str, str]:
-    environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}",
+        "OMP_NUM_THREADS": "1",
+    }
     environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", test]
     process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         printed, _ = process.communicate(timeout=limit)
@@ -325,8 +470,10 @@ def write_table(results: list[Result], how: str, words: dict[tuple[str, str], st
     lines = [
         "# Planted faults",
         "",
-        f'Written by `make mutants ARGS="{how}"`: faults planted one at a time, and the test that noticed each. '
-        f"{counted(results)}. A hang is noticed too: the tests take less than their limit without a fault. Unreached lines run on "
+        f'Written by `make mutants ARGS="{how}"`: faults planted one at a time, and '
+        "the test that noticed each. "
+        f"{counted(results)}. A hang is noticed too: the tests take less than their "
+        "limit without a fault. Unreached lines run on "
         "GPUs only, or in tests that stand further off.",
         "",
         "| where | fault | before | after | outcome | word |",
@@ -334,9 +481,16 @@ def write_table(results: list[Result], how: str, words: dict[tuple[str, str], st
     ]
     for result in results:
         fault = result.fault
-        cells = [fault.path.removeprefix("src/bmtrain/") + f":{fault.first}", fault.kind, _code(fault.before), _code(fault.after)]
+        cells = [
+            fault.path.removeprefix("src/bmtrain/") + f":{fault.first}",
+            fault.kind,
+            _code(fault.before),
+            _code(fault.after),
+        ]
         said = f"{result.outcome}: {result.by}" if result.by else result.outcome
-        word = words.get((fault.kind, _code(fault.before)), "") if result.outcome in UNNOTICED else ""
+        word = (
+            words.get((fault.kind, _code(fault.before)), "") if result.outcome in UNNOTICED else ""
+        )
         lines.append("| " + " | ".join([*cells, said, word]) + " |")
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -345,7 +499,10 @@ def counted(results: list[Result]) -> str:
     """How many tests have noticed, of those whose lines they run."""
     reached = [result for result in results if result.outcome != "unreached"]
     killed = sum(result.outcome != "survived" for result in reached)
-    return f"{killed} of {len(reached)} were noticed, and {len(results) - len(reached)} were not reached"
+    return (
+        f"{killed} of {len(reached)} were noticed, and {len(results) - len(reached)} were "
+        "not reached"
+    )
 
 
 def read_words() -> dict[tuple[str, str], str]:

@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(happened: Callable[[], bool], what: str, *, seconds: float = 60, pause: float = 0.05) -> None:
+def wait_for(
+    happened: Callable[[], bool], what: str, *, seconds: float = 60, pause: float = 0.05
+) -> None:
     """AssertionError when it has not happened after `seconds`; looks every `pause` seconds."""
     end = time.monotonic() + seconds
     while not happened():

@@ -1,4 +1,7 @@
-"""Where the text comes from: Python's own standard library, or the user's files. Needs no process group."""
+"""Where the text comes from: Python's own standard library, or the user's files.
+
+Needs no process group.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORMAT = 1  # part of the digest: raise it when the same files would be cut into other documents
-FEW_FILES = 64  # below this many text files, files are cut into documents so that some can be held out
-LONGEST_DOCUMENT = 2**20  # bytes; longer text files are cut at line ends, so that none must fit in memory whole
-LEFT_OUT = {"site-packages", "encodings"}  # packages that happen to be installed; tables of characters
+# below this many text files, files are cut into documents so that some can be held out
+FEW_FILES = 64
+# bytes; longer text files are cut at line ends, so that none must fit in memory whole
+LONGEST_DOCUMENT = 2**20
+# packages that happen to be installed; tables of characters
+LEFT_OUT = {"site-packages", "encodings"}
 SUFFIXES = (".txt", ".text", ".md", ".jsonl")
 
 
@@ -32,10 +38,10 @@ class Document(NamedTuple):
 class Corpus:
     """A fixed list of files, read as a stream of documents.
 
-    root: folder against which files are named, so that the digest does not depend on where the folder lies.
-    files: sorted, hence the same order everywhere.
-    text_field: field of a JSONL line that holds its text.
-    own: whether the files are the user's: then a broken one is an error, and an edit that keeps the size is noticed.
+    root: folder against which files are named, so that the digest does not depend on where the
+    folder lies. files: sorted, hence the same order everywhere. text_field: field of a JSONL line
+    that holds its text. own: whether the files are the user's: then a broken one is an error, and
+    an edit that keeps the size is noticed.
     """
 
     root: Path
@@ -44,23 +50,33 @@ class Corpus:
     own: bool = True
 
     def digest(self) -> str:
-        """16 hexadecimal digits that change with the list of files, their sizes or the way they are read."""
+        """16 hexadecimal digits that change with the list of files, their sizes or the way they are
+        read.
+        """
         parts = [str(FORMAT), self.text_field]
         for path in self.files:
             facts = path.stat()
-            parts.append(f"{path.relative_to(self.root).as_posix()} {facts.st_size} {facts.st_mtime_ns if self.own else 0}")
+            parts.append(
+                f"{path.relative_to(self.root).as_posix()} {facts.st_size} "
+                f"{facts.st_mtime_ns if self.own else 0}"
+            )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def documents(self) -> Iterator[Document]:
         """All documents that hold any text, in the order of the files.
 
         Raises:
-            DataError: for a file that is not UTF-8 or a JSONL line without the text field, naming file and line.
+            DataError: for a file that is not UTF-8 or a JSONL line without the text field, naming
+                file and line.
         """
         limit = self._document_limit()
         for path in self.files:
             name = path.relative_to(self.root).as_posix()
-            stream = _json_lines(path, name, self.text_field) if path.suffix == ".jsonl" else _text_pieces(path, name, limit)
+            stream = (
+                _json_lines(path, name, self.text_field)
+                if path.suffix == ".jsonl"
+                else _text_pieces(path, name, limit)
+            )
             try:
                 for document in stream:
                     if document.text.strip():
@@ -68,7 +84,8 @@ class Corpus:
             except UnicodeDecodeError as error:
                 if self.own:
                     raise DataError(
-                        f"{path} is not UTF-8 text ({error.reason} near byte {error.start}): convert it or leave it out."
+                        f"{path} is not UTF-8 text ({error.reason} near byte "
+                        f"{error.start}): convert it or leave it out."
                     ) from error
 
     def _document_limit(self) -> int:
@@ -79,12 +96,17 @@ class Corpus:
 
 
 def standard_library() -> Corpus:
-    """The sources of the running Python's standard library: real text, on every machine, nothing to download."""
+    """The sources of the running Python's standard library: real text, on every machine, nothing to
+    download.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
+    files = sorted(
+        path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts)
+    )
     if not files:
         raise DataError(
-            f"no .py files under {root}, where this Python says its standard library is: give your own text with --data PATH."
+            f"no .py files under {root}, where this Python says its standard library "
+            "is: give your own text with --data PATH."
         )
     return Corpus(root=root, files=tuple(files), own=False)
 
@@ -96,14 +118,22 @@ def own_text(path: Path, text_field: str = "text") -> Corpus:
         DataError: when there is nothing to read at `path`.
     """
     if not path.exists():
-        raise DataError(f"--data {path} does not exist: give a text file, a .jsonl file or a folder of such files.")
+        raise DataError(
+            f"--data {path} does not exist: give a text file, a .jsonl file or a folder of "
+            "such files."
+        )
     if path.is_file():
         corpus = Corpus(root=path.parent, files=(path,), text_field=text_field)
     else:
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        files = sorted(
+            file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file()
+        )
         corpus = Corpus(root=path, files=tuple(files), text_field=text_field)
     if not corpus.files:
-        raise DataError(f"--data {path} holds no text: expected files ending in {', '.join(SUFFIXES)} somewhere in this folder.")
+        raise DataError(
+            f"--data {path} holds no text: expected files ending in {', '.join(SUFFIXES)} "
+            "somewhere in this folder."
+        )
     if all(file.stat().st_size == 0 for file in corpus.files):
         raise DataError(f"--data {path} is empty: {len(corpus.files)} file(s) of 0 bytes.")
     return corpus
@@ -125,7 +155,10 @@ def _text_pieces(path: Path, name: str, limit: int) -> Iterator[Document]:
 
 
 def _json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
-    """One document per line: the string under `field` of the line's JSON object. Blank lines are skipped."""
+    """One document per line: the string under `field` of the line's JSON object.
+
+    Blank lines are skipped.
+    """
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -133,10 +166,13 @@ def _json_lines(path: Path, name: str, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}.") from error
+                raise DataError(
+                    f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}."
+                ) from error
             if not isinstance(record, dict):
                 raise DataError(
-                    f"{path}, line {number} is a JSON {type(record).__name__}: expected an object with the field {field!r}."
+                    f"{path}, line {number} is a JSON {type(record).__name__}: "
+                    f"expected an object with the field {field!r}."
                 )
             if not isinstance(record.get(field), str):
                 fields = ", ".join(repr(key) for key in record) or "none"

@@ -1,4 +1,5 @@
-"""From text to batches: a vocabulary and tokens, made once and cached, and the order in which training reads them.
+"""From text to batches: a vocabulary and tokens, made once and cached, and the order in which
+training reads them.
 
 Needs no process group: which rank reads what is arithmetic on a count of samples.
 """
@@ -25,7 +26,8 @@ from corpus import Corpus, DataError, Document
 END_OF_TEXT = "<|endoftext|>"
 IGNORED = -100  # target of a position that does not count in the loss
 HELD_OUT_SHARE = 0.02  # of the text, in bytes
-TOKENIZER_BYTES = 10_000_000  # the vocabulary is learned from at most about this much of the training text
+# the vocabulary is learned from at most about this much of the training text
+TOKENIZER_BYTES = 10_000_000
 BATCH_BYTES = 2_000_000  # text tokenized at a time
 
 Tokens = npt.NDArray[Any]  # 1-D, uint16 or uint32
@@ -36,8 +38,9 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, both int64 (bat
 class TokenData:
     """A corpus as tokens.
 
-    train, valid: token numbers, 1-D and memory-mapped; documents follow each other, each ended by `end_of_text`.
-    fingerprint: digest of all tokens and the vocabulary: equal exactly when training would read the same.
+    train, valid: token numbers, 1-D and memory-mapped; documents follow each other, each ended by
+    `end_of_text`. fingerprint: digest of all tokens and the vocabulary: equal exactly when training
+    would read the same.
     """
 
     tokenizer: Tokenizer
@@ -58,7 +61,8 @@ class Position:
 class Split(NamedTuple):
     """Which documents serve which purpose, as limits on the hash of their name.
 
-    Hashes up to `held_out` are for validation; those above, up to `vocabulary`, teach the vocabulary too.
+    Hashes up to `held_out` are for validation; those above, up to `vocabulary`, teach the
+    vocabulary too.
     """
 
     held_out: int
@@ -72,7 +76,8 @@ def cache_folder(cache: Path, corpus: Corpus, vocab_size: int) -> Path:
 
 
 def build_cache(folder: Path, corpus: Corpus, vocab_size: int) -> Iterator[str]:
-    """Fill `folder`, unless it is there: learn the vocabulary, write all tokens. Yields what it does, piece by piece.
+    """Fill `folder`, unless it is there: learn the vocabulary, write all tokens. Yields what it
+    does, piece by piece.
 
     Everything is written beside and moved into place at the end: a folder that exists is complete.
 
@@ -106,7 +111,11 @@ def open_cache(folder: Path) -> TokenData:
     facts = json.loads((folder / "facts.json").read_text())
     train, valid = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "valid"))
     return TokenData(
-        tokenizer=tokenizer, train=train, valid=valid, end_of_text=facts["end_of_text"], fingerprint=facts["fingerprint"]
+        tokenizer=tokenizer,
+        train=train,
+        valid=valid,
+        end_of_text=facts["end_of_text"],
+        fingerprint=facts["fingerprint"],
     )
 
 
@@ -116,13 +125,17 @@ def name_hash(name: str) -> int:
 
 
 def split_documents(corpus: Corpus) -> Split:
-    """Hold out whole documents, those of the smallest hashes, up to `HELD_OUT_SHARE`: at least one, never the last."""
+    """Hold out whole documents, those of the smallest hashes, up to `HELD_OUT_SHARE`: at least one,
+    never the last.
+    """
     hashes, sizes = array.array("Q"), array.array("Q")
     for document in corpus.documents():
         hashes.append(name_hash(document.name))
         sizes.append(len(document.text.encode("utf-8", "surrogatepass")))
     if not hashes:
-        raise DataError(f"no text in {corpus.root}: its {len(corpus.files)} file(s) hold only white space.")
+        raise DataError(
+            f"no text in {corpus.root}: its {len(corpus.files)} file(s) hold only white space."
+        )
     order = np.argsort(np.asarray(hashes))
     ordered, sums = np.asarray(hashes)[order], np.cumsum(np.asarray(sizes)[order])
     held = min(int(np.searchsorted(sums, HELD_OUT_SHARE * float(sums[-1]))) + 1, len(ordered) - 1)
@@ -132,7 +145,9 @@ def split_documents(corpus: Corpus) -> Split:
 
 
 def train_tokenizer(corpus: Corpus, split: Split, vocab_size: int) -> Tokenizer:
-    """A byte-level byte-pair encoding learned from training documents: any text comes back unchanged."""
+    """A byte-level byte-pair encoding learned from training documents: any text comes back
+    unchanged.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -142,7 +157,11 @@ def train_tokenizer(corpus: Corpus, split: Split, vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (_clean(doc.text) for doc in corpus.documents() if split.held_out < name_hash(doc.name) <= split.vocabulary)
+    texts = (
+        _clean(doc.text)
+        for doc in corpus.documents()
+        if split.held_out < name_hash(doc.name) <= split.vocabulary
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -165,7 +184,9 @@ def _document_batches(corpus: Corpus) -> Iterator[list[Document]]:
         yield batch
 
 
-def _write_tokens(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer) -> Iterator[str]:
+def _write_tokens(
+    folder: Path, corpus: Corpus, split: Split, tokenizer: Tokenizer
+) -> Iterator[str]:
     """Write train.npy, valid.npy and facts.json."""
     dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32)
     end = np.array([tokenizer.token_to_id(END_OF_TEXT)], dtype)
@@ -176,7 +197,9 @@ def _write_tokens(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokeniz
     done = 0
     with (folder / "train.raw").open("wb") as train, (folder / "valid.raw").open("wb") as valid:
         for batch in _document_batches(corpus):
-            for document, encoding in zip(batch, tokenizer.encode_batch([_clean(doc.text) for doc in batch]), strict=True):
+            for document, encoding in zip(
+                batch, tokenizer.encode_batch([_clean(doc.text) for doc in batch]), strict=True
+            ):
                 part = "train" if name_hash(document.name) > split.held_out else "valid"
                 tokens = np.concatenate([np.array(encoding.ids, dtype), end])
                 (train if part == "train" else valid).write(tokens.tobytes())
@@ -193,7 +216,9 @@ def _write_tokens(folder: Path, corpus: Corpus, split: Split, tokenizer: Tokeniz
 def _raw_to_npy(raw: Path, target: Path, dtype: np.dtype[Any], count: int) -> None:
     """Put the .npy header, which needs the count, before the tokens."""
     with target.open("wb") as file, raw.open("rb") as source:
-        np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+        )
         shutil.copyfileobj(source, file)
         file.flush()
         os.fsync(file.fileno())
@@ -201,10 +226,11 @@ def _raw_to_npy(raw: Path, target: Path, dtype: np.dtype[Any], count: int) -> No
 
 
 def rank_position(consumed: int, micro: int, batch_size: int, rank: int, world_size: int) -> int:
-    """The first sample of `rank`'s micro-batch `micro` in a step that starts after `consumed` samples of all ranks.
+    """The first sample of `rank`'s micro-batch `micro` in a step that starts after `consumed`
+    samples of all ranks.
 
-    One step reads one contiguous run of samples, so after a resume on another number of processes nothing is read
-    twice and nothing is left out.
+    One step reads one contiguous run of samples, so after a resume on another number of processes
+    nothing is read twice and nothing is left out.
     """
     return consumed + (micro * world_size + rank) * batch_size
 
@@ -212,7 +238,8 @@ def rank_position(consumed: int, micro: int, batch_size: int, rank: int, world_s
 class TrainingSequences:
     """Training tokens cut into sequences, in an order shuffled anew for each pass.
 
-    The order depends on nothing but (tokens, seq_len, seed): to go on, the count of samples read is enough.
+    The order depends on nothing but (tokens, seq_len, seed): to go on, the count of samples read is
+    enough.
 
     Raises:
         DataError: when the tokens do not fill one sequence.
@@ -225,7 +252,8 @@ class TrainingSequences:
         self.num_sequences = (len(tokens) - 1) // seq_len
         if self.num_sequences < 1:
             raise DataError(
-                f"the training text is {len(tokens)} tokens long, shorter than one sequence of {seq_len} "
+                f"the training text is {len(tokens)} tokens long, shorter than one "
+                f"sequence of {seq_len} "
                 "tokens and its next token: give more text or a smaller --seq-len."
             )
         self._epoch = -1
@@ -241,14 +269,20 @@ class TrainingSequences:
 
     def batch(self, position: int, batch_size: int) -> Batch:
         """Samples position .. position + batch_size - 1; targets are the inputs one token later."""
-        return cut(self.tokens, [self.sequence(position + i) for i in range(batch_size)], self.seq_len)
+        return cut(
+            self.tokens, [self.sequence(position + i) for i in range(batch_size)], self.seq_len
+        )
 
 
-def validation_batches(tokens: Tokens, seq_len: int, batch_size: int, rank: int, world_size: int, limit: int) -> Iterator[Batch]:
-    """This rank's share of at most `limit` held-out sequences, spread evenly over the held-out text.
+def validation_batches(
+    tokens: Tokens, seq_len: int, batch_size: int, rank: int, world_size: int, limit: int
+) -> Iterator[Batch]:
+    """This rank's share of at most `limit` held-out sequences, spread evenly over the held-out
+    text.
 
-    All ranks get equally many batches of equal size, since they call the model together; what fills the last ones up
-    has targets `IGNORED`. Empty when the held-out text is shorter than one sequence.
+    All ranks get equally many batches of equal size, since they call the model together; what fills
+    the last ones up has targets `IGNORED`. Empty when the held-out text is shorter than one
+    sequence.
     """
     num_sequences = max((len(tokens) - 1) // seq_len, 0)
     chosen = np.linspace(0, num_sequences - 1, min(limit, num_sequences)).astype(int).tolist()

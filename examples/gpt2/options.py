@@ -15,7 +15,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Preset:
-    """What a preset chooses; each field is also a flag that overrides it. Units: see the flags' help."""
+    """What a preset chooses; each field is also a flag that overrides it.
+
+    Units: see the flags' help.
+    """
 
     layers: int
     dim: int
@@ -33,24 +36,69 @@ class Preset:
 
 
 PRESETS = {
-    # Sized so that two processes on two CPU cores show a falling loss within four minutes, vocabulary included.
+    # Sized so that two processes on two CPU cores show a falling loss within four minutes,
+    # vocabulary included.
     "cpu": Preset(
-        layers=4, dim=128, heads=4, vocab_size=4096, seq_len=128, batch_size=4, steps=600,
-        lr=3e-3, warmup=70, dtype="fp32", save_every=100, val_every=100, recompute=False,
+        layers=4,
+        dim=128,
+        heads=4,
+        vocab_size=4096,
+        seq_len=128,
+        batch_size=4,
+        steps=600,
+        lr=3e-3,
+        warmup=70,
+        dtype="fp32",
+        save_every=100,
+        val_every=100,
+        recompute=False,
     ),
     "gpt2": Preset(
-        layers=12, dim=768, heads=12, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
-        lr=6e-4, warmup=60, dtype="bf16", save_every=200, val_every=100, recompute=False,
+        layers=12,
+        dim=768,
+        heads=12,
+        vocab_size=50304,
+        seq_len=1024,
+        batch_size=16,
+        steps=600,
+        lr=6e-4,
+        warmup=60,
+        dtype="bf16",
+        save_every=200,
+        val_every=100,
+        recompute=False,
     ),
     "medium": Preset(
-        layers=24, dim=1024, heads=16, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
-        lr=4e-4, warmup=60, dtype="bf16", save_every=200, val_every=100, recompute=False,
+        layers=24,
+        dim=1024,
+        heads=16,
+        vocab_size=50304,
+        seq_len=1024,
+        batch_size=16,
+        steps=600,
+        lr=4e-4,
+        warmup=60,
+        dtype="bf16",
+        save_every=200,
+        val_every=100,
+        recompute=False,
     ),
     "1.3b": Preset(
-        layers=24, dim=2048, heads=16, vocab_size=50304, seq_len=1024, batch_size=16, steps=600,
-        lr=2e-4, warmup=60, dtype="bf16", save_every=200, val_every=100, recompute=True,
+        layers=24,
+        dim=2048,
+        heads=16,
+        vocab_size=50304,
+        seq_len=1024,
+        batch_size=16,
+        steps=600,
+        lr=2e-4,
+        warmup=60,
+        dtype="bf16",
+        save_every=200,
+        val_every=100,
+        recompute=True,
     ),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +143,10 @@ class Options(Preset):
 def build_parser() -> argparse.ArgumentParser:
     """All flags. Those that a preset decides default to None here."""
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--FLAG VALUE ...]   (--help lists the flags)",  # short: every rank prints it before an error
-        description="Train a GPT-2. Start with: torchrun --standalone --nproc_per_node=2 examples/gpt2/train.py. "
+        # short: every rank prints it before an error
+        usage="%(prog)s [--FLAG VALUE ...]   (--help lists the flags)",
+        description="Train a GPT-2. Start with: torchrun --standalone --nproc_per_node=2 "
+        "examples/gpt2/train.py. "
         "Start it again after an interruption and it goes on from its last checkpoint.",
         epilog=_preset_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -109,22 +159,41 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_model_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--preset", choices=PRESETS, help="sizes to start from (default: cpu on a CPU, gpt2 on a GPU); the flags below override it"
+        "--preset",
+        choices=PRESETS,
+        help="sizes to start from (default: cpu on a CPU, gpt2 on a GPU); the flags below "
+        "override it",
     )
     group.add_argument("--layers", type=_positive, help="number of transformer blocks")
     group.add_argument("--dim", type=_positive, help="width of the model")
-    group.add_argument("--heads", type=_positive, help="number of attention heads; must divide --dim")
-    group.add_argument("--dim-ff", type=_positive, help="width inside the feed-forward layers (default: 4 x --dim)")
-    group.add_argument("--vocab-size", type=_vocabulary, help="number of tokens in the vocabulary, at least 257")
+    group.add_argument(
+        "--heads", type=_positive, help="number of attention heads; must divide --dim"
+    )
+    group.add_argument(
+        "--dim-ff", type=_positive, help="width inside the feed-forward layers (default: 4 x --dim)"
+    )
+    group.add_argument(
+        "--vocab-size", type=_vocabulary, help="number of tokens in the vocabulary, at least 257"
+    )
     group.add_argument("--seq-len", type=_positive, help="tokens per sequence")
-    group.add_argument("--dtype", choices=DTYPES, help="type of parameters and computation; fp16 turns loss scaling on")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type of parameters and computation; fp16 turns loss scaling on",
+    )
 
 
 def _add_training_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--steps", type=_positive, help="optimizer steps in all")
     group.add_argument("--batch-size", type=_positive, help="sequences per process and micro-batch")
-    group.add_argument("--grad-accumulation", type=_positive, default=1, help="micro-batches per step (default: 1)")
-    group.add_argument("--lr", type=float, help="highest learning rate, reached after the warm-up; falls to 0 along a cosine")
+    group.add_argument(
+        "--grad-accumulation", type=_positive, default=1, help="micro-batches per step (default: 1)"
+    )
+    group.add_argument(
+        "--lr",
+        type=float,
+        help="highest learning rate, reached after the warm-up; falls to 0 along a cosine",
+    )
     group.add_argument("--warmup", type=int, help="steps in which the learning rate rises")
     group.add_argument(
         "--zero-level",
@@ -137,19 +206,22 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         "--tp",
         type=_positive,
         default=1,
-        help="processes that share each layer (tensor parallelism); must divide the number of processes, --heads, --dim-ff and "
+        help="processes that share each layer (tensor parallelism); must divide the number "
+        "of processes, --heads, --dim-ff and "
         "--vocab-size (default: 1)",
     )
     group.add_argument(
         "--pp",
         type=_positive,
         default=1,
-        help="stages of a pipeline that the layers are cut into; must divide the number of processes (default: 1)",
+        help="stages of a pipeline that the layers are cut into; must divide the number of "
+        "processes (default: 1)",
     )
     group.add_argument(
         "--micro-batches",
         type=_positive,
-        help="parts that the batches of a pipeline's stages pass in; must divide --pp x --batch-size (default: as many as stages)",
+        help="parts that the batches of a pipeline's stages pass in; must divide --pp x "
+        "--batch-size (default: as many as stages)",
     )
     group.add_argument(
         "--recompute",
@@ -157,28 +229,55 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         default=None,
         help="recompute activations in backward: less memory, about a third more work",
     )
-    group.add_argument("--no-checkpoint", dest="recompute", action="store_false", help="another name for --no-recompute")
-    group.add_argument("--offload", action="store_true", help="keep the optimizer's states in host memory and update there")
     group.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=None, help="torch.compile the blocks (default: on GPUs)"
+        "--no-checkpoint",
+        dest="recompute",
+        action="store_false",
+        help="another name for --no-recompute",
     )
-    group.add_argument("--fp8", action="store_true", help="compute the linear maps of blocks in eight bits, on GPUs that can")
+    group.add_argument(
+        "--offload",
+        action="store_true",
+        help="keep the optimizer's states in host memory and update there",
+    )
+    group.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="torch.compile the blocks (default: on GPUs)",
+    )
+    group.add_argument(
+        "--fp8",
+        action="store_true",
+        help="compute the linear maps of blocks in eight bits, on GPUs that can",
+    )
     group.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="on GPUs, kernels that repeat bit by bit, so that a resumed run does too (default: on; off is a little faster)",
+        help="on GPUs, kernels that repeat bit by bit, so that a resumed run does too "
+        "(default: on; off is a little faster)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of initialisation and of the order of the text (default: 0)")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of initialisation and of the order of the text (default: 0)",
+    )
 
 
 def _add_file_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data",
         type=Path,
-        help="your own text: a text file, a .jsonl file or a folder of them (default: Python's standard library)",
+        help="your own text: a text file, a .jsonl file or a folder of them (default: "
+        "Python's standard library)",
     )
-    group.add_argument("--text-field", default="text", help="field of a JSONL line that holds its text (default: text)")
+    group.add_argument(
+        "--text-field",
+        default="text",
+        help="field of a JSONL line that holds its text (default: text)",
+    )
     root = Path(__file__).resolve().parents[2]
     group.add_argument(
         "--cache-dir",
@@ -186,16 +285,41 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
         default=root / ".cache" / "gpt2",
         help="where vocabularies and tokens are kept (default: .cache/gpt2 in the repository)",
     )
-    group.add_argument("--save-dir", type=Path, help="checkpoints, metrics, picture, samples (default: runs/gpt2-PRESET)")
-    group.add_argument("--save-every", type=_positive, help="steps between checkpoints")
-    group.add_argument("--val-every", type=_positive, help="steps between measurements of the validation loss")
-    group.add_argument("--val-samples", type=_positive, default=128, help="held-out sequences per measurement (default: 128)")
     group.add_argument(
-        "--log-every", type=_positive, default=10, help="steps between lines where the output is no terminal (default: 10)"
+        "--save-dir",
+        type=Path,
+        help="checkpoints, metrics, picture, samples (default: runs/gpt2-PRESET)",
     )
-    group.add_argument("--sample-tokens", type=int, default=80, help="length of the text sample, 0 for none (default: 80)")
-    group.add_argument("--prompt", help="how the text sample begins (default: 'def ', nothing with --data)")
-    group.add_argument("--restart", action="store_true", help="delete what --save-dir holds of an earlier run and begin anew")
+    group.add_argument("--save-every", type=_positive, help="steps between checkpoints")
+    group.add_argument(
+        "--val-every", type=_positive, help="steps between measurements of the validation loss"
+    )
+    group.add_argument(
+        "--val-samples",
+        type=_positive,
+        default=128,
+        help="held-out sequences per measurement (default: 128)",
+    )
+    group.add_argument(
+        "--log-every",
+        type=_positive,
+        default=10,
+        help="steps between lines where the output is no terminal (default: 10)",
+    )
+    group.add_argument(
+        "--sample-tokens",
+        type=int,
+        default=80,
+        help="length of the text sample, 0 for none (default: 80)",
+    )
+    group.add_argument(
+        "--prompt", help="how the text sample begins (default: 'def ', nothing with --data)"
+    )
+    group.add_argument(
+        "--restart",
+        action="store_true",
+        help="delete what --save-dir holds of an earlier run and begin anew",
+    )
 
 
 def parse_options(arguments: Sequence[str], device_type: str) -> Options:
@@ -224,24 +348,32 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
     if not own_warmup:  # a short run of a preset should not need a second flag
         values["warmup"] = min(values["warmup"], values["steps"] // 10)
     elif not 0 <= values["warmup"] < values["steps"]:
-        parser.error(f"--warmup is {values['warmup']}: expected 0 to {values['steps'] - 1}, less than --steps")
+        parser.error(
+            f"--warmup is {values['warmup']}: expected 0 to {values['steps'] - 1}, less "
+            "than --steps"
+        )
     return Options(**values)
 
 
 def _check_sizes(parser: argparse.ArgumentParser, values: dict[str, Any]) -> None:
-    """Exit with a message where one size does not divide another; the number of micro-batches is decided here."""
+    """Exit with a message where one size does not divide another; the number of micro-batches is
+    decided here.
+    """
     if values["dim"] % values["heads"]:
         parser.error(f"--dim {values['dim']} is not divisible by --heads {values['heads']}")
     for name in ("heads", "dim_ff", "vocab_size"):
         if values[name] % values["tp"]:
-            parser.error(f"--{name.replace('_', '-')} {values[name]} is not divisible by --tp {values['tp']}")
+            parser.error(
+                f"--{name.replace('_', '-')} {values[name]} is not divisible by --tp {values['tp']}"
+            )
     if values["micro_batches"] is None:
         values["micro_batches"] = values["pp"]
     if values["pp"] > values["layers"]:
         parser.error(f"--pp {values['pp']} is more than --layers {values['layers']}")
     if values["pp"] * values["batch_size"] % values["micro_batches"]:
         parser.error(
-            f"--micro-batches {values['micro_batches']} does not divide --pp {values['pp']} x --batch-size {values['batch_size']}"
+            f"--micro-batches {values['micro_batches']} does not divide --pp "
+            f"{values['pp']} x --batch-size {values['batch_size']}"
         )
 
 
@@ -255,7 +387,9 @@ def _positive(text: str) -> int:
 def _vocabulary(text: str) -> int:
     number = int(text)
     if number < 257:
-        raise argparse.ArgumentTypeError(f"{number} is too small: 256 bytes and the end-of-text token need 257")
+        raise argparse.ArgumentTypeError(
+            f"{number} is too small: 256 bytes and the end-of-text token need 257"
+        )
     return number
 
 
@@ -263,5 +397,8 @@ def _preset_table() -> str:
     fields = [field.name for field in dataclasses.fields(Preset)]
     lines = ["presets:"]
     for name, preset in PRESETS.items():
-        lines.append(f"  {name}: " + ", ".join(f"{field.replace('_', '-')} {getattr(preset, field)}" for field in fields))
+        lines.append(
+            f"  {name}: "
+            + ", ".join(f"{field.replace('_', '-')} {getattr(preset, field)}" for field in fields)
+        )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""What a run shows and leaves behind: the log of every run, and text samples and the loss curve of this one."""
+"""What a run shows and leaves behind: the log of every run, and text samples and the loss curve of
+this one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class Report(RunLog):
 def draw_losses(records: list[dict[str, Any]], path: Path) -> None:
     """Write a picture of training and validation loss against steps."""
     training = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    held_out = [(record["step"], record["validation_loss"]) for record in records if "validation_loss" in record]
+    held_out = [
+        (record["step"], record["validation_loss"])
+        for record in records
+        if "validation_loss" in record
+    ]
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)  # needs no display
     axes = figure.add_subplot()
@@ -43,7 +49,9 @@ def draw_losses(records: list[dict[str, Any]], path: Path) -> None:
         if points:
             steps, losses = zip(*points, strict=True)
             axes.plot(steps, losses, style, label=label, linewidth=1)
-    axes.set(xlabel="step", ylabel="cross-entropy per token, nats", title="GPT-2 trained by bmtrain")
+    axes.set(
+        xlabel="step", ylabel="cross-entropy per token, nats", title="GPT-2 trained by bmtrain"
+    )
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -19,14 +19,15 @@ _SECONDS_BETWEEN_LINES = 3.0
 
 
 def rank_zero_first(work: Generator[str, None, str]) -> str:
-    """Run `work` on rank 0 while the others wait; what it returns, on every rank. What it yields is printed.
+    """Run `work` on rank 0 while the others wait; what it returns, on every rank. What it yields is
+    printed.
 
-    The others hear from rank 0 after every piece that `work` yields, so that no wait outlasts the time limit of a
-    collective, however long the whole takes.
+    The others hear from rank 0 after every piece that `work` yields, so that no wait outlasts the
+    time limit of a collective, however long the whole takes.
 
     Raises:
-        DataError: on every rank, when `work` raised it. Any other error is raised on rank 0, and elsewhere a
-            DataError with its text.
+        DataError: on every rank, when `work` raised it. Any other error is raised on rank 0, and
+            elsewhere a DataError with its text.
     """
     state, text = _WORKING, ""
     error: Exception | None = None
@@ -70,7 +71,11 @@ def prepare_data(options: Options) -> TokenData:
     """The tokens of the text, made by rank 0 the first time and read by all."""
 
     def build() -> Generator[str, None, str]:
-        corpus = own_text(options.data, options.text_field) if options.data is not None else standard_library()
+        corpus = (
+            own_text(options.data, options.text_field)
+            if options.data is not None
+            else standard_library()
+        )
         folder = cache_folder(options.cache_dir, corpus, options.vocab_size)
         yield from build_cache(folder, corpus, options.vocab_size)
         return str(folder)

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=2 examples/gpt2/train.py
 
-Stop it whenever you like and start it again: it goes on from its last checkpoint. `--help` lists what can be changed.
-Read `run`, then `train_step`; the rest is called from there.
+Stop it whenever you like and start it again: it goes on from its last checkpoint. `--help` lists
+what can be changed. Read `run`, then `train_step`; the rest is called from there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from options import DTYPES, Options, parse_options
 from report import Report
 from together import prepare_data
 
-REMEDY = "give the same arguments to go on, another --save-dir to keep both, or --restart to begin anew"
+REMEDY = (
+    "give the same arguments to go on, another --save-dir to keep both, or --restart to begin anew"
+)
 
 
 def run(options: Options) -> None:
@@ -42,7 +44,12 @@ def run(options: Options) -> None:
     checkpoints = Checkpoints(options.save_dir)
     if options.restart:
         checkpoints.clear()
-    made_with = {**options.model_arguments(), "dtype": options.dtype, "seed": options.seed, "text": data.fingerprint[:16]}
+    made_with = {
+        **options.model_arguments(),
+        "dtype": options.dtype,
+        "seed": options.seed,
+        "text": data.fingerprint[:16],
+    }
     checkpoint = checkpoints.latest()
     if checkpoint is not None:
         check_same_run(checkpoint, made_with, REMEDY)
@@ -52,31 +59,51 @@ def run(options: Options) -> None:
     position = Position()
     if checkpoint is not None:
         position = Position(**load_state(checkpoint, optim_manager))
-        # The checkpoint says how far the schedule is; how it runs on is said by this command, say with more --steps.
-        scheduler.start_lr, scheduler.warmup_iter, scheduler.end_iter = options.lr, options.warmup, options.steps
+        # The checkpoint says how far the schedule is; how it runs on is said by this command, say
+        # with more --steps.
+        scheduler.start_lr, scheduler.warmup_iter, scheduler.end_iter = (
+            options.lr,
+            options.warmup,
+            options.steps,
+        )
         scheduler.step(scheduler.num_iter)
     finished_before = position.step >= options.steps
     stop = StopRequest()
 
-    report = Report(options.save_dir, first_step=position.step, num_steps=options.steps, log_every=options.log_every)
+    report = Report(
+        options.save_dir,
+        first_step=position.step,
+        num_steps=options.steps,
+        log_every=options.log_every,
+    )
     with report:
         greet(report, options, data, model, checkpoint)
         stopping = False
         while position.step < options.steps and not stopping:
-            position = train_step(model, optimizer, optim_manager, sequences, position, options, report)
+            position = train_step(
+                model, optimizer, optim_manager, sequences, position, options, report
+            )
             stopping = stop.agreed()
             last = position.step == options.steps
             if position.step % options.val_every == 0 or last:
                 validate(model, data, position, options, report)
             if position.step % options.save_every == 0 or last or stopping:
-                checkpoint = checkpoints.save(dataclasses.asdict(position), model, optim_manager, made_with)
+                checkpoint = checkpoints.save(
+                    dataclasses.asdict(position), model, optim_manager, made_with
+                )
                 report.draw()
         if stopping and position.step < options.steps:
-            report.say(f"stopped after step {position.step} and saved {checkpoint}: run the same command to go on.")
+            report.say(
+                f"stopped after step {position.step} and saved {checkpoint}: run the same "
+                "command to go on."
+            )
         else:
             show_sample(model, data, position, options, report)
             words = "this run had finished before" if finished_before else "finished"
-            report.say(f"{words}: {position.step} steps; see {options.save_dir}. --restart begins anew, more --steps go on.")
+            report.say(
+                f"{words}: {position.step} steps; see {options.save_dir}. --restart begins "
+                "anew, more --steps go on."
+            )
 
 
 def train_step(
@@ -88,7 +115,9 @@ def train_step(
     options: Options,
     report: Report,
 ) -> Position:
-    """One optimizer step on `grad_accumulation` micro-batches per rank; returns the position after it."""
+    """One optimizer step on `grad_accumulation` micro-batches per rank; returns the position after
+    it.
+    """
     started = time.perf_counter()
     loss_function = bmt.loss.FusedCrossEntropy(ignore_index=-100, parallel=True)
     lr, loss_scale = optimizer.param_groups[0]["lr"], optim_manager.loss_scale
@@ -96,7 +125,9 @@ def train_step(
 
     optim_manager.zero_grad()
     for micro in range(options.grad_accumulation):
-        first = rank_position(position.consumed, micro, options.batch_size, bmt.rank(), bmt.world_size())
+        first = rank_position(
+            position.consumed, micro, options.batch_size, bmt.rank(), bmt.world_size()
+        )
         inputs, targets = sequences.batch(first, options.batch_size)
         loss = batch_loss(model, loss_function, inputs, targets) / options.grad_accumulation
         optim_manager.backward(loss)
@@ -136,7 +167,9 @@ def build_model(options: Options, checkpoint: Path | None) -> GPT:
     return model
 
 
-def build_optimizer(model: GPT, options: Options) -> tuple[torch.optim.Optimizer, bmt.lr_scheduler.Cosine, bmt.optim.OptimManager]:
+def build_optimizer(
+    model: GPT, options: Options
+) -> tuple[torch.optim.Optimizer, bmt.lr_scheduler.Cosine, bmt.optim.OptimManager]:
     """AdamW with a warm-up and a cosine, in the manager that scales losses and steps both."""
     named = list(model.named_parameters())
     vectors = [parameter for name, parameter in named if is_vector(name)]
@@ -145,7 +178,11 @@ def build_optimizer(model: GPT, options: Options) -> tuple[torch.optim.Optimizer
     kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
     optimizer = kind(groups, lr=options.lr, betas=(0.9, 0.95))
     scheduler = bmt.lr_scheduler.Cosine(
-        optimizer, start_lr=options.lr, warmup_iter=options.warmup, end_iter=options.steps, num_iter=0
+        optimizer,
+        start_lr=options.lr,
+        warmup_iter=options.warmup,
+        end_iter=options.steps,
+        num_iter=0,
     )
     # Only fp16 has so few exponent bits that small gradients vanish unless the loss is scaled.
     optim_manager = bmt.optim.OptimManager(loss_scale=1024 if options.dtype == "fp16" else None)
@@ -154,24 +191,39 @@ def build_optimizer(model: GPT, options: Options) -> tuple[torch.optim.Optimizer
 
 
 def is_vector(name: str) -> bool:
-    """Whether a parameter is a bias or a norm's scale: those are not decayed. (Shapes do not tell: shards are flat.)"""
+    """Whether a parameter is a bias or a norm's scale: those are not decayed.
+
+    (Shapes do not tell: shards are flat.)
+    """
     return name.endswith("bias") or "norm" in name
 
 
-def greet(report: Report, options: Options, data: TokenData, model: GPT, checkpoint: Path | None) -> None:
+def greet(
+    report: Report, options: Options, data: TokenData, model: GPT, checkpoint: Path | None
+) -> None:
     """Say what is about to be trained, on what, and from where."""
     report.say(
         f"GPT-2 ({options.preset}): {options.layers} layers, {options.dim} wide, {options.dtype}, "
         f"ZeRO-{options.zero_level} over {bmt.world_size()} process(es) on {bmt.device().type}"
         + (f", {options.tp} of them share each layer" if options.tp > 1 else "")
-        + (f", {options.pp} stages, {options.micro_batches} micro-batches" if options.pp > 1 else "")
+        + (
+            f", {options.pp} stages, {options.micro_batches} micro-batches"
+            if options.pp > 1
+            else ""
+        )
     )
     report.say(f"text: {len(data.train):,} tokens to learn from, {len(data.valid):,} held out")
-    report.say(f"going on from {checkpoint}" if checkpoint is not None else f"starting anew; checkpoints go to {options.save_dir}")
+    report.say(
+        f"going on from {checkpoint}"
+        if checkpoint is not None
+        else f"starting anew; checkpoints go to {options.save_dir}"
+    )
 
 
 def choose_repeatable_kernels() -> None:
-    """On GPUs, sum in the same order each time; the faster backward of attention, above all, does not."""
+    """On GPUs, sum in the same order each time; the faster backward of attention, above all, does
+    not.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Attention looks at this mode only if it is strict; with warnings only it stays as it is.
     torch.use_deterministic_algorithms(torch.cuda.is_available(), warn_only=False)
@@ -192,7 +244,9 @@ def start(options: Options) -> None:
 
 
 def main() -> int:
-    """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that cannot be used."""
+    """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that
+    cannot be used.
+    """
     options = parse_options(sys.argv[1:], bmt.device().type)
     if options.deterministic:
         choose_repeatable_kernels()
@@ -205,7 +259,8 @@ def main() -> int:
         run(options)
     except (DataError, ResumeError) as error:
         bmt.print_rank(f"error: {error}", file=sys.stderr, flush=True)
-        bmt.synchronize()  # or the launcher, seeing another rank end, would end rank 0 before it has spoken
+        # or the launcher, seeing another rank end, would end rank 0 before it has spoken
+        bmt.synchronize()
         return 2
     return 0
 

@@ -1,4 +1,6 @@
-"""Classification by language models: the scores of the classes' words where the answer stands, and how good they are."""
+"""Classification by language models: the scores of the classes' words where the answer stands, and
+how good they are.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,15 @@ class Scorer:
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, loader: DistributedDataLoader, scorer: Scorer, scores_of: Callable[[Batch], torch.Tensor], labels: str
+    model: torch.nn.Module,
+    loader: DistributedDataLoader,
+    scorer: Scorer,
+    scores_of: Callable[[Batch], torch.Tensor],
+    labels: str,
 ) -> dict[str, float]:
-    """What `scorer` says of all rows of `loader`; `scores_of` gives (batch, classes), `labels` names the right ones."""
+    """What `scorer` says of all rows of `loader`; `scores_of` gives (batch, classes), `labels`
+    names the right ones.
+    """
     model.eval()
     for batch in loader:
         scorer.update(scores_of(batch), batch[labels], batch)
@@ -50,7 +58,9 @@ def words_of(task: Any, tokenizer: Any) -> torch.Tensor:
 
 def causal_scores(model: CausalModel, batch: Batch, words: torch.Tensor) -> torch.Tensor:
     """(batch, words): of the words as what follows each prompt."""
-    hidden = model(batch["input_ids"], length=batch["input_length"], output_logits=False).last_hidden_state
+    hidden = model(
+        batch["input_ids"], length=batch["input_length"], output_logits=False
+    ).last_hidden_state
     return word_scores(model, hidden, batch["index"], words)
 
 
@@ -61,8 +71,14 @@ def seq2seq_scores(model: Seq2SeqModel, batch: Batch, words: torch.Tensor) -> to
     return word_scores(model, hidden, batch["index"], words)
 
 
-def word_scores(model: CausalModel | Seq2SeqModel, hidden: torch.Tensor, index: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """(batch, words): scores of the words at one position of each row; the vocabulary is scored there and nowhere else.
+def word_scores(
+    model: CausalModel | Seq2SeqModel,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    words: torch.Tensor,
+) -> torch.Tensor:
+    """(batch, words): scores of the words at one position of each row; the vocabulary is scored
+    there and nowhere else.
 
     Args:
         model: whose head it is.

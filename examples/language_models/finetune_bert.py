@@ -16,7 +16,8 @@ from model_center.model import Bert
 from model_center.tokenizer import BertTokenizer
 from model_center.training import Run, pretrained, save_model, setup
 
-HEADS = {"BoolQ": 2, "CB": 3, "COPA": 1, "RTE": 2, "WiC": 2, "WSC": 2}  # COPA: a score for each of its choices
+# COPA: a score for each of its choices
+HEADS = {"BoolQ": 2, "CB": 3, "COPA": 1, "RTE": 2, "WiC": 2, "WSC": 2}
 
 
 class Classifier(torch.nn.Module):
@@ -25,7 +26,9 @@ class Classifier(torch.nn.Module):
     def __init__(self, bert: Bert, num_scores: int) -> None:
         super().__init__()
         self.bert = bert
-        self.dense = Linear(bert.config.dim_model, num_scores, dtype=bert.config.dtype, init_std=0.02, bias=True)
+        self.dense = Linear(
+            bert.config.dim_model, num_scores, dtype=bert.config.dtype, init_std=0.02, bias=True
+        )
         bmt.init_parameters(self.dense)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -36,13 +39,17 @@ class Classifier(torch.nn.Module):
 
     def scores(self, batch: Batch, choice: str) -> torch.Tensor:
         """(batch, num_scores) for the inputs whose names end in `choice`."""
-        inputs = {name: batch[name + choice] for name in ("input_ids", "attention_mask", "token_type_ids")}
+        inputs = {
+            name: batch[name + choice] for name in ("input_ids", "attention_mask", "token_type_ids")
+        }
         return self.dense(self.bert(**inputs, output_logits=False).pooler_output)
 
 
 def main() -> None:
     """The program."""
-    args = parse_args(make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name"))
+    args = parse_args(
+        make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name")
+    )
     setup(args)
     tokenizer = BertTokenizer.from_pretrained(args.model_config)
     train, dev = superglue.load(DATASET, args, tokenizer, args.max_encoder_length)
@@ -54,7 +61,11 @@ def main() -> None:
             for batches in run.steps():
                 mean = bmt.loss.TokenMean(batch["labels"] for batch in batches)
                 run.update(mean(loss_sum(model(batch), batch["labels"])) for batch in batches)
-            run.record(**evaluate(model, dev, superglue.scorer(args.dataset_name, dev.dataset), model, "labels"))
+            run.record(
+                **evaluate(
+                    model, dev, superglue.scorer(args.dataset_name, dev.dataset), model, "labels"
+                )
+            )
         folder = save_model(model.bert, args, tokenizer)
         if folder is not None:
             bmt.save(model.dense, str(pathlib.Path(folder, "head.pt")))

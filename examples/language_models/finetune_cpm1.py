@@ -1,4 +1,6 @@
-"""Fine-tune CPM-1 on LCQMC, pairs of Chinese questions: the word that fills the prompt's blank says if they ask the same."""
+"""Fine-tune CPM-1 on LCQMC, pairs of Chinese questions: the word that fills the prompt's blank says
+if they ask the same.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def main() -> None:
     tokenizer = CPM1Tokenizer.from_pretrained(args.model_config)
     task, path = DATASET[args.dataset_name or "LCQMC"], data_folder(args.base_path, "paraphrase")
     splits = {name: task(path, name, 0, 1, tokenizer, args.max_length) for name in ("train", "dev")}
-    train, dev = make_loader(splits["train"], args, shuffle=True), make_loader(splits["dev"], args, shuffle=False)
+    train, dev = (
+        make_loader(splits["train"], args, shuffle=True),
+        make_loader(splits["dev"], args, shuffle=False),
+    )
     words = words_of(task, tokenizer)
     model = pretrained(CPM1, args)
     loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum")

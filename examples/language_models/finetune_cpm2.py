@@ -1,4 +1,6 @@
-"""Fine-tune CPM-2 on LCQMC, pairs of Chinese questions: the word that the decoder writes says if they ask the same."""
+"""Fine-tune CPM-2 on LCQMC, pairs of Chinese questions: the word that the decoder writes says if
+they ask the same.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def main() -> None:
     task, path = DATASET[args.dataset_name or "LCQMC"], data_folder(args.base_path, "paraphrase")
     lengths = args.max_encoder_length, args.max_decoder_length
     splits = {name: task(path, name, 0, 1, tokenizer, *lengths) for name in ("train", "dev")}
-    train, dev = make_loader(splits["train"], args, shuffle=True), make_loader(splits["dev"], args, shuffle=False)
+    train, dev = (
+        make_loader(splits["train"], args, shuffle=True),
+        make_loader(splits["dev"], args, shuffle=False),
+    )
     words = words_of(task, tokenizer)
     model = pretrained(CPM2, args)
     scores = partial(seq2seq_scores, model, words=words)

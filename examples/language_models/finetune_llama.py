@@ -1,4 +1,6 @@
-"""Fine-tune LLaMA on a task of SuperGLUE: it learns the word of the class that follows each prompt."""
+"""Fine-tune LLaMA on a task of SuperGLUE: it learns the word of the class that follows each
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from model_center.training import Run, pretrained, save_model, setup
 
 def main() -> None:
     """The program."""
-    args = parse_args(make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name"))
+    args = parse_args(
+        make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name")
+    )
     setup(args)
     tokenizer = LlamaTokenizer.from_pretrained(args.model_config)
     train, dev = superglue.load(DATASET, args, tokenizer, args.max_decoder_length)
@@ -30,7 +34,11 @@ def main() -> None:
             for batches in run.steps():
                 mean = bmt.loss.TokenMean(batch["labels"] for batch in batches)
                 run.update(mean(loss_sum(scores(batch), batch["labels"])) for batch in batches)
-            run.record(**evaluate(model, dev, superglue.scorer(args.dataset_name, dev.dataset), scores, "labels"))
+            run.record(
+                **evaluate(
+                    model, dev, superglue.scorer(args.dataset_name, dev.dataset), scores, "labels"
+                )
+            )
         save_model(model, args, tokenizer)
 
 

@@ -17,4 +17,7 @@ def data_folder(base_path: str, name: str) -> pathlib.Path:
     for candidate in candidates:
         if candidate.is_dir():
             return candidate
-    raise DataError(f"there is neither {candidates[0]} nor {candidates[1]}: unpack the data there, or give another --base-path.")
+    raise DataError(
+        f"there is neither {candidates[0]} nor {candidates[1]}: unpack the data there, or "
+        "give another --base-path."
+    )

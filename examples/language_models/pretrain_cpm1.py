@@ -1,4 +1,5 @@
-"""Train CPM-1 from scratch: of each piece of text it learns to write a random span in the middle, having read the rest.
+"""Train CPM-1 from scratch: of each piece of text it learns to write a random span in the middle,
+having read the rest.
 
 --base-path is a folder of token data, --dataset-name the PREFIX of PREFIX.bin and PREFIX.idx in it.
 `python -m model_center preprocess --preset cpm1` makes them from text.
@@ -25,8 +26,8 @@ from model_center.training import Run, make_loader, save_model, setup, untrained
 class PackedRows(torch.utils.data.Dataset[Batch]):
     """Pieces of text packed into rows of at most `max_length` tokens, each seeing itself only.
 
-    Rows hold, (length,): `input_ids`; `targets`, -100 for what is not to be written; `context`, false in the spans to be
-    written; and `span`, the number of the piece, from 1 on (0 is padding).
+    Rows hold, (length,): `input_ids`; `targets`, -100 for what is not to be written; `context`,
+    false in the spans to be written; and `span`, the number of the piece, from 1 on (0 is padding).
     """
 
     def __init__(self, pieces: CPM1_Dataset_Merge, lengths: Sequence[int], max_length: int) -> None:
@@ -58,7 +59,9 @@ class PackedRows(torch.utils.data.Dataset[Batch]):
 
 def main() -> None:
     """The program."""
-    args = parse_args(make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name"))
+    args = parse_args(
+        make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name")
+    )
     setup(args)
     tokens = MMapIndexedDataset(str(pathlib.Path(args.base_path, args.dataset_name)))
     pieces = CPM1_Dataset_Merge(tokens, args.max_length, args.seed)
@@ -68,7 +71,9 @@ def main() -> None:
     loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum")
 
     def loss(batch: Batch) -> torch.Tensor:
-        out = model(batch["input_ids"], context=batch["context"], span=batch["span"], output_logits=False)
+        out = model(
+            batch["input_ids"], context=batch["context"], span=batch["span"], output_logits=False
+        )
         written = batch["targets"] != -100  # nothing else is scored
         return loss_sum(model.logits(out.last_hidden_state[written]), batch["targets"][written])
 

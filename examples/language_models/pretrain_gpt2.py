@@ -1,4 +1,5 @@
-"""Train GPT-2 from scratch on token data: --base-path is the folder, --dataset-name the PREFIX of PREFIX.bin and PREFIX.idx.
+"""Train GPT-2 from scratch on token data: --base-path is the folder, --dataset-name the PREFIX of
+PREFIX.bin and PREFIX.idx.
 
 `python -m model_center preprocess --append-eod` makes them from text.
 """
@@ -20,7 +21,9 @@ from model_center.training import Run, make_loader, save_model, setup, untrained
 
 def main() -> None:
     """The program."""
-    args = parse_args(make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name"))
+    args = parse_args(
+        make_parser(__doc__), required=("--model-config", "--base-path", "--dataset-name")
+    )
     setup(args)
     tokens = MMapIndexedDataset(str(pathlib.Path(args.base_path, args.dataset_name)))
     loader = make_loader(PackedDataset(tokens, args.max_length, args.seed), args, shuffle=True)

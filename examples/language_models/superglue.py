@@ -15,10 +15,15 @@ from model_center.metrics import AnswerScore, BestOfGroup, BinaryF1, GroupExactM
 from model_center.training import make_loader
 
 
-def load(table: Mapping[str, Any], args: Any, tokenizer: Any, *lengths: int) -> tuple[DistributedDataLoader, DistributedDataLoader]:
+def load(
+    table: Mapping[str, Any], args: Any, tokenizer: Any, *lengths: int
+) -> tuple[DistributedDataLoader, DistributedDataLoader]:
     """Loaders of the task's train and dev splits; `lengths` are the last arguments of its class."""
     path = data_folder(args.base_path, "superglue")
-    train, dev = (table[args.dataset_name](path, split, 0, 1, tokenizer, *lengths) for split in ("train", "dev"))
+    train, dev = (
+        table[args.dataset_name](path, split, 0, 1, tokenizer, *lengths)
+        for split in ("train", "dev")
+    )
     return make_loader(train, args, shuffle=True), make_loader(dev, args, shuffle=False)
 
 
@@ -48,7 +53,9 @@ class CBScorer(Scorer):
 
 
 class MultiRCScorer(Scorer):
-    """MultiRC: F1 over all answers, and the share of questions all of whose answers are judged right."""
+    """MultiRC: F1 over all answers, and the share of questions all of whose answers are judged
+    right.
+    """
 
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
@@ -78,8 +85,11 @@ class ReCoRDScorer(Scorer):
 
     def compute(self) -> dict[str, float]:
         """As in Scorer."""
-        best = [self.dataset.examples[row] for row in self.best.compute().values()]  # those of all ranks, on every rank
+        # those of all ranks, on every rank
+        best = [self.dataset.examples[row] for row in self.best.compute().values()]
         score = AnswerScore()
-        score.update([example.fields["entity"] for example in best], [example.answers for example in best])
+        score.update(
+            [example.fields["entity"] for example in best], [example.answers for example in best]
+        )
         exact, f1 = score.compute()
         return {"exact_match": exact, "f1": f1}

@@ -1,4 +1,5 @@
-"""Make a folder with a tiny random model of a family, to try the programs of this folder without a GPU or a download.
+"""Make a folder with a tiny random model of a family, to try the programs of this folder without a
+GPU or a download.
 
     python examples/language_models/tiny_model.py bert /tmp/tiny-bert
 
@@ -43,7 +44,12 @@ LLAMA_LIKE = {**ONE_STACK, "num_heads_kv": 2, "proj_init_std": 0.2}
 # The model, its tokenizer, the folder of that, and what else is small.
 FAMILIES: dict[str, tuple[type[BaseModel], Any, str, dict[str, Any]]] = {
     "bert": (Bert, BertTokenizer, "bert", {**ONE_STACK, "position_size": 512}),
-    "gpt2": (GPT2, GPT2Tokenizer, "gpt2", {**ONE_STACK, "position_size": 512, "ffn_activate_fn": "gelu_new"}),
+    "gpt2": (
+        GPT2,
+        GPT2Tokenizer,
+        "gpt2",
+        {**ONE_STACK, "position_size": 512, "ffn_activate_fn": "gelu_new"},
+    ),
     "llama": (Llama, LlamaTokenizer, "llama", LLAMA_LIKE),
     "mistral": (Mistral, MistralTokenizer, "llama", LLAMA_LIKE),
     "qwen2": (Qwen2, Qwen2Tokenizer, "gpt2", LLAMA_LIKE),
@@ -65,7 +71,9 @@ def make(family: str, folder: pathlib.Path, seed: int = 0) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--seed", type=int, default=0, help="of the weights (default: 0)")

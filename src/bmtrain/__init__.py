@@ -1,7 +1,7 @@
 """Sharded training of big transformers with the code of a single-GPU program: the public names.
 
-Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole model in `BMTrainModelWrapper`), train with
-`optim.OptimManager`, keep with `save` and `load`.
+Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole model in
+`BMTrainModelWrapper`), train with `optim.OptimManager`, keep with `save` and `load`.
 """
 
 from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler, nn, optim, utils

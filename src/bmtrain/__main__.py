@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
 
-COMMANDS = {"verify": (verify, "run a program's steps in one process and on ranks, and compare them tensor by tensor")}
+COMMANDS = {
+    "verify": (
+        verify,
+        "run a program's steps in one process and on ranks, and compare them tensor by tensor",
+    )
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND")
     for name, (module, about) in COMMANDS.items():
-        chosen = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        chosen = commands.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}."
+        )
         module.add_arguments(chosen)
         chosen.set_defaults(run=module.run)
     args = parser.parse_args(arguments)

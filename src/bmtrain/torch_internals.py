@@ -1,7 +1,8 @@
-"""What the packages use of torch that is not public, all of it: where a new version of torch is looked at first.
+"""What the packages use of torch that is not public, all of it: where a new version of torch is
+looked at first.
 
-Known to work with torch 2.8 to 2.13. `torch._dynamo` and its neighbours are named in functions only: torch loads its compiler,
-which takes a second, when one of them is first named.
+Known to work with torch 2.8 to 2.13. `torch._dynamo` and its neighbours are named in functions
+only: torch loads its compiler, which takes a second, when one of them is first named.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "DeviceContext",
@@ -33,9 +41,11 @@ def torch_version() -> tuple[int, ...]:
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-# Tensors --------------------------------------------------------------------------------------------------------------------------
+# Tensors
+# --------------------------------------------------------------------------------------------------
 
-# A context: functions of a subclass of Tensor are torch's own inside, without its `__torch_function__`.
+# A context: functions of a subclass of Tensor are torch's own inside, without its
+# `__torch_function__`.
 plain_functions = torch._C.DisableTorchFunctionSubclass
 # A `__torch_function__` that does nothing: results are plain tensors.
 no_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -59,7 +69,9 @@ def num_users(storage: torch.UntypedStorage) -> int:
 
 
 def sharing_versions() -> contextlib.AbstractContextManager[object]:
-    """Tensors that are detached inside share their version counters with the originals, where autograd is saving, too."""
+    """Tensors that are detached inside share their version counters with the originals, where
+    autograd is saving, too.
+    """
     guard: contextlib.AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
@@ -84,7 +96,8 @@ def overloads(target: object) -> list[Any]:
     return [target] if isinstance(target, torch._ops.OpOverload) else []
 
 
-# Autograd -------------------------------------------------------------------------------------------------------------------------
+# Autograd
+# --------------------------------------------------------------------------------------------------
 
 NO_PASS = -1
 # The number of the backward pass that runs on this thread, or NO_PASS.
@@ -116,7 +129,8 @@ def saved_tensors_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-# Who looks at what is computed ----------------------------------------------------------------------------------------------------
+# Who looks at what is computed
+# --------------------------------------------------------------------------------------------------
 
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
@@ -131,7 +145,12 @@ def in_transform() -> bool:
 
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether something is called with what goes through the module."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 def renew_weights(module: torch.nn.RNNBase) -> None:
@@ -139,7 +158,8 @@ def renew_weights(module: torch.nn.RNNBase) -> None:
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
 
 
-# TorchScript ----------------------------------------------------------------------------------------------------------------------
+# TorchScript
+# --------------------------------------------------------------------------------------------------
 
 last_script_graph: Callable[[], Any] = torch._C._last_executed_optimized_graph
 
@@ -155,7 +175,8 @@ def script_attributes(module: torch.jit.ScriptModule) -> Iterable[str]:
     return names
 
 
-# The compiler ---------------------------------------------------------------------------------------------------------------------
+# The compiler
+# --------------------------------------------------------------------------------------------------
 
 
 def find_backend(name: str) -> Callable[..., Any]:
@@ -191,7 +212,9 @@ def patches_compiler() -> bool:
 
 
 def run_any_number(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, to be compiled: whole numbers that are attributes of modules are variables."""
+    """`function(*args)`, to be compiled: whole numbers that are attributes of modules are
+    variables.
+    """
     with torch._dynamo.patch_dynamo_config(allow_unspec_int_on_nn_module=True):
         return function(*args)
 
@@ -209,11 +232,17 @@ def too_many_forms_error() -> type[Exception]:
 
 
 def is_of_compiler(error: BaseException, files: Iterable[str]) -> bool:
-    """Whether the compiler raised it, or it came through the compiler: `files` are those of its traceback."""
-    return isinstance(error, torch._dynamo.exc.TorchDynamoException) or torch._dynamo.convert_frame.__file__ in files
+    """Whether the compiler raised it, or it came through the compiler: `files` are those of its
+    traceback.
+    """
+    return (
+        isinstance(error, torch._dynamo.exc.TorchDynamoException)
+        or torch._dynamo.convert_frame.__file__ in files
+    )
 
 
-# Devices and ranks ----------------------------------------------------------------------------------------------------------------
+# Devices and ranks
+# --------------------------------------------------------------------------------------------------
 
 
 def end_allocation(device_index: int, pool: Any) -> None:
@@ -223,7 +252,9 @@ def end_allocation(device_index: int, pool: Any) -> None:
 
 def is_collective(function: Any) -> bool:
     """Whether it is one of torch.distributed's, whose writes no version counter sees."""
-    return getattr(function, "namespace", "") == "c10d" or getattr(function, "__module__", "").startswith("torch.distributed")
+    return getattr(function, "namespace", "") == "c10d" or getattr(
+        function, "__module__", ""
+    ).startswith("torch.distributed")
 
 
 def wait_for(result: Any) -> None:
@@ -245,5 +276,7 @@ def store_of(group: Any) -> Any:
 
 
 def symmetric_memory() -> Any:
-    """Torch's class itself: the module of functions around it imports much more, which every program would pay for."""
+    """Torch's class itself: the module of functions around it imports much more, which every
+    program would pay for.
+    """
     return torch._C._distributed_c10d._SymmetricMemory

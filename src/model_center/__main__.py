@@ -1,4 +1,6 @@
-"""`python -m model_center COMMAND`: prepare what training reads, and pass on what it has written."""
+"""`python -m model_center COMMAND`: prepare what training reads, and pass on what it has
+written.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,28 @@ from collections.abc import Sequence
 from bmtrain.errors import CheckpointError
 from model_center.errors import ConfigError, DataError, IdentifierError, InputError, WeightsError
 
-# Each is a module of that name, imported when it is asked for: one needs transformers, the other does not.
+# Each is a module of that name, imported when it is asked for: one needs transformers, the other
+# does not.
 COMMANDS = {
     "preprocess": "text to token data",
     "convert": "a folder of Hugging Face made one of ModelCenter, or the other way round",
 }
-MENDABLE = (CheckpointError, ConfigError, DataError, IdentifierError, InputError, WeightsError, OSError)
+MENDABLE = (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    IdentifierError,
+    InputError,
+    WeightsError,
+    OSError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. Errors that users can mend are printed without a traceback."""
+    """Run one command; returns the exit status.
+
+    Errors that users can mend are printed without a traceback.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m model_center", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -34,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.run(args)
     except ModuleNotFoundError as error:
         needed = str(error.name).partition(".")[0]
-        print(f"error: {chosen} needs {needed}: pip install {needed}, or this package with its extra [models].", file=sys.stderr)
+        print(
+            f"error: {chosen} needs {needed}: pip install {needed}, or this package with "
+            "its extra [models].",
+            file=sys.stderr,
+        )
         return 1
     except MENDABLE as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""`python -m model_center convert`: a folder of Hugging Face made one of ModelCenter, or the other way round."""
+"""`python -m model_center convert`: a folder of Hugging Face made one of ModelCenter, or the other
+way round.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,43 @@ from model_center.weights.loading import Opened, check, open_weights
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
 
-BESIDE = (*(pattern for patterns in FILES["tokenizer"] for pattern in patterns), "generation_config.json")
+BESIDE = (
+    *(pattern for patterns in FILES["tokenizer"] for pattern in patterns),
+    "generation_config.json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`."""
-    parser.description = "Convert a model between Hugging Face's format and ModelCenter's; the dtype of the weights is kept."
-    parser.add_argument("source", metavar="SRC", help="a folder with config.json and weights, or a name of the Hugging Face hub")
-    parser.add_argument("target", metavar="DST", help="the folder to make; it must be empty or not exist")
-    parser.add_argument("--to", choices=("hf", "model_center"), required=True, help="the format to write")
-    parser.add_argument("--model", help="the kind of model, gpt2 for example: ModelCenter's config.json does not name it")
-    parser.add_argument("--max-shard-size", default="5GB", help="of one safetensors file (default: %(default)s)")
+    parser.description = (
+        "Convert a model between Hugging Face's format and ModelCenter's; the dtype of the "
+        "weights is kept."
+    )
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="a folder with config.json and weights, or a name of the Hugging Face hub",
+    )
+    parser.add_argument(
+        "target", metavar="DST", help="the folder to make; it must be empty or not exist"
+    )
+    parser.add_argument(
+        "--to", choices=("hf", "model_center"), required=True, help="the format to write"
+    )
+    parser.add_argument(
+        "--model",
+        help="the kind of model, gpt2 for example: ModelCenter's config.json does not name it",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", help="of one safetensors file (default: %(default)s)"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Convert as the arguments say. Tokenizer files come along.
 
-    Memory: to "hf" one tensor at a time; to "model_center" what has to be cut or turned, the rest is copied from file to file.
+    Memory: to "hf" one tensor at a time; to "model_center" what has to be cut or turned, the rest
+    is copied from file to file.
 
     Raises:
         ConfigError, IdentifierError, WeightsError: with what was wrong; the target is as it was.
@@ -62,12 +84,15 @@ def run(args: argparse.Namespace) -> None:
     try:
         with writing(target):
             if args.to == "hf":
-                staging.write_json(CONFIG, with_dtype(config.hugging_face_content(), opened.source.headers))
+                staging.write_json(
+                    CONFIG, with_dtype(config.hugging_face_content(), opened.source.headers)
+                )
                 _to_hugging_face(opened, ties, kind.key_map(config), staging, args.max_shard_size)
             else:
                 staging.write_json(CONFIG, config.to_dict())
                 write_file(
-                    staging.path(MODEL_CENTER_FILE), {name: _lean(opened.source.mapped(name)) for name in opened.source.headers}
+                    staging.path(MODEL_CENTER_FILE),
+                    {name: _lean(opened.source.mapped(name)) for name in opened.source.headers},
                 )
             _copy_beside([config_folder, source], staging)
             staging.commit()
@@ -79,28 +104,50 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _class_of(content: Mapping[str, Any], wanted: str | None) -> type[BaseModel]:
-    """The class named by the configuration, or else by the user, as Hugging Face or ModelCenter call it."""
+    """The class named by the configuration, or else by the user, as Hugging Face or ModelCenter
+    call it.
+    """
     if wanted is None and "model_type" not in content:
-        raise ConfigError(f"config.json names no model_type: give --model, one of {', '.join(sorted(CLASSES))}.")
+        raise ConfigError(
+            f"config.json names no model_type: give --model, one of {', '.join(sorted(CLASSES))}."
+        )
     names = {kind.__name__.lower(): name for name, kind in reversed(CLASSES.items())}
-    asked = model_class({"model_type": names.get(wanted.lower(), wanted.lower())}) if wanted is not None else None
+    asked = (
+        model_class({"model_type": names.get(wanted.lower(), wanted.lower())})
+        if wanted is not None
+        else None
+    )
     named = model_class(content) if "model_type" in content else None
     if asked is not None and named is not None and asked is not named:
-        raise ConfigError(f"--model is {wanted!r}, but config.json is of a {content['model_type']!r}.")
+        raise ConfigError(
+            f"--model is {wanted!r}, but config.json is of a {content['model_type']!r}."
+        )
     return named or asked or model_class(content)
 
 
-def _to_hugging_face(opened: Opened, ties: list[tuple[str, ...]], key_map: KeyMap, staging: Staging, max_shard_size: str) -> None:
-    names = [name for tied in ties for name in written(tied, key_map) if name in opened.source.headers]
+def _to_hugging_face(
+    opened: Opened,
+    ties: list[tuple[str, ...]],
+    key_map: KeyMap,
+    staging: Staging,
+    max_shard_size: str,
+) -> None:
+    names = [
+        name for tied in ties for name in written(tied, key_map) if name in opened.source.headers
+    ]
     targets = targets_of(key_map, {name: opened.source.headers[name] for name in names})
     headers = {name: target.header for name, target in targets.items()}
-    exporter = Exporter(key_map, targets, SafetensorsWriter(staging.path(), headers, parse_size(max_shard_size)))
+    exporter = Exporter(
+        key_map, targets, SafetensorsWriter(staging.path(), headers, parse_size(max_shard_size))
+    )
     for name in names:
         exporter.put([name], opened.source.whole(name))
 
 
 def _lean(values: torch.Tensor) -> torch.Tensor:
-    """The values by themselves: as the file is mapped where it holds them so, else a copy in memory."""
+    """The values by themselves: as the file is mapped where it holds them so, else a copy in
+    memory.
+    """
     is_alone = values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes
     return values if is_alone else values.clone(memory_format=torch.contiguous_format)
 
@@ -118,5 +165,8 @@ def _report(opened: Opened, missing: list[str], target: pathlib.Path) -> Iterato
     if missing:
         yield f"not in the source, and not written: {', '.join(missing)}"
     if opened.unexpected:
-        yield f"in the source, but no part of the model, and not written: {', '.join(opened.unexpected)}"
+        yield (
+            "in the source, but no part of the model, and not written: "
+            f"{', '.join(opened.unexpected)}"
+        )
     yield f"wrote {len(opened.source.headers)} tensors to {target}"

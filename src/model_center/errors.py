@@ -1,4 +1,7 @@
-"""Errors that users meet. Every message names the thing, what was got, what was expected and the remedy."""
+"""Errors that users meet.
+
+Every message names the thing, what was got, what was expected and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +27,6 @@ class WeightsError(RuntimeError):
 
 
 class ResumeError(ValueError):
-    """A checkpoint that does not belong to the run that was asked for, or one that nobody asked to go on from."""
+    """A checkpoint that does not belong to the run that was asked for, or one that nobody asked to
+    go on from.
+    """

@@ -1,4 +1,7 @@
-"""The source as syntax trees, and small questions about them, for the tests of this folder. Nothing is imported."""
+"""The source as syntax trees, and small questions about them, for the tests of this folder.
+
+Nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import:
-    """One imported module: `module` is absolute, `line` where it stands, `late` if it is not at the top of its file."""
+    """One imported module: `module` is absolute, `line` where it stands, `late` if it is not at the
+    top of its file.
+    """
 
     module: str
     line: int
@@ -33,7 +38,9 @@ class Module:
 
     @property
     def room(self) -> str:
-        """First name below the package: a folder (`shard`) or the stem of a file (`errors`, `__init__`)."""
+        """First name below the package: a folder (`shard`) or the stem of a file (`errors`,
+        `__init__`).
+        """
         return pathlib.PurePosixPath(self.path.parts[1]).stem
 
     @property
@@ -53,14 +60,19 @@ class Module:
                 yield node
 
     def imports(self) -> Iterator[Import]:
-        """Every imported module; `from a import b` is `a.b` where that is a file or folder of `src/`, else `a`."""
+        """Every imported module; `from a import b` is `a.b` where that is a file or folder of
+        `src/`, else `a`.
+        """
         top = set(map(id, self.tree.body))
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 base = "." * node.level + (node.module or "")
-                names = [f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base for alias in node.names]
+                names = [
+                    f"{base}.{alias.name}" if is_module(f"{base}.{alias.name}") else base
+                    for alias in node.names
+                ]
             else:
                 continue
             for name in dict.fromkeys(names):
@@ -84,7 +96,9 @@ def modules() -> tuple[Module, ...]:
     found = []
     for package in PACKAGES:
         for path in sorted((ROOT / "src" / package).rglob("*.py")):
-            found.append(parse(path.read_text(encoding="utf-8"), path.relative_to(ROOT / "src").as_posix()))
+            found.append(
+                parse(path.read_text(encoding="utf-8"), path.relative_to(ROOT / "src").as_posix())
+            )
     return tuple(found)
 
 
@@ -102,12 +116,3 @@ def dotted(node: ast.AST) -> str:
 def within(name: str, *packages: str) -> bool:
     """Whether a dotted module name is one of these packages or lies below one."""
     return any(name == package or name.startswith(package + ".") for package in packages)
-
-
-def length(function: Function) -> int:
-    """Lines of a function, its docstring not counted: what has to be held in the head."""
-    lines = (function.end_lineno or function.lineno) - function.lineno + 1
-    first = function.body[0]
-    if ast.get_docstring(function, clean=False) is not None:
-        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-    return lines

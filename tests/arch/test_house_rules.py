@@ -12,7 +12,9 @@ Rule = Callable[[Module], Iterator[ast.AST]]
 
 
 def asserts(module: Module) -> Iterator[ast.AST]:
-    """`assert` vanishes under -O and teaches nobody: raise an error with name, got, expected, remedy."""
+    """`assert` vanishes under -O and teaches nobody: raise an error with name, got, expected,
+    remedy.
+    """
     return (node for node in ast.walk(module.tree) if isinstance(node, ast.Assert))
 
 
@@ -29,7 +31,9 @@ def late_attributes(module: Module) -> Iterator[ast.AST]:
 def dropped_errors(module: Module) -> Iterator[ast.AST]:
     """`except ...: pass`: an error caught and dropped."""
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.ExceptHandler) and all(isinstance(step, ast.Pass) for step in node.body):
+        if isinstance(node, ast.ExceptHandler) and all(
+            isinstance(step, ast.Pass) for step in node.body
+        ):
             yield node
 
 
@@ -51,7 +55,9 @@ def environment(module: Module) -> Iterator[ast.AST]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Attribute) and dotted(node) in names:
             yield node
-        if isinstance(node, ast.ImportFrom) and any(f"{node.module}.{alias.name}" in names for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            f"{node.module}.{alias.name}" in names for alias in node.names
+        ):
             yield node
 
 
@@ -65,7 +71,9 @@ def transport(module: Module) -> Iterator[ast.AST]:
 
 
 def internals(module: Module) -> Iterator[ast.AST]:
-    """What torch does not make public, by a name with an underscore: torch_internals.py is the one place that names it."""
+    """What torch does not make public, by a name with an underscore: torch_internals.py is the one
+    place that names it.
+    """
     if str(module.path) == "bmtrain/torch_internals.py":
         return
     for node in ast.walk(module.tree):
@@ -73,12 +81,16 @@ def internals(module: Module) -> Iterator[ast.AST]:
             yield node
         if isinstance(node, ast.Import) and any(_is_internal(alias.name) for alias in node.names):
             yield node
-        if isinstance(node, ast.ImportFrom) and any(_is_internal(f"{node.module}.{alias.name}") for alias in node.names):
+        if isinstance(node, ast.ImportFrom) and any(
+            _is_internal(f"{node.module}.{alias.name}") for alias in node.names
+        ):
             yield node
 
 
 def _is_internal(name: str) -> bool:
-    return name.startswith("torch.") and any(part.startswith("_") and not part.endswith("__") for part in name.split("."))
+    return name.startswith("torch.") and any(
+        part.startswith("_") and not part.endswith("__") for part in name.split(".")
+    )
 
 
 def bare_functions(module: Module) -> Iterator[ast.AST]:
@@ -88,7 +100,9 @@ def bare_functions(module: Module) -> Iterator[ast.AST]:
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument]
         bare = [argument for argument in named + starred if argument.annotation is None]
-        if function.returns is None or [argument for argument in bare if argument.arg not in {"self", "cls"}]:
+        if function.returns is None or [
+            argument for argument in bare if argument.arg not in {"self", "cls"}
+        ]:
             yield function
 
 
@@ -119,7 +133,12 @@ RULES: dict[Rule, list[str]] = {
         "from torch.utils import _pytree",
         "from torch._ops import OpOverload",
     ],
-    bare_functions: ["def f(x): ...", "def f(x: int): ...", "def f(*xs) -> None: ...", "def f(*, x) -> None: ..."],
+    bare_functions: [
+        "def f(x): ...",
+        "def f(x: int): ...",
+        "def f(*xs) -> None: ...",
+        "def f(*, x) -> None: ...",
+    ],
     silent_modules: ["x = 1"],
 }
 
@@ -131,7 +150,9 @@ def test_the_source_keeps_the_rule(rule: Rule) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(("rule", "line"), [(rule, line) for rule, lines in RULES.items() for line in lines])
+@pytest.mark.parametrize(
+    ("rule", "line"), [(rule, line) for rule, lines in RULES.items() for line in lines]
+)
 def test_the_rule_finds_what_breaks_it(rule: Rule, line: str) -> None:
     """A rule that cannot fail proves nothing."""
     assert list(rule(parse(line, "bmtrain/shard/somewhere.py")))
@@ -140,5 +161,8 @@ def test_the_rule_finds_what_breaks_it(rule: Rule, line: str) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_rule_lets_good_code_pass(rule: Rule) -> None:
     """An annotated method of a documented module breaks nothing."""
-    text = '"""What it holds."""\nclass A:\n    def f(self, x: int, *y: int) -> str:\n        return "cudagraph"\n'
+    text = (
+        '"""What it holds."""\nclass A:\n    def f(self, x: int, *y: int) -> str:\n        '
+        'return "cudagraph"\n'
+    )
     assert not list(rule(parse(text, "bmtrain/shard/somewhere.py")))

@@ -32,14 +32,21 @@ def in_a_fresh_process(program: str) -> str:
     """What `program` prints when it is run by this interpreter alone."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # programs compile their modules once
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
 def test_import_is_cheap() -> None:
-    """A sixth of the processor time of `import torch` on top of it; the least of three, as caches are shared too."""
+    """A sixth of the processor time of `import torch` on top of it; the least of three, as caches
+    are shared too.
+    """
     share = min(float(in_a_fresh_process(MEASURE)) for _ in range(3))
-    assert share <= SHARE, f"import bmtrain takes {share:.0%} of the time that import torch takes, expected at most {SHARE:.0%}"
+    assert share <= SHARE, (
+        f"import bmtrain takes {share:.0%} of the time that import torch takes, expected "
+        f"at most {SHARE:.0%}"
+    )
 
 
 def test_import_does_nothing() -> None:

@@ -1,4 +1,6 @@
-"""Imports point down the table of docs/architecture.md or stay in a folder: absolute, at the top, not to the root."""
+"""Imports point down the table of docs/architecture.md or stay in a folder: absolute, at the top,
+not to the root.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ MODEL_CENTER_LAYERS = (
     {"arguments", "convert", "preprocess", "tools", "training", "utils"},
     {"__init__", "__main__"},
 )
-MODEL_CENTER_LEVEL = {room: level for level, rooms in enumerate(MODEL_CENTER_LAYERS) for room in rooms}
+MODEL_CENTER_LEVEL = {
+    room: level for level, rooms in enumerate(MODEL_CENTER_LAYERS) for room in rooms
+}
 
 # Who may call torch.distributed: the start of the process group and the one room of collectives.
 TRANSPORT = {"runtime", "distributed", "torch_internals"}
@@ -56,7 +60,11 @@ def _broken_rule(module: Module, name: str, late: bool) -> str:
     if not module.in_bmtrain:
         if late:
             return "import at the top of the file"
-        return _wrong_direction(module.room, name, "model_center", MODEL_CENTER_LEVEL) if within(name, "model_center") else ""
+        return (
+            _wrong_direction(module.room, name, "model_center", MODEL_CENTER_LEVEL)
+            if within(name, "model_center")
+            else ""
+        )
     if within(name, "model_center"):
         return "bmtrain never imports model_center"
     if within(name, "triton"):
@@ -104,7 +112,11 @@ def test_every_room_has_a_layer() -> None:
         ("bmtrain/block/a.py", "from bmtrain import init_distributed", "package root"),
         ("bmtrain/block/a.py", "from .schedule import order", "absolute"),
         ("bmtrain/block/a.py", "def f():\n    import math", "late"),
-        ("bmtrain/block/a.py", "if TYPE_CHECKING:\n    from bmtrain.shard.storage import Storage", "TYPE_CHECKING"),
+        (
+            "bmtrain/block/a.py",
+            "if TYPE_CHECKING:\n    from bmtrain.shard.storage import Storage",
+            "TYPE_CHECKING",
+        ),
         ("bmtrain/shard/a.py", "import torch.distributed as dist", "torch.distributed"),
         ("bmtrain/shard/a.py", "import triton", "Triton"),
         ("bmtrain/shard/a.py", "import model_center", "never imports"),
@@ -124,7 +136,10 @@ def test_a_bad_import_is_found(path: str, line: str, complaint: str) -> None:
     [
         ("bmtrain/shard/a.py", "from bmtrain.distributed.collectives import gather"),
         ("bmtrain/shard/a.py", "from bmtrain.shard.layout import Layout"),
-        ("bmtrain/kernels/a.py", "def f():\n    import triton\n    from bmtrain.kernels import adam_triton"),
+        (
+            "bmtrain/kernels/a.py",
+            "def f():\n    import triton\n    from bmtrain.kernels import adam_triton",
+        ),
         ("bmtrain/runtime/a.py", "import torch.distributed as dist"),
         ("bmtrain/__init__.py", "from bmtrain.optim.manager import OptimManager"),
         ("model_center/model/a.py", "import bmtrain as bmt"),

@@ -23,7 +23,9 @@ class Modules:
 
 @pytest.fixture(scope="session")
 def bench() -> Iterator[Modules]:
-    """All of them on demand; forgotten afterwards, since other folders have modules of the same names."""
+    """All of them on demand; forgotten afterwards, since other folders have modules of the same
+    names.
+    """
     before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
     sys.path.insert(0, str(BENCHMARKS))
     try:

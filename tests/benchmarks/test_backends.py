@@ -1,4 +1,6 @@
-"""Backends train the same model on the same data: from the same values, their losses are the same."""
+"""Backends train the same model on the same data: from the same values, their losses are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ import bmtrain as bmt
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 STEPS = 8
-RUNS = (("bmtrain", "none"), ("bmtrain", "all"), ("fsdp2", "none"), ("fsdp2", "all"), ("fsdp2", "selective"), ("plain", "none"))
+RUNS = (
+    ("bmtrain", "none"),
+    ("bmtrain", "all"),
+    ("fsdp2", "none"),
+    ("fsdp2", "all"),
+    ("fsdp2", "selective"),
+    ("plain", "none"),
+)
 
 
 def load(model: nn.Module, file: str) -> None:
@@ -30,7 +39,9 @@ def load(model: nn.Module, file: str) -> None:
     elif any(isinstance(param, bmt.DistributedParameter) for param in model.parameters()):
         bmt.load(model, file)
     else:
-        set_model_state_dict(model, torch.load(file), options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(
+            model, torch.load(file), options=StateDictOptions(full_state_dict=True)
+        )
 
 
 def losses_of(shape: str, folder: str) -> dict[str, list[float]]:
@@ -45,14 +56,18 @@ def losses_of(shape: str, folder: str) -> dict[str, list[float]]:
     warnings.simplefilter("ignore")  # torch's about fully_shard on the CPU
     found = {}
     for name, recompute in RUNS:
-        options = Options(backend=name, shape=shape, recompute=recompute, compile=False, device="cpu")
+        options = Options(
+            backend=name, shape=shape, recompute=recompute, compile=False, device="cpu"
+        )
         backend: Any = backends.BACKENDS[name](options)
         torch.manual_seed(0)
         start = options.geometry.model()
         initialise(start)
         file = f"{folder}/{bmt.rank()}.pt"
         # values that bf16 has: this library's fp32 masters start from its bf16 weights
-        torch.save({key: value.bfloat16().float() for key, value in start.state_dict().items()}, file)
+        torch.save(
+            {key: value.bfloat16().float() for key, value in start.state_dict().items()}, file
+        )
         load(backend.model, file)
         batch = batch_of(options.geometry, 2)
         found[f"{name} {recompute}"] = [backend.step(*batch).item() for _ in range(STEPS)]
@@ -70,7 +85,9 @@ def test_losses(shape: str, tmp_path: Path) -> None:
 
 
 def graphs_of_fsdp2() -> dict[str, tuple[int, list[float]]]:
-    """How many graphs there are to compile in three steps, and the losses, for every way to recompute."""
+    """How many graphs there are to compile in three steps, and the losses, for every way to
+    recompute.
+    """
     sys.path.insert(0, str(BENCHMARKS))
     import backends
 
@@ -90,7 +107,9 @@ def graphs_of_fsdp2() -> dict[str, tuple[int, list[float]]]:
     for recompute in ("none", "all", "selective"):
         torch._dynamo.reset()
         graphs.clear()
-        options = from_words(f"--backend fsdp2 --shape llama-tiny --device cpu --recompute {recompute}")
+        options = from_words(
+            f"--backend fsdp2 --shape llama-tiny --device cpu --recompute {recompute}"
+        )
         backend = backends.BACKENDS["fsdp2"](options)
         losses = [backend.step(ids, ids).item() for _ in range(3)]
         found[recompute] = len(graphs), losses
@@ -111,7 +130,9 @@ class Engine:
     def __init__(self, model: nn.Module, config: dict[str, Any]) -> None:
         settings = config["optimizer"]["params"]
         self.module, self.clip = model, config["gradient_clipping"]
-        self.optimizer = torch.optim.AdamW(model.parameters(), settings["lr"], weight_decay=settings["weight_decay"])
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), settings["lr"], weight_decay=settings["weight_decay"]
+        )
 
     def __call__(self, *args: torch.Tensor) -> torch.Tensor:
         return self.module(*args)
@@ -126,24 +147,36 @@ class Engine:
 
 
 def test_the_calls_of_deepspeed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made on a stand-in, as a machine need not have it: the loss falls, with everything recomputed."""
+    """Made on a stand-in, as a machine need not have it: the loss falls, with everything
+    recomputed.
+    """
     calls: list[str] = []
 
-    def gathered(params: list[nn.Parameter], modifier_rank: int) -> contextlib.AbstractContextManager[None]:
+    def gathered(
+        params: list[nn.Parameter], modifier_rank: int
+    ) -> contextlib.AbstractContextManager[None]:
         calls.append(f"{len(params)} of {modifier_rank}")
         return contextlib.nullcontext()
 
-    zero = types.SimpleNamespace(Init=lambda config_dict_or_path, dtype: torch.device("cpu"), GatheredParameters=gathered)
+    zero = types.SimpleNamespace(
+        Init=lambda config_dict_or_path, dtype: torch.device("cpu"), GatheredParameters=gathered
+    )
 
-    def initialize(model: nn.Module, config: dict[str, Any], model_parameters: Any) -> tuple[Any, ...]:
+    def initialize(
+        model: nn.Module, config: dict[str, Any], model_parameters: Any
+    ) -> tuple[Any, ...]:
         assert config["zero_optimization"]["stage"] == 3
         assert config["bf16"] == {"enabled": True}
         assert config["optimizer"]["params"]["torch_adam"]
         return Engine(model, config), None, None, None
 
-    stand_in = types.SimpleNamespace(zero=zero, initialize=initialize, init_distributed=lambda: calls.append("joined"))
+    stand_in = types.SimpleNamespace(
+        zero=zero, initialize=initialize, init_distributed=lambda: calls.append("joined")
+    )
     monkeypatch.setitem(sys.modules, "deepspeed", stand_in)
-    options = bench.options.from_words("--backend deepspeed --shape tiny --device cpu --no-compile --recompute")
+    options = bench.options.from_words(
+        "--backend deepspeed --shape tiny --device cpu --no-compile --recompute"
+    )
     backend = bench.backends.BACKENDS["deepspeed"](options)
     ids = torch.randint(0, 512, (2, 64))
     losses = [backend.step(ids, ids).item() for _ in range(3)]
@@ -153,8 +186,12 @@ def test_the_calls_of_deepspeed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 1 + 2 + 4 * 8 + 2
 
 
-def test_deepspeed_is_not_compiled_where_its_loss_is_wrong(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeed_is_not_compiled_where_its_loss_is_wrong(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     options = bench.options.from_words("--backend deepspeed --shape tiny --device cpu")
-    with pytest.raises(RuntimeError, match=r"from torch 2\.13 on, this is 2\.11\.0\+cu130: use --no-compile"):
+    with pytest.raises(
+        RuntimeError, match=r"from torch 2\.13 on, this is 2\.11\.0\+cu130: use --no-compile"
+    ):
         bench.backends.BACKENDS["deepspeed"](options)

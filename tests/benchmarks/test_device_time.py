@@ -23,7 +23,9 @@ COMPUTE, SIDE = 7, 20
         ([(0, 9), (1, 2), (3, 4)], [(0, 9)]),
     ],
 )
-def test_union(bench: Any, intervals: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
+def test_union(
+    bench: Any, intervals: list[tuple[float, float]], expected: list[tuple[float, float]]
+) -> None:
     assert bench.intervals.union(intervals) == expected
 
 
@@ -45,10 +47,18 @@ def test_against_counting_points(bench: Any) -> None:
     """On whole numbers an interval is a set of unit steps."""
     draw = random.Random(0)
     for _ in range(200):
-        some, others = ([(begin, begin + draw.randrange(6)) for begin in draw.choices(range(40), k=6)] for _ in range(2))
-        left, right = ({point for begin, end in intervals for point in range(begin, end)} for intervals in (some, others))
+        some, others = (
+            [(begin, begin + draw.randrange(6)) for begin in draw.choices(range(40), k=6)]
+            for _ in range(2)
+        )
+        left, right = (
+            {point for begin, end in intervals for point in range(begin, end)}
+            for intervals in (some, others)
+        )
         assert bench.intervals.covered(some) == len(left)
-        assert bench.intervals.covered(bench.intervals.intersection(some, others)) == len(left & right)
+        assert bench.intervals.covered(bench.intervals.intersection(some, others)) == len(
+            left & right
+        )
 
 
 # Names as torch.profiler gave them on an H200.
@@ -57,21 +67,39 @@ def test_against_counting_points(bench: Any) -> None:
     [
         ("nvjet_tst_192x192_64x4_2x1_v_bz_coopB_TNT", "kernel", COMPUTE, "matmul"),
         (
-            "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
+            "void "
+            "cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
             "kernel",
             COMPUTE,
             "matmul",
         ),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>", "kernel", COMPUTE, "matmul"),
+        (
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>",
+            "kernel",
+            COMPUTE,
+            "matmul",
+        ),
         ("triton_tem_fused_addmm_3", "kernel", COMPUTE, "matmul"),
         (
-            "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 64>>",
+            "void "
+            "pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, "
+            "128, 64>>",
             "kernel",
             COMPUTE,
             "attention",
         ),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_0", "kernel", COMPUTE, "attention"),
-        ("fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)", "kernel", COMPUTE, "attention"),
+        (
+            "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_0",
+            "kernel",
+            COMPUTE,
+            "attention",
+        ),
+        (
+            "fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel)",
+            "kernel",
+            COMPUTE,
+            "attention",
+        ),
         ("triton_red_fused_native_layer_norm_0", "kernel", COMPUTE, "elementwise and norms"),
         (
             "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>",
@@ -79,21 +107,52 @@ def test_against_counting_points(bench: Any) -> None:
             COMPUTE,
             "elementwise and norms",
         ),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "kernel", COMPUTE, "optimizer"),
+        (
+            "void at::native::(anonymous "
+            "namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+            "kernel",
+            COMPUTE,
+            "optimizer",
+        ),
         ("adamw_kernel", "kernel", COMPUTE, "optimizer"),
         ("squares_kernel", "kernel", COMPUTE, "optimizer"),
         ("row_gradient_in_place_kernel", "kernel", COMPUTE, "elementwise and norms"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel", SIDE, "communication"),
+        (
+            "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+            "kernel",
+            SIDE,
+            "communication",
+        ),
         ("sum_parts_kernel", "kernel", SIDE, "communication"),
-        ("void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long, int, int)", "kernel", SIDE, "communication"),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>>", "kernel", COMPUTE, "copies"),
+        (
+            "void c10d::symmetric_memory::barrier_kernel(unsigned int**, unsigned long, int, int)",
+            "kernel",
+            SIDE,
+            "communication",
+        ),
+        (
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>>",
+            "kernel",
+            COMPUTE,
+            "copies",
+        ),
         ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", COMPUTE, "copies"),
         ("Memcpy DtoD (Device -> Device)", "gpu_memcpy", SIDE, "communication"),
         ("Memcpy PtoP (Device -> Device)", "gpu_memcpy", COMPUTE, "communication"),
         ("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", SIDE, "host copies"),
         ("Memset (Device)", "gpu_memset", COMPUTE, "copies"),
-        ("void cudnn::fusion::compute_dot_do_o<true>(void const*, void const*)", "kernel", COMPUTE, "attention"),
-        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate", "kernel", COMPUTE, "elementwise and norms"),
+        (
+            "void cudnn::fusion::compute_dot_do_o<true>(void const*, void const*)",
+            "kernel",
+            COMPUTE,
+            "attention",
+        ),
+        (
+            "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate",
+            "kernel",
+            COMPUTE,
+            "elementwise and norms",
+        ),
         ("memcpy32_post", "kernel", COMPUTE, "copies"),
         ("something new", "kernel", COMPUTE, "other"),
     ],
@@ -104,7 +163,9 @@ def test_kinds(bench: Any, name: str, category: str, stream: int, kind: str) -> 
 
 
 def works(bench: Any) -> list[Any]:
-    """Two steps of 2 ms each, worked out by hand; a copy inside the GPU fetches from a peer, as it is on a side stream."""
+    """Two steps of 2 ms each, worked out by hand; a copy inside the GPU fetches from a peer, as it
+    is on a side stream.
+    """
     rows = [
         ("gemm", "kernel", COMPUTE, 0, 1000),
         ("nccl", "kernel", SIDE, 500, 1500),  # 500 of 1000 hidden
@@ -114,7 +175,10 @@ def works(bench: Any) -> list[Any]:
         ("gemm", "kernel", COMPUTE, 3000, 4000),
         ("Memset", "gpu_memset", COMPUTE, 3000, 3100),
     ]
-    return [bench.device_time.Work(name=n, category=c, stream=s, begin=b, end=e) for n, c, s, b, e in rows]
+    return [
+        bench.device_time.Work(name=n, category=c, stream=s, begin=b, end=e)
+        for n, c, s, b, e in rows
+    ]
 
 
 def test_summary(bench: Any) -> None:
@@ -138,11 +202,34 @@ def test_summary_of_one_gpu(bench: Any) -> None:
 
 
 def test_reading_a_trace(bench: Any, tmp_path: Path) -> None:
-    """Only what the device did counts: no operators, annotations, launches, or marks without a duration."""
+    """Only what the device did counts: no operators, annotations, launches, or marks without a
+    duration.
+    """
     events = [
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 10.5, "dur": 2.0, "args": {"stream": COMPUTE}},
-        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP", "ts": 12, "dur": 1, "args": {"stream": SIDE}},
-        {"ph": "X", "cat": "gpu_user_annotation", "name": "nccl:all_gather", "ts": 0, "dur": 9, "args": {"stream": SIDE}},
+        {
+            "ph": "X",
+            "cat": "kernel",
+            "name": "gemm",
+            "ts": 10.5,
+            "dur": 2.0,
+            "args": {"stream": COMPUTE},
+        },
+        {
+            "ph": "X",
+            "cat": "gpu_memcpy",
+            "name": "Memcpy PtoP",
+            "ts": 12,
+            "dur": 1,
+            "args": {"stream": SIDE},
+        },
+        {
+            "ph": "X",
+            "cat": "gpu_user_annotation",
+            "name": "nccl:all_gather",
+            "ts": 0,
+            "dur": 9,
+            "args": {"stream": SIDE},
+        },
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9, "args": {}},
         {"ph": "i", "cat": "kernel", "name": "mark", "ts": 0, "args": {}},
         {"ph": "M", "name": "process_name", "args": {"name": "python"}},

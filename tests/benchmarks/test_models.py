@@ -10,15 +10,32 @@ import transformers
 from torch import nn
 
 
-@pytest.mark.parametrize("name", ["tiny", "gpt2", "2.7b", "13b", "13b-16-layers", "llama-tiny", "llama-8b", "llama-8b-16-layers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny",
+        "gpt2",
+        "2.7b",
+        "13b",
+        "13b-16-layers",
+        "llama-tiny",
+        "llama-8b",
+        "llama-8b-16-layers",
+    ],
+)
 def test_sizes_are_those_of_the_model(bench: Any, name: str) -> None:
-    """6 FLOP per element of every matrix and token, and half of the attention square in forward and backward."""
+    """6 FLOP per element of every matrix and token, and half of the attention square in forward and
+    backward.
+    """
     shape = bench.models.SHAPES[name]
     with torch.device("meta"):
         model = shape.model()
     assert shape.num_parameters == sum(param.numel() for param in model.parameters())
-    matrices = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
-    # scores and their product with the values, 2 FLOP an element each, half of the square; backward is twice forward
+    matrices = sum(
+        module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)
+    )
+    # scores and their product with the values, 2 FLOP an element each, half of the square; backward
+    # is twice forward
     attention = 3 * shape.layers * 2 * 2 * shape.dim * shape.seq / 2
     assert shape.flops_per_token == 6 * matrices + attention
 
@@ -58,15 +75,26 @@ def test_llama_is_that_of_transformers(bench: Any) -> None:
     """The same weights give the same loss and gradients."""
     shape = bench.models.LlamaShape(2, 32, 4, 2, 48, vocab=50, seq=16)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": shape.base},
-    )  # fmt: skip
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.base},
+    )
     torch.manual_seed(0)
     model, theirs = shape.model(), transformers.LlamaForCausalLM(config)
-    theirs.load_state_dict({name_in_transformers(name): value for name, value in model.state_dict().items()}, strict=True)
+    theirs.load_state_dict(
+        {name_in_transformers(name): value for name, value in model.state_dict().items()},
+        strict=True,
+    )
     ids = torch.randint(0, 50, (2, 17))
     loss = model(ids[:, :-1], ids[:, 1:])
-    expected = nn.functional.cross_entropy(theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+    expected = nn.functional.cross_entropy(
+        theirs(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten()
+    )
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()

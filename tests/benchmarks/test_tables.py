@@ -12,17 +12,46 @@ import pytest
 def record(backend: str, rate: float, **others: Any) -> dict[str, Any]:
     """As throughput.py writes it."""
     common = {
-        "backend": backend, "shape": "2.7b", "gpus": 2, "seq": 1024, "batch": 8, "compile": True, "recompute": "none",
-        "offload": False, "tp": 1, "zero_level": 3, "transport": "auto", "fp8": False, "cuda_graph": False, "fused_head": False,
-        "mfu": 0.5, "reserved_gib": 60.0, "device_gib": 64.0, "tokens_per_second_per_gpu": rate,
-        "fastest": 1.0, "loss": 9.876,
-    }  # fmt: skip
+        "backend": backend,
+        "shape": "2.7b",
+        "gpus": 2,
+        "seq": 1024,
+        "batch": 8,
+        "compile": True,
+        "recompute": "none",
+        "offload": False,
+        "tp": 1,
+        "zero_level": 3,
+        "transport": "auto",
+        "fp8": False,
+        "cuda_graph": False,
+        "fused_head": False,
+        "mfu": 0.5,
+        "reserved_gib": 60.0,
+        "device_gib": 64.0,
+        "tokens_per_second_per_gpu": rate,
+        "fastest": 1.0,
+        "loss": 9.876,
+    }
     return common | others
 
 
 def report(*records: dict[str, Any]) -> dict[str, Any]:
-    machine = {"num_gpus": 2, "gpu": "NVIDIA H200", "torch": "2.11", "cuda": "13.0", "nccl": "2.28", "deepspeed": "0.19"}
-    return {"machine": machine, "date": "2026-11-21", "commit": "0123456789abcdef", "command": "x", "records": list(records)}
+    machine = {
+        "num_gpus": 2,
+        "gpu": "NVIDIA H200",
+        "torch": "2.11",
+        "cuda": "13.0",
+        "nccl": "2.28",
+        "deepspeed": "0.19",
+    }
+    return {
+        "machine": machine,
+        "date": "2026-11-21",
+        "commit": "0123456789abcdef",
+        "command": "x",
+        "records": list(records),
+    }
 
 
 def failed(backend: str, why: str) -> dict[str, Any]:
@@ -35,13 +64,28 @@ def failed(backend: str, why: str) -> dict[str, Any]:
     ("changes", "expected"),
     [
         ({}, "bmtrain + compile"),
-        ({"compile": False, "recompute": "all", "offload": True}, "bmtrain + eager + recompute + offload"),
-        ({"recompute": "auto", "fp8": True, "cuda_graph": True}, "bmtrain + compile + recompute as needed + fp8 + cuda graph"),
-        ({"transport": "nccl", "tp": 2, "zero_level": 2}, "bmtrain + compile + zero_level 2 + tp 2 + nccl"),
+        (
+            {"compile": False, "recompute": "all", "offload": True},
+            "bmtrain + eager + recompute + offload",
+        ),
+        (
+            {"recompute": "auto", "fp8": True, "cuda_graph": True},
+            "bmtrain + compile + recompute as needed + fp8 + cuda graph",
+        ),
+        (
+            {"transport": "nccl", "tp": 2, "zero_level": 2},
+            "bmtrain + compile + zero_level 2 + tp 2 + nccl",
+        ),
         ({"recompute": True}, "bmtrain + compile + recompute"),
         ({"recompute": False}, "bmtrain + compile"),
-        ({"recompute": "auto", "memory_limit": 68.0}, "bmtrain + compile + recompute as needed + at most 68 GiB"),
-        ({"recompute": "selective", "memory_limit": None}, "bmtrain + compile + recompute selectively"),
+        (
+            {"recompute": "auto", "memory_limit": 68.0},
+            "bmtrain + compile + recompute as needed + at most 68 GiB",
+        ),
+        (
+            {"recompute": "selective", "memory_limit": None},
+            "bmtrain + compile + recompute selectively",
+        ),
     ],
 )
 def test_modes(bench: Any, changes: dict[str, Any], expected: str) -> None:
@@ -51,7 +95,8 @@ def test_modes(bench: Any, changes: dict[str, Any], expected: str) -> None:
 def test_losses_in_fp8(bench: Any) -> None:
     """The last training losses, averaged, and the last validation losses."""
     runs = {
-        kind: [{"step": step, "loss": end + 1.0 / step} for step in range(1, 101)] + [{"step": 100, "validation_loss": end}]
+        kind: [{"step": step, "loss": end + 1.0 / step} for step in range(1, 101)]
+        + [{"step": 100, "validation_loss": end}]
         for kind, end in (("bf16", 4.0), ("fp8", 4.1))
     }
     found = bench.fp8_losses.compared(runs)
@@ -64,7 +109,10 @@ def test_losses_in_fp8(bench: Any) -> None:
     ]
     other = {"what": "fp8 losses", **found, "validation": {"bf16": 4.2, "fp8": 4.2, "more": 0.0}}
     lines = bench.tables.tables_of(report({"what": "fp8 losses", **found}, other)).splitlines()
-    assert lines[3] == "| validation, mean of 2 seeds | 4.1000 | 4.1500 | +1.25% (standard error 1.25%) |"
+    assert (
+        lines[3]
+        == "| validation, mean of 2 seeds | 4.1000 | 4.1500 | +1.25% (standard error 1.25%) |"
+    )
 
 
 def test_losses_in_fp8_of_several_seeds(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,13 +130,19 @@ def test_losses_in_fp8_of_several_seeds(bench: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(bench.fp8_losses, "train", train)
     found = bench.fp8_losses.train_all([3, 5, 7], [], ["0", "1"])
-    assert found == {seed: {kind: [(kind, seed)] for kind in ("bf16", "fp8")} for seed in (3, 5, 7)} and used == {"0", "1"}
+    assert found == {
+        seed: {kind: [(kind, seed)] for kind in ("bf16", "fp8")} for seed in (3, 5, 7)
+    } and used == {"0", "1"}
 
 
 def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
-    """By its mode, unless that was measured elsewhere in the file, and with the number of GPUs if there are several."""
+    """By its mode, unless that was measured elsewhere in the file, and with the number of GPUs if
+    there are several.
+    """
     why = "not tried: the 7 s of --within were over"
-    text = bench.tables.tables_of(report(record("bmtrain", 1000), failed("bmtrain", why), failed("fsdp2", why)))
+    text = bench.tables.tables_of(
+        report(record("bmtrain", 1000), failed("bmtrain", why), failed("fsdp2", why))
+    )
     assert text.splitlines()[2:] == [
         "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1000 | 50.0% | 60.0 | 64.0 | 9.88 |",
         "",
@@ -99,34 +153,52 @@ def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
 
 
 def test_rows(bench: Any) -> None:
-    """Medians of repeats, compared with our fastest in the same precision; what failed has its reason in place of numbers."""
+    """Medians of repeats, compared with our fastest in the same precision; what failed has its
+    reason in place of numbers.
+    """
     records = [
         *(record("bmtrain", rate) for rate in (1000, 1200, 1100)),
         record("bmtrain", 900, transport="nccl"),
         record("bmtrain", 3000, fp8=True),
         record(
-            "fsdp2", 550, profile={"hidden": 0.625, "kinds": {}, "span": 1.0, "idle": 0.0, "communication": 0.5, "exposed": 0.2}
+            "fsdp2",
+            550,
+            profile={
+                "hidden": 0.625,
+                "kinds": {},
+                "span": 1.0,
+                "idle": 0.0,
+                "communication": 0.5,
+                "exposed": 0.2,
+            },
         ),
         failed("plain", "out of memory"),
         failed("deepspeed", "it said a | b"),
     ]
     lines = bench.tables.throughput_table(records).splitlines()
     assert lines[0] == (
-        "| backend | model | GPUs | batch a GPU | tokens/s a GPU | MFU | GiB reserved | GiB on the GPU | loss "
+        "| backend | model | GPUs | batch a GPU | tokens/s a GPU | MFU | GiB reserved "
+        "| GiB on the GPU | loss "
         "| communication hidden | ours, same options | ours, fastest |"
     )
     assert lines[2:] == [
-        "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1100 (1000 to 1200) | 50.0% | 60.0 | 64.0 | 9.88 |  |  |  |",
-        "| bmtrain + compile + nccl | 2.7b, 1024 tokens | 2 | 8 | 900 | 50.0% | 60.0 | 64.0 | 9.88 |  |  |  |",
-        "| bmtrain + compile + fp8 | 2.7b, 1024 tokens | 2 | 8 | 3000 | 50.0% | 60.0 | 64.0 | 9.88 |  |  |  |",
-        "| fsdp2 + compile | 2.7b, 1024 tokens | 2 | 8 | 550 | 50.0% | 60.0 | 64.0 | 9.88 | 62% | 2.00 x | 2.00 x (compile) |",
+        "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1100 (1000 to 1200) | 50.0% "
+        "| 60.0 | 64.0 | 9.88 |  |  |  |",
+        "| bmtrain + compile + nccl | 2.7b, 1024 tokens | 2 | 8 | 900 | 50.0% | 60.0 | "
+        "64.0 | 9.88 |  |  |  |",
+        "| bmtrain + compile + fp8 | 2.7b, 1024 tokens | 2 | 8 | 3000 | 50.0% | 60.0 | "
+        "64.0 | 9.88 |  |  |  |",
+        "| fsdp2 + compile | 2.7b, 1024 tokens | 2 | 8 | 550 | 50.0% | 60.0 | 64.0 | "
+        "9.88 | 62% | 2.00 x | 2.00 x (compile) |",
         "| plain + compile | 2.7b, 1024 tokens | 2 | 8 | out of memory |  |  |  |  |  |  |  |",
         "| deepspeed + compile | 2.7b, 1024 tokens | 2 | 8 | it said a / b |  |  |  |  |  |  |  |",
     ]
 
 
 def test_like_is_compared_with_like(bench: Any) -> None:
-    """With ours that has the same options, where it was measured, and with our fastest, which is named; FP8 with nothing."""
+    """With ours that has the same options, where it was measured, and with our fastest, which is
+    named; FP8 with nothing.
+    """
     records = [
         record("bmtrain", 1000),
         record("bmtrain", 800, recompute="all"),
@@ -138,16 +210,24 @@ def test_like_is_compared_with_like(bench: Any) -> None:
         record("fsdp2", 600, recompute="selective"),
         record("fsdp2", 600, batch=24),
     ]
-    rows = [line.split(" | ")[-2:] for line in bench.tables.throughput_table(records).splitlines()[2:]]
+    rows = [
+        line.split(" | ")[-2:] for line in bench.tables.throughput_table(records).splitlines()[2:]
+    ]
     best = "x (compile + recompute as needed + nccl) |"
-    assert rows[5:8] == [["2.00 x", f"2.40 {best}"], ["2.00 x", f"3.00 {best}"], ["", f"2.00 {best}"]]
+    assert rows[5:8] == [
+        ["2.00 x", f"2.40 {best}"],
+        ["2.00 x", f"3.00 {best}"],
+        ["", f"2.00 {best}"],
+    ]
     assert all(both[1].strip(" |") == "" for both in (*rows[:5], rows[8]))
 
 
 def test_weak_scaling(bench: Any) -> None:
     """Each row against the same backend on the fewest GPUs."""
     records = [
-        record(backend, rate / gpus**0.5, gpus=gpus) for gpus in (1, 4) for backend, rate in (("bmtrain", 100), ("fsdp2", 80))
+        record(backend, rate / gpus**0.5, gpus=gpus)
+        for gpus in (1, 4)
+        for backend, rate in (("bmtrain", 100), ("fsdp2", 80))
     ]
     first, _, _, _, ours, theirs = bench.tables.throughput_table(records).splitlines()
     assert "| efficiency |" in first
@@ -164,22 +244,34 @@ def test_kernel_times(bench: Any) -> None:
         "hidden": 0.5,
         "idle": 0.5,
     }
-    text = bench.tables.tables_of(report(record("bmtrain", 100, profile=profile), record("fsdp2", 50)))
-    assert "| backend | model | whole step | matmul | communication | communication exposed | nothing |" in text
+    text = bench.tables.tables_of(
+        report(record("bmtrain", 100, profile=profile), record("fsdp2", 50))
+    )
+    assert (
+        "| backend | model | whole step | matmul | communication | communication exposed | "
+        "nothing |"
+    ) in text
     assert "| bmtrain + compile | 2.7b, 2 x 8 | 10.0 | 8.0 | 3.0 | 1.5 | 0.5 |" in text
     assert "<details>" not in bench.tables.tables_of(report(record("fsdp2", 50)))
 
 
 def test_origin(bench: Any) -> None:
-    expected = "2 x NVIDIA H200, torch 2.11, CUDA 13.0, NCCL 2.28, deepspeed 0.19, 2026-11-21, commit 0123456789ab"
+    expected = (
+        "2 x NVIDIA H200, torch 2.11, CUDA 13.0, NCCL 2.28, deepspeed 0.19, 2026-11-21, "
+        "commit 0123456789ab"
+    )
     assert bench.tables.origin_of(report()) == expected
 
 
 def test_plots(bench: Any, tmp_path: Path) -> None:
-    """Bars, or lines where the number of GPUs varies; the same file from the same numbers; nothing measured is no error."""
+    """Bars, or lines where the number of GPUs varies; the same file from the same numbers; nothing
+    measured is no error.
+    """
     pytest.importorskip("matplotlib")
     bars = report(record("bmtrain", 1100), record("fsdp2", 550), failed("plain", "out of memory"))
-    first, second = (bench.plot.draw(bars, tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
+    first, second = (
+        bench.plot.draw(bars, tmp_path / name).read_text() for name in ("a.svg", "b.svg")
+    )
     assert first == second
     for word in ("2.7b, batch 8: bmtrain + compile", "1,100", "NVIDIA H200", "commit 0123456789ab"):
         assert word in first

@@ -1,4 +1,6 @@
-"""The flags: ModelCenter's names and defaults, a meaning for each, and clear words for what does not fit."""
+"""The flags: ModelCenter's names and defaults, a meaning for each, and clear words for what does
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,31 @@ from model_center.training.optimization import warmup_steps
 
 # As documented there.
 DEFAULTS: dict[str, Any] = {
-    "model_config": None, "base_path": None, "dataset_name": None, "load": None, "save": None, "save_name": None,
-    "save_iters": 1000, "inspect_iters": 1000, "batch_size": 32, "clip_grad": 1.0, "train_iters": 1000000, "max_length": 512,
-    "max_encoder_length": 512, "max_decoder_length": 256, "start_step": 0, "seed": 1234, "epochs": 1, "lr": 1e-4,
-    "weight_decay": 1e-2, "loss_scale": 65536, "warmup_iters": 0.01, "lr_decay_iters": None, "lr_decay_style": "noam",
+    "model_config": None,
+    "base_path": None,
+    "dataset_name": None,
+    "load": None,
+    "save": None,
+    "save_name": None,
+    "save_iters": 1000,
+    "inspect_iters": 1000,
+    "batch_size": 32,
+    "clip_grad": 1.0,
+    "train_iters": 1000000,
+    "max_length": 512,
+    "max_encoder_length": 512,
+    "max_decoder_length": 256,
+    "start_step": 0,
+    "seed": 1234,
+    "epochs": 1,
+    "lr": 1e-4,
+    "weight_decay": 1e-2,
+    "loss_scale": 65536,
+    "warmup_iters": 0.01,
+    "lr_decay_iters": None,
+    "lr_decay_style": "noam",
     "local_rank": None,
-}  # fmt: skip
+}
 
 
 def parse(*arguments: str, required: tuple[str, ...] = ()) -> Any:
@@ -30,12 +51,20 @@ def test_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
     values = vars(model_center.get_args())
     assert {name: values[name] for name in DEFAULTS} == DEFAULTS
-    own = {"dtype": "bf16", "gradient_accumulation": 1, "optimizer": "adam", "use_checkpoint": True, "zero_level": 3}
+    own = {
+        "dtype": "bf16",
+        "gradient_accumulation": 1,
+        "optimizer": "adam",
+        "use_checkpoint": True,
+        "zero_level": 3,
+    }
     assert {name: values[name] for name in own} == own
 
 
 def test_the_command_line_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model-config", "bert-base-cased", "--lr", "1e-5"])
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--model-config", "bert-base-cased", "--lr", "1e-5"]
+    )
     args = model_center.get_args()
     assert (args.model_config, args.lr) == ("bert-base-cased", 1e-5)
 
@@ -55,7 +84,9 @@ def test_what_launchers_pass(flag: str) -> None:
 def test_both_groups_fit_another_parser() -> None:
     """As programs of old put them together."""
     parser = make_parser.__globals__["argparse"].ArgumentParser()
-    args = add_training_args(add_model_config_args(parser)).parse_args(["--epochs", "3", "--no-use-checkpoint"])
+    args = add_training_args(add_model_config_args(parser)).parse_args(
+        ["--epochs", "3", "--no-use-checkpoint"]
+    )
     assert (args.epochs, args.use_checkpoint) == (3, False)
 
 
@@ -72,12 +103,17 @@ def test_both_groups_fit_another_parser() -> None:
         (["--lr-decay-style", "cosin"], "argument --lr-decay-style: invalid choice: 'cosin'"),
         (["--zero-level", "1"], "argument --zero-level: invalid choice: 1"),
         (["--resume"], "--resume goes on from the checkpoints in --save: give that folder too"),
-        (["--start-step", "5", "--train-iters", "5"], "--start-step 5 leaves nothing to do before --train-iters 5"),
+        (
+            ["--start-step", "5", "--train-iters", "5"],
+            "--start-step 5 leaves nothing to do before --train-iters 5",
+        ),
         (["--tensorboard"], "--tensorboard needs a place for its files: give --log-dir or --save"),
         (["--batch", "3"], "unrecognized arguments: --batch 3"),
     ],
 )
-def test_what_does_not_fit(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as left:
         parse(*arguments)
     assert left.value.code == 2
@@ -98,7 +134,8 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "total", "steps"), [(0.01, 1000, 10), (0.01, 40, 0), (0.5, 3, 2), (0, 50, 0), (1, 50, 1), (200.0, 50, 200)]
+    ("given", "total", "steps"),
+    [(0.01, 1000, 10), (0.01, 40, 0), (0.5, 3, 2), (0, 50, 0), (1, 50, 1), (200.0, 50, 200)],
 )
 def test_warm_up(given: float, total: int, steps: int) -> None:
     """Below 1 a share of all steps, from 1 on a number of steps."""
@@ -107,6 +144,12 @@ def test_warm_up(given: float, total: int, steps: int) -> None:
 
 def test_the_guide_names_every_flag() -> None:
     """docs/model_center.md has a table of them."""
-    text = (pathlib.Path(__file__).parents[2] / "docs" / "model_center.md").read_text(encoding="utf-8")
-    flags = [action.option_strings[0] for action in make_parser()._actions if action.dest not in ("help", "local_rank")]
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "model_center.md").read_text(
+        encoding="utf-8"
+    )
+    flags = [
+        action.option_strings[0]
+        for action in make_parser()._actions
+        if action.dest not in ("help", "local_rank")
+    ]
     assert not [flag for flag in flags if f"`{flag}" not in text]

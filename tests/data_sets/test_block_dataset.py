@@ -1,4 +1,6 @@
-"""Block datasets: written, read by ranks, kept and resumed, shuffled, hidden, compacted; old ones; broken ones."""
+"""Block datasets: written, read by ranks, kept and resumed, shuffled, hidden, compacted; old ones;
+broken ones.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def names(path: str) -> list[str]:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     """Records in order, over blocks; the writer's counts; the layout of the file."""
-    records: list[dict[str, Any]] = [{"text": "x" * length, "ids": torch.arange(length)} for length in range(8)]
+    records: list[dict[str, Any]] = [
+        {"text": "x" * length, "ids": torch.arange(length)} for length in range(8)
+    ]
     with build_dataset(str(tmp_path), "a", block_size=256) as dataset:
         for record in records:
             dataset.write(record)
@@ -65,7 +69,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert meta["block_size"] == 256
     assert meta["files"] == [
-        {"file_name": "a", "block_begin": 0, "block_end": blocks, "nbytes": dataset.nbytes, "nlines": 8, "mask": False}
+        {
+            "file_name": "a",
+            "block_begin": 0,
+            "block_end": blocks,
+            "nbytes": dataset.nbytes,
+            "nlines": 8,
+            "mask": False,
+        }
     ]
     assert names(str(tmp_path)) == ["a", "meta.json"]
 
@@ -130,7 +141,9 @@ def test_too_few_blocks_for_the_ranks(folder: str) -> None:
 
 
 def test_files_may_be_added_and_hidden_while_reading(folder: str) -> None:
-    """New ones join the epoch at hand, once; hidden ones leave; shown again, they are not read as often as they missed."""
+    """New ones join the epoch at hand, once; hidden ones leave; shown again, they are not read as
+    often as they missed.
+    """
     dataset = DistributedDataset(folder)
     for _ in range(3):
         list(dataset)
@@ -158,8 +171,12 @@ def test_lost_files_are_left_out_with_a_warning(folder: str) -> None:
         open_reader.read()
 
 
-def test_compact_from_elsewhere(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A relative path, another working directory; a folder without any of its files is not believed."""
+def test_compact_from_elsewhere(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A relative path, another working directory; a folder without any of its files is not
+    believed.
+    """
     before = Path(folder, "meta.json").read_text()
     monkeypatch.chdir(tmp_path)
     compact_dataset("data")
@@ -205,7 +222,9 @@ def _go_on(folder: str, state: dict[str, torch.Tensor]) -> tuple[list[int], list
     return list(dataset), list(dataset)
 
 
-def _go_on_one_by_one(folder: str, state: dict[str, torch.Tensor], ranks: int) -> list[tuple[list[int], list[int]]]:
+def _go_on_one_by_one(
+    folder: str, state: dict[str, torch.Tensor], ranks: int
+) -> list[tuple[list[int], list[int]]]:
     """The same for each of several ranks, without processes: nothing in it communicates."""
     parts = [DistributedDataset(folder, rank, ranks) for rank in range(ranks)]
     for part in parts:
@@ -223,7 +242,9 @@ def test_resume_on_other_numbers_of_ranks(folder: str) -> None:
         assert run_ranks(_go_on, 2, folder, states[0])[0][0] == kept[0][2]
         for ranks in (1, 2, 3, 4):
             rest = _go_on_one_by_one(folder, states[0], ranks)
-            assert sorted(read + [number for first, _ in rest for number in first]) == list(range(23))
+            assert sorted(read + [number for first, _ in rest for number in first]) == list(
+                range(23)
+            )
             assert sorted(number for _, second in rest for number in second) == list(range(23))
         two = _go_on_one_by_one(folder, states[0], 2)
         assert [first for first, _ in two] == [later for _, _, later in kept]
@@ -267,7 +288,9 @@ def test_workers_share_a_part(folder: str) -> None:
 
 @pytest.mark.parametrize("bucket_size", [2**30, 100, 1])
 def test_shuffle(folder: str, tmp_path: Path, bucket_size: int) -> None:
-    """All records once in another order, with small and large buckets; the block size is honoured; it ends."""
+    """All records once in another order, with small and large buckets; the block size is honoured;
+    it ends.
+    """
     mask_dataset(folder, "a")
     target = str(tmp_path / "target")
     shuffle_dataset(folder, target, block_size=36, bucket_size=bucket_size, seed=1)
@@ -282,7 +305,13 @@ def test_shuffled_orders_depend_on_the_seed(folder: str, tmp_path: Path) -> None
     """The same for the same; every place equally likely (for the first record, over many seeds)."""
     orders = []
     for number, seed in enumerate([1, 1, 2, None, None]):
-        shuffle_dataset(folder, str(tmp_path / str(number)), seed=seed, bucket_size=100, progress_bar=number == 0)
+        shuffle_dataset(
+            folder,
+            str(tmp_path / str(number)),
+            seed=seed,
+            bucket_size=100,
+            progress_bar=number == 0,
+        )
         orders.append(tuple(SimpleDataset(str(tmp_path / str(number)))))
     assert orders[0] == orders[1]
     assert len(set(orders)) == 4
@@ -314,7 +343,11 @@ def test_a_failed_build_leaves_nothing(folder: str) -> None:
     with pytest.raises(DataError, match="has a file 'a' already"):
         build(Path(folder), "a", range(2))
     Path(folder, "stray").write_text("")
-    for name, complaint in (("stray", "no part of the dataset"), ("x/y", "plain file name"), ("meta.json", "plain file name")):
+    for name, complaint in (
+        ("stray", "no part of the dataset"),
+        ("x/y", "plain file name"),
+        ("meta.json", "plain file name"),
+    ):
         with pytest.raises(DataError, match=complaint):
             build(Path(folder), name, range(2))
     with pytest.raises(DataError, match="blocks of 64 bytes, not 128"):
@@ -422,9 +455,14 @@ def test_other_damage(folder: str, tmp_path: Path) -> None:
 
 @pytest.fixture(params=["class method", "state"])
 def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Pickled meta data and records, put together by hand; their class is pickled in either way that fits its description."""
+    """Pickled meta data and records, put together by hand; their class is pickled in either way
+    that fits its description.
+    """
     module = types.ModuleType("model_center.dataset.distributed_dataset")
-    namespace: dict[str, Any] = {"__module__": module.__name__, "__init__": lambda self, *fields: setattr(self, "fields", fields)}
+    namespace: dict[str, Any] = {
+        "__module__": module.__name__,
+        "__init__": lambda self, *fields: setattr(self, "fields", fields),
+    }
     kind: Any = type("FileInfo", (), namespace)
     if request.param == "state":
         kind.__getstate__ = lambda self: self.fields
@@ -440,7 +478,9 @@ def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, module.__name__, module)
     blocks = []
     for start in range(0, 6, 2):
-        block = b"".join(b"\x1f" + pickle.dumps({"n": number}) for number in range(start, start + 2))
+        block = b"".join(
+            b"\x1f" + pickle.dumps({"n": number}) for number in range(start, start + 2)
+        )
         blocks.append(block.ljust(100, b"\0"))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "x").write_bytes(b"".join(blocks))
@@ -450,7 +490,9 @@ def old(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 def test_old_datasets_need_a_word(old: str) -> None:
-    """Pickles run code, so they are read only when the caller says so; the block size was not stored."""
+    """Pickles run code, so they are read only when the caller says so; the block size was not
+    stored.
+    """
     with pytest.raises(DataError, match="allow_pickle=True"):
         SimpleDataset(old)
     got = SimpleDataset(old, block_size=100, allow_pickle=True)
@@ -472,7 +514,9 @@ def test_old_records_in_a_new_dataset_need_it_too(tmp_path: Path) -> None:
 
 def test_meta_files_run_no_code(tmp_path: Path) -> None:
     """Even when pickles are allowed: what names another class is no meta file."""
-    (tmp_path / "meta.bin").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    (tmp_path / "meta.bin").write_bytes(
+        b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR."
+    )
     with pytest.raises(DataError, match=r"it names os\.system"):
         SimpleDataset(str(tmp_path), allow_pickle=True)
     assert names(str(tmp_path)) == ["meta.bin"]

@@ -1,4 +1,6 @@
-"""The tokenizers of CPM-1, CPM-2 and GLM: ids worked out by hand from the vocabulary, and what batches look like."""
+"""The tokenizers of CPM-1, CPM-2 and GLM: ids worked out by hand from the vocabulary, and what
+batches look like.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,26 @@ from model_center.tokenizer.word_pieces import longest_pieces
 
 FOLDERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 
-#         0        1      2        3        4       5       6     7     8     9   10   11     12   13   14   15
-WORDS = ["<unk>", "<s>", "<eod>", "<pad>", "</_>", "</n>", "今天", "天", "气", "好", "a", "abc", "b", "A", "!", "学校"]
+# 0        1      2        3        4       5       6     7     8     9   10   11     12   13   14
+# 15
+WORDS = [
+    "<unk>",
+    "<s>",
+    "<eod>",
+    "<pad>",
+    "</_>",
+    "</n>",
+    "今天",
+    "天",
+    "气",
+    "好",
+    "a",
+    "abc",
+    "b",
+    "A",
+    "!",
+    "学校",
+]
 
 
 def cpm1(folder: pathlib.Path, words: list[str] = WORDS, **options: Any) -> CPM1Tokenizer:
@@ -29,8 +49,14 @@ def cpm1(folder: pathlib.Path, words: list[str] = WORDS, **options: Any) -> CPM1
 
 
 def cpm2(folder: pathlib.Path, **options: Any) -> CPM2Tokenizer:
-    """A tokenizer over `WORDS`, with CPM-2's tokens for blanks and three sentinels, ids 16 to 18."""
-    words = [{"</_>": "\u2582", "</n>": "\u2583"}.get(word, word) for word in WORDS] + ["<s_0>", "<s_1>", "<s_2>"]
+    """A tokenizer over `WORDS`, with CPM-2's tokens for blanks and three sentinels, ids 16 to
+    18.
+    """
+    words = [{"</_>": "\u2582", "</n>": "\u2583"}.get(word, word) for word in WORDS] + [
+        "<s_0>",
+        "<s_1>",
+        "<s_2>",
+    ]
     (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return CPM2Tokenizer.from_pretrained(folder, max_sentinels=3, **options)
 
@@ -53,8 +79,12 @@ def cpm2(folder: pathlib.Path, **options: Any) -> CPM2Tokenizer:
         ("", [], ""),
     ],
 )
-def test_cpm1_encodes_and_decodes(tmp_path: pathlib.Path, text: str, ids: list[int], back: str) -> None:
-    """Ids as the vocabulary's lines say, no special tokens added; decoding gives the blanks back."""
+def test_cpm1_encodes_and_decodes(
+    tmp_path: pathlib.Path, text: str, ids: list[int], back: str
+) -> None:
+    """Ids as the vocabulary's lines say, no special tokens added; decoding gives the blanks
+    back.
+    """
     tokenizer = cpm1(tmp_path)
     assert tokenizer.encode(text) == ids
     assert tokenizer.decode(ids) == back
@@ -62,21 +92,30 @@ def test_cpm1_encodes_and_decodes(tmp_path: pathlib.Path, text: str, ids: list[i
 
 
 def test_full_width_characters_are_folded_when_asked(tmp_path: pathlib.Path) -> None:
-    """ "Ａ！" are A and !; the wide blank becomes a visible one, which this vocabulary does not have."""
+    """ "Ａ！" are A and !; the wide blank becomes a visible one, which this vocabulary does not
+    have.
+    """
     folding = cpm1(tmp_path, q2b=True)
-    assert folding.encode("Ａ！ａｂ") == [13, 14, 10, 12]  # letter by letter: words are looked for before
+    # letter by letter: words are looked for before
+    assert folding.encode("Ａ！ａｂ") == [13, 14, 10, 12]
     assert folding.encode("好\u3000好") == [9, 0, 9]
     with_blank = cpm2(tmp_path, q2b=True)
     assert with_blank.encode("好\u3000好") == [9, 4, 9]
 
 
 def test_cpm1_names_and_sizes(tmp_path: pathlib.Path) -> None:
-    """Two private tokens follow the vocabulary: `len` counts them, `vocab_size` does not, and they decode to blanks."""
+    """Two private tokens follow the vocabulary: `len` counts them, `vocab_size` does not, and they
+    decode to blanks.
+    """
     tokenizer = cpm1(tmp_path, max_len=9)
     assert (tokenizer.vocab_size, len(tokenizer), tokenizer.model_max_length) == (16, 18, 9)
     assert (tokenizer.unk_id, tokenizer.eod_id, tokenizer.pad_id) == (0, 2, 3)
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (0, 2, 3)
-    assert tokenizer.convert_ids_to_tokens([6, 7]) == tokenizer.convert_ids_to_tokens(torch.tensor([6, 7])) == ["今天", "天"]  # type: ignore[call-overload]
+    assert (
+        tokenizer.convert_ids_to_tokens([6, 7])
+        == tokenizer.convert_ids_to_tokens(torch.tensor([6, 7]))  # type: ignore[call-overload]
+        == ["今天", "天"]
+    )
     assert tokenizer.convert_tokens_to_ids(["天", "猫"]) == [7, 0]
     assert tokenizer.check("今天")
     assert not tokenizer.check("猫")
@@ -91,7 +130,14 @@ def test_cpm1_names_and_sizes(tmp_path: pathlib.Path) -> None:
 def test_cpm1_makes_batches(tmp_path: pathlib.Path) -> None:
     """Pairs, padding, truncation and tensors, as with every tokenizer of transformers."""
     tokenizer = cpm1(tmp_path)
-    batch = tokenizer(["今天", "今天天气"], ["好", "好好好"], padding=True, truncation=True, max_length=5, return_tensors="pt")
+    batch = tokenizer(
+        ["今天", "今天天气"],
+        ["好", "好好好"],
+        padding=True,
+        truncation=True,
+        max_length=5,
+        return_tensors="pt",
+    )
     assert batch["input_ids"].tolist() == [[6, 9, 3, 3, 3], [6, 7, 8, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]]
     padded = tokenizer.pad({"input_ids": [[9], [9, 9]]}, padding="max_length", max_length=3)
@@ -109,7 +155,9 @@ def test_cpm_survives_saving_and_pickling(tmp_path: pathlib.Path, make: Callable
     ids = tokenizer.encode(text)
     tokenizer.save_pretrained(tmp_path / "second")
     loaded = type(tokenizer).from_pretrained(tmp_path / "second")
-    assert (tmp_path / "second" / "vocab.txt").read_bytes() == (tmp_path / "first" / "vocab.txt").read_bytes()
+    assert (tmp_path / "second" / "vocab.txt").read_bytes() == (
+        tmp_path / "first" / "vocab.txt"
+    ).read_bytes()
     assert ids == loaded.encode(text) == pickle.loads(pickle.dumps(tokenizer)).encode(text)
     assert (len(loaded), loaded.q2b) == (len(tokenizer), True)
     assert loaded.decode(ids, skip_special_tokens=True) == "今天 A\n学校"
@@ -122,8 +170,17 @@ def test_cpm2_has_sentinels_and_blanks_of_its_own(tmp_path: pathlib.Path) -> Non
     assert tokenizer.tokenize("好 \n") == ["好", "\u2582", "\u2583"]
     assert tokenizer.encode("好\u2582") == [9, 4]
     assert tokenizer.decode([6, 4, 9, 5, -1]) == "今天 好\n"
-    assert [tokenizer.get_sentinel_id(index) for index in range(tokenizer.get_sentinel_num())] == [16, 17, 18]
-    assert (tokenizer.sod_id, tokenizer.eod_id, tokenizer.vocab_size, len(tokenizer)) == (1, 2, 19, 21)
+    assert [tokenizer.get_sentinel_id(index) for index in range(tokenizer.get_sentinel_num())] == [
+        16,
+        17,
+        18,
+    ]
+    assert (tokenizer.sod_id, tokenizer.eod_id, tokenizer.vocab_size, len(tokenizer)) == (
+        1,
+        2,
+        19,
+        21,
+    )
     with pytest.raises(IndexError):
         tokenizer.get_sentinel_id(3)
 
@@ -131,9 +188,14 @@ def test_cpm2_has_sentinels_and_blanks_of_its_own(tmp_path: pathlib.Path) -> Non
 @pytest.mark.parametrize("name", ["cpm1", "cpm2"])
 def test_the_stored_vocabularies_know_the_chinese_corpus(name: str) -> None:
     """No unknown character, and the text comes back."""
-    kinds: dict[str, type[CPM1Tokenizer | CPM2Tokenizer]] = {"cpm1": CPM1Tokenizer, "cpm2": CPM2Tokenizer}
+    kinds: dict[str, type[CPM1Tokenizer | CPM2Tokenizer]] = {
+        "cpm1": CPM1Tokenizer,
+        "cpm2": CPM2Tokenizer,
+    }
     tokenizer = kinds[name].from_pretrained(FOLDERS / name)
-    text = "\n".join((FOLDERS.parent / "corpus" / "chinese.txt").read_text(encoding="utf-8").splitlines()[:20])
+    text = "\n".join(
+        (FOLDERS.parent / "corpus" / "chinese.txt").read_text(encoding="utf-8").splitlines()[:20]
+    )
     ids = tokenizer.encode(text)
     assert tokenizer.unk_id not in ids
     assert tokenizer.decode(ids) == text
@@ -195,10 +257,15 @@ def test_glm_has_its_special_tokens() -> None:
     pieces = tokenizer.pieces
     assert ids == [*pieces.encode("今天"), 50008, *pieces.encode("天气很好")]
     assert tokenizer.decode(ids) == "今天[MASK]天气很好"
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "今天 天气很好"  # the text after it began with a blank piece
+    # the text after it began with a blank piece
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "今天 天气很好"
     assert tokenizer.encode("小明是老师") == pieces.encode("小明是老师")
     assert tokenizer.tokenize("小明是老师") == pieces.encode("小明是老师", out_type=str)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (50006, 50007, 50008)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id) == (
+        50006,
+        50007,
+        50008,
+    )
     assert tokenizer.convert_token_to_id("[S]") == 50006
     assert tokenizer.convert_token_to_id("今天") == pieces.piece_to_id("今天")
     assert tokenizer.convert_id_to_token(50007) == "[E]"
@@ -217,6 +284,10 @@ def test_glm_makes_batches_and_survives_saving(tmp_path: pathlib.Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded = GLMTokenizer.from_pretrained(tmp_path)
     text = "今天[MASK]天气\n很好 猫"
-    assert tokenizer.encode(text) == loaded.encode(text) == pickle.loads(pickle.dumps(tokenizer)).encode(text)
+    assert (
+        tokenizer.encode(text)
+        == loaded.encode(text)
+        == pickle.loads(pickle.dumps(tokenizer)).encode(text)
+    )
     with pytest.raises(DataError, match="pieces: expected at most"):
         GLMTokenizer(FOLDERS / "glm" / "vocab.model", first_special_id=10)

@@ -1,4 +1,6 @@
-"""The tokenizers that are transformers' own: the same ids as theirs, from every kind of folder, and real classes."""
+"""The tokenizers that are transformers' own: the same ids as theirs, from every kind of folder, and
+real classes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from model_center import tokenizer as ours
 
 FOLDERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
-TEXTS = ["Anna was a baker.  Two spaces <extra_id_0> é ß 你好", "", "\n x\n", "It's 1 2 3 <s> </s> <|endoftext|>"]
+TEXTS = [
+    "Anna was a baker.  Two spaces <extra_id_0> é ß 你好",
+    "",
+    "\n x\n",
+    "It's 1 2 3 <s> </s> <|endoftext|>",
+]
 FAMILIES = {
     "bert": ("BertTokenizer", "vocab.txt"),
     "gpt2": ("GPT2Tokenizer", "vocab.json merges.txt"),
@@ -27,7 +34,9 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("only_old_files", [False, True], ids=["tokenizer.json", "old files"])
-def test_ids_are_those_of_transformers(tmp_path: pathlib.Path, family: str, only_old_files: bool) -> None:
+def test_ids_are_those_of_transformers(
+    tmp_path: pathlib.Path, family: str, only_old_files: bool
+) -> None:
     """For a folder of today and for one with nothing but the vocabulary."""
     name, files = FAMILIES[family]
     folder = FOLDERS / family
@@ -64,17 +73,26 @@ def test_the_other_byte_level_tokenizers_read_their_files(name: str, theirs: str
 
 
 def test_opt_starts_texts(tmp_path: pathlib.Path) -> None:
-    """As OPT's published folder is: GPT-2's old files, and a configuration that asks for a first token."""
+    """As OPT's published folder is: GPT-2's old files, and a configuration that asks for a first
+    token.
+    """
     for file in ("vocab.json", "merges.txt"):
         shutil.copy(FOLDERS / "gpt2" / file, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPT2Tokenizer", "add_bos_token": True})
+    )
     expected = ours.GPT2Tokenizer.from_pretrained(FOLDERS / "gpt2")
-    assert ours.OPTTokenizer.from_pretrained(tmp_path).encode("Anna was") == [expected.bos_token_id, *expected.encode("Anna was")]
+    assert ours.OPTTokenizer.from_pretrained(tmp_path).encode("Anna was") == [
+        expected.bos_token_id,
+        *expected.encode("Anna was"),
+    ]
 
 
 def test_classes_can_be_constructed_and_saved(tmp_path: pathlib.Path) -> None:
     """From a vocabulary in memory; transformers reads what they save."""
-    tokenizer = ours.BertTokenizer({"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "cat": 5})
+    tokenizer = ours.BertTokenizer(
+        {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "cat": 5}
+    )
     assert tokenizer.encode("cat dog") == [2, 5, 1, 3]
     tokenizer.save_pretrained(tmp_path)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path).encode("cat dog") == [2, 5, 1, 3]
@@ -82,16 +100,28 @@ def test_classes_can_be_constructed_and_saved(tmp_path: pathlib.Path) -> None:
 
 
 def test_llama_3_is_what_its_files_say(tmp_path: pathlib.Path) -> None:
-    """A byte-level BPE under LLaMA's name: no SentencePiece blanks in it, and its own ids at the ends."""
-    backend = Tokenizer(models.BPE.from_file(str(FOLDERS / "gpt2" / "vocab.json"), str(FOLDERS / "gpt2" / "merges.txt")))
+    """A byte-level BPE under LLaMA's name: no SentencePiece blanks in it, and its own ids at the
+    ends.
+    """
+    backend = Tokenizer(
+        models.BPE.from_file(
+            str(FOLDERS / "gpt2" / "vocab.json"), str(FOLDERS / "gpt2" / "merges.txt")
+        )
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.save(str(tmp_path / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|endoftext|>",
+        "eos_token": "<|endoftext|>",
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = ours.LlamaTokenizer.from_pretrained(tmp_path)
     text = "Anna was a baker."
-    assert tokenizer.encode(text) == transformers.AutoTokenizer.from_pretrained(tmp_path).encode(text)
+    assert tokenizer.encode(text) == transformers.AutoTokenizer.from_pretrained(tmp_path).encode(
+        text
+    )
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.bos_token == "<|endoftext|>"
 
@@ -114,11 +144,17 @@ def test_llama_with_empty_end_tokens_gets_its_own(tmp_path: pathlib.Path) -> Non
 
 
 def test_jieba_is_silent(tmp_path: pathlib.Path) -> None:
-    """No warning, which would be an error here, when it is compiled for the first time; no word about its dictionary."""
+    """No warning, which would be an error here, when it is compiled for the first time; no word
+    about its dictionary.
+    """
     file = pathlib.Path(__file__).parents[2] / "src" / "model_center" / "tokenizer" / "segmenter.py"
     program = f"import runpy\nprint(runpy.run_path({str(file)!r})['words']('ab c'))"
     environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.stdout, done.stderr) == ("['ab', ' ', 'c']\n", "")

@@ -1,4 +1,6 @@
-"""Token data: against files put together by hand from the description of the format, and files that are broken."""
+"""Token data: against files put together by hand from the description of the format, and files that
+are broken.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,16 @@ ROWS = [[5, 6, 7], [], [8], [9, 10, 11, 12]]
 
 
 def write_by_hand(
-    prefix: Path, rows: list[list[int]], code: int = 4, letter: str | None = None, marks: tuple[int, ...] = (0, 2, 4)
+    prefix: Path,
+    rows: list[list[int]],
+    code: int = 4,
+    letter: str | None = None,
+    marks: tuple[int, ...] = (0, 2, 4),
 ) -> str:
-    """The two files as the format is described, with nothing but struct. `letter`: what the elements really are."""
+    """The two files as the format is described, with nothing but struct.
+
+    `letter`: what the elements really are.
+    """
     letter = letter or CODES[code]
     data = [struct.pack(f"<{len(row)}{letter}", *row) for row in rows]
     offsets = [0, *itertools.accumulate(map(len, data))][: len(rows)]
@@ -41,15 +50,21 @@ def write_by_hand(
     return str(prefix)
 
 
-def write_old_by_hand(prefix: Path, rows: list[list[int]], code: int = 4, letter: str | None = None) -> str:
+def write_old_by_hand(
+    prefix: Path, rows: list[list[int]], code: int = 4, letter: str | None = None
+) -> str:
     """The same in the older format."""
     letter = letter or CODES[code]
     count, marks = len(rows), (0, len(rows))
-    index = b"TNTIDX\0\0" + struct.pack("<Q2Q2QQ", 1, code, struct.calcsize(letter), count, count, len(marks))
+    index = b"TNTIDX\0\0" + struct.pack(
+        "<Q2Q2QQ", 1, code, struct.calcsize(letter), count, count, len(marks)
+    )
     index += struct.pack(f"<{count + 1}q", *range(count + 1))
     index += struct.pack(f"<{count + 1}q", 0, *itertools.accumulate(map(len, rows)))
     index += struct.pack(f"<{count}q", *map(len, rows)) + struct.pack("<2q", *marks)
-    prefix.with_suffix(".bin").write_bytes(b"".join(struct.pack(f"<{len(row)}{letter}", *row) for row in rows))
+    prefix.with_suffix(".bin").write_bytes(
+        b"".join(struct.pack(f"<{len(row)}{letter}", *row) for row in rows)
+    )
     prefix.with_suffix(".idx").write_bytes(index)
     return str(prefix)
 
@@ -91,13 +106,20 @@ def test_writes_what_is_written_by_hand(tmp_path: Path, code: int) -> None:
             if number % 2:
                 builder.end_document()
         builder.finalize(str(tmp_path / "got.idx"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["got.bin", "got.idx", "want.bin", "want.idx"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "got.bin",
+        "got.idx",
+        "want.bin",
+        "want.idx",
+    ]
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"got{ending}").read_bytes() == Path(want + ending).read_bytes()
 
 
 def test_indices_of_every_kind(tmp_path: Path) -> None:
-    """numpy's integers, negative ones, slices with steps; what is out of range is an IndexError, so loops end."""
+    """numpy's integers, negative ones, slices with steps; what is out of range is an IndexError, so
+    loops end.
+    """
     dataset = MMapIndexedDataset(write_by_hand(tmp_path / "a", ROWS))
     for index in (np.int64(3), np.uint8(3), torch.tensor(3), -1, np.int32(-1)):
         assert dataset[index].tolist() == ROWS[3]
@@ -162,7 +184,11 @@ def test_make_dataset_looks_at_the_file(tmp_path: Path) -> None:
     """The wrong kind is an error, not another error later."""
     new, old = write_by_hand(tmp_path / "a", ROWS), write_old_by_hand(tmp_path / "b", ROWS)
     assert lists(make_dataset(new, "infer")) == lists(make_dataset(new, "mmap")) == ROWS
-    for path, impl, complaint in ((new, "cached", "kind 'mmap'"), (old, "mmap", "kind 'cached'"), (new, "fast", "unknown")):
+    for path, impl, complaint in (
+        (new, "cached", "kind 'mmap'"),
+        (old, "mmap", "kind 'cached'"),
+        (new, "fast", "unknown"),
+    ):
         with pytest.raises(DataError, match=complaint):
             make_dataset(path, impl)
 
@@ -181,11 +207,23 @@ BROKEN = {
     "no index": (lambda a: a.with_suffix(".idx").unlink(), r"a\.idx is missing"),
     "no data": (lambda a: a.with_suffix(".bin").unlink(), r"a\.bin is missing"),
     "empty index": (lambda a: a.with_suffix(".idx").write_bytes(b""), r"a\.idx is truncated"),
-    "short header": (lambda a: a.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0\1"), r"a\.idx is truncated"),
-    "short index": (lambda a: _cut_off(a.with_suffix(".idx"), 1), r"a\.idx is truncated: \d+ bytes, expected \d+"),
+    "short header": (
+        lambda a: a.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0\1"),
+        r"a\.idx is truncated",
+    ),
+    "short index": (
+        lambda a: _cut_off(a.with_suffix(".idx"), 1),
+        r"a\.idx is truncated: \d+ bytes, expected \d+",
+    ),
     "long index": (lambda a: _overwrite(a.with_suffix(".idx"), 106, b"x"), r"a\.idx is longer"),
-    "short data": (lambda a: _cut_off(a.with_suffix(".bin"), 1), r"a\.bin is truncated: 31 bytes, where .*a\.idx says 32 of int32"),
-    "foreign": (lambda a: a.with_suffix(".idx").write_bytes(b"PK\3\4 a zip archive"), r"no index of token data"),
+    "short data": (
+        lambda a: _cut_off(a.with_suffix(".bin"), 1),
+        r"a\.bin is truncated: 31 bytes, where .*a\.idx says 32 of int32",
+    ),
+    "foreign": (
+        lambda a: a.with_suffix(".idx").write_bytes(b"PK\3\4 a zip archive"),
+        r"no index of token data",
+    ),
     "version": (lambda a: _overwrite(a.with_suffix(".idx"), 9, b"\2"), "version 2"),
     "dtype": (lambda a: _overwrite(a.with_suffix(".idx"), 17, b"\77"), "dtype code 63"),
 }
@@ -223,12 +261,17 @@ def test_merge(tmp_path: Path) -> None:
     merged = MMapIndexedDataset(str(tmp_path / "all"))
     assert lists(merged) == [[0], [1, 2], [3], *ROWS]
     assert merged.doc_idx.tolist() == [0, 2, 3, 5, 7]
-    with make_builder(str(tmp_path / "x.bin"), "mmap", np.uint16) as builder, pytest.raises(DataError, match="holds int32"):
+    with (
+        make_builder(str(tmp_path / "x.bin"), "mmap", np.uint16) as builder,
+        pytest.raises(DataError, match="holds int32"),
+    ):
         builder.merge_file_(one)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """By a block that raises, one that does not finalize, and a builder that is forgotten; what was there stays."""
+    """By a block that raises, one that does not finalize, and a builder that is forgotten; what was
+    there stays.
+    """
     build(tmp_path / "a", [[1]])
     with pytest.raises(ZeroDivisionError), make_builder(str(tmp_path / "a.bin"), "mmap") as builder:
         builder.add_item([2])
@@ -253,9 +296,14 @@ def small_disk() -> Iterator[None]:
 
 @pytest.mark.parametrize("items", [1, 500])
 def test_a_full_disk(tmp_path: Path, small_disk: None, items: int) -> None:
-    """While sequences are added, or when the last are written: an error, and what was there stays alone."""
+    """While sequences are added, or when the last are written: an error, and what was there stays
+    alone.
+    """
     build(tmp_path / "a", [[1]])
-    with pytest.raises(OSError, match="File too large"), make_builder(str(tmp_path / "a.bin"), "mmap") as builder:
+    with (
+        pytest.raises(OSError, match="File too large"),
+        make_builder(str(tmp_path / "a.bin"), "mmap") as builder,
+    ):
         for _ in range(items):
             builder.add_item([2] * 3000)
         builder.finalize(str(tmp_path / "a.idx"))
@@ -314,7 +362,9 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("total", [1, 2, 4, 5])
 def test_ranks_divide_all_sequences(folder: Path, total: int) -> None:
     """Each once, none left out, lengths differ by one at most; any order of access; sizes."""
-    parts = [DistributedMMapIndexedDataset(str(folder), "part", rank, total) for rank in range(total)]
+    parts = [
+        DistributedMMapIndexedDataset(str(folder), "part", rank, total) for rank in range(total)
+    ]
     assert sorted(row for part in parts for [row] in lists(part)) == list(range(23))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for rank, part in enumerate(parts):
@@ -328,7 +378,12 @@ def test_ranks_divide_all_sequences(folder: Path, total: int) -> None:
 
 def test_both_spellings_of_the_path(folder: Path) -> None:
     """A folder with or without its slash, and the beginning of names that old programs gave."""
-    for path, name in ((f"{folder}/", "part"), (str(folder), "part"), (f"{folder}/pa", "rt"), (f"{folder}/./", "part")):
+    for path, name in (
+        (f"{folder}/", "part"),
+        (str(folder), "part"),
+        (f"{folder}/pa", "rt"),
+        (f"{folder}/./", "part"),
+    ):
         assert len(DistributedMMapIndexedDataset(path, name, 0, 1)) == 23
 
 
@@ -361,12 +416,20 @@ def _as_lists(rows: list[Any]) -> list[list[int]]:
 
 
 def test_workers_read_it(folder: Path) -> None:
-    """It travels to spawned processes; divided already, it is refused by the loader that would divide it again."""
+    """It travels to spawned processes; divided already, it is refused by the loader that would
+    divide it again.
+    """
     part = DistributedMMapIndexedDataset(str(folder), "part", 1, 2)
     assert lists(pickle.loads(pickle.dumps(part))) == lists(part)
-    loader = DataLoader(part, batch_size=4, num_workers=1, collate_fn=_as_lists, multiprocessing_context="spawn")
+    loader = DataLoader(
+        part, batch_size=4, num_workers=1, collate_fn=_as_lists, multiprocessing_context="spawn"
+    )
     assert [row for batch in loader for row in batch] == lists(part)
     with pytest.raises(DataError, match="one of 2 parts"):
         DistributedDataLoader(part)
     whole = DistributedMMapIndexedDataset(str(folder), "part", 0, 1)
-    assert [row for batch in DistributedDataLoader(whole, batch_size=4, collate_fn=_as_lists) for row in batch] == lists(whole)
+    assert [
+        row
+        for batch in DistributedDataLoader(whole, batch_size=4, collate_fn=_as_lists)
+        for row in batch
+    ] == lists(whole)

@@ -1,4 +1,6 @@
-"""Instruction tuning: which tokens are learnt, and that packed rows are their samples side by side."""
+"""Instruction tuning: which tokens are learnt, and that packed rows are their samples side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def learnt(item: dict[str, torch.Tensor]) -> list[int]:
 
 def messages(name: str) -> list[list[dict[str, str]]]:
     """The conversations of a stored file in the "messages" format."""
-    return [json.loads(line)["messages"] for line in (DATA / "chat" / name).read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)["messages"]
+        for line in (DATA / "chat" / name).read_text(encoding="utf-8").splitlines()
+    ]
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "val.jsonl"])
@@ -50,7 +55,9 @@ def test_a_chat_template_decides_the_text_and_answers_are_learnt(name: str) -> N
         assert item["input_ids"].tolist() == LLAMA.encode(text, add_special_tokens=False)
         assert item["input_length"] == len(item["input_ids"])
         answers = [message["content"] for message in conversation if message["role"] == "assistant"]
-        assert LLAMA.decode(learnt(item)).replace(" ", "") == "".join(f"{answer}</s>" for answer in answers).replace(" ", "")
+        assert LLAMA.decode(learnt(item)).replace(" ", "") == "".join(
+            f"{answer}</s>" for answer in answers
+        ).replace(" ", "")
 
 
 def test_without_a_template_there_are_headings() -> None:
@@ -62,13 +69,17 @@ def test_without_a_template_there_are_headings() -> None:
     assert GPT2.decode(learnt(items[0])) == "house<|endoftext|>"
     assert GPT2.decode(learnt(items[4])) == "Hello!<|endoftext|>"  # no field "input"
     shared = InstructionDataset(DATA / "chat" / "sharegpt.jsonl", GPT2, 512)
-    assert "### System:\nAnswer with one word.\n\n### User:\nWhat colour" in GPT2.decode(shared[1]["input_ids"])
+    assert "### System:\nAnswer with one word.\n\n### User:\nWhat colour" in GPT2.decode(
+        shared[1]["input_ids"]
+    )
     assert GPT2.decode(learnt(shared[1])) == "White.<|endoftext|>Black.<|endoftext|>"
 
 
 def test_long_conversations_lose_their_end() -> None:
     """Ids and targets alike; the last place has nothing to predict."""
-    whole, cut = (InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, length) for length in (512, 40))
+    whole, cut = (
+        InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, length) for length in (512, 40)
+    )
     for long, short in zip(items_of(whole), items_of(cut), strict=True):
         length = min(40, len(long["input_ids"]))
         assert short["input_ids"].tolist() == long["input_ids"][:40].tolist()
@@ -84,7 +95,9 @@ def test_batches_are_padded() -> None:
     past = torch.arange(batch["input_ids"].shape[1]) >= batch["input_length"][:, None]
     assert past.any()
     assert (batch["targets"][past] == -100).all()
-    assert [row[row >= 0].tolist() for row in batch["targets"]] == [learnt(item) for item in items_of(items)]
+    assert [row[row >= 0].tolist() for row in batch["targets"]] == [
+        learnt(item) for item in items_of(items)
+    ]
 
 
 def test_packed_rows_are_their_samples() -> None:
@@ -108,27 +121,40 @@ def test_packed_rows_are_their_samples() -> None:
 
 
 def test_a_model_sees_samples_apart_in_a_packed_row() -> None:
-    """Logits of a packed row are those of its samples alone, by transformers' GPT-2 given positions and the mask."""
+    """Logits of a packed row are those of its samples alone, by transformers' GPT-2 given positions
+    and the mask.
+    """
     samples = InstructionDataset(DATA / "chat" / "alpaca.jsonl", GPT2, 128)
     packed = PackedSamples(samples, 256)
     (numbers, *_), row = packed.rows, packed[0]
     assert len(numbers) > 1
     torch.manual_seed(0)
     config = transformers.GPT2Config(  # type: ignore[call-arg]  # every configuration takes attn_implementation
-        vocab_size=len(GPT2), n_embd=32, n_layer=2, n_head=2, n_positions=256, attn_implementation="eager"
+        vocab_size=len(GPT2),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=256,
+        attn_implementation="eager",
     )
     model = transformers.GPT2LMHeadModel(config).eval()
     mask = segment_mask(row["segments"][None])
     bias = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)[:, None]
     with torch.no_grad():
-        together = model(row["input_ids"][None], position_ids=row["position_ids"][None], attention_mask=bias).logits[0]
+        together = model(
+            row["input_ids"][None], position_ids=row["position_ids"][None], attention_mask=bias
+        ).logits[0]
         for segment, number in enumerate(numbers, start=1):
             alone = model(samples[number]["input_ids"][None]).logits[0]
-            torch.testing.assert_close(together[row["segments"] == segment], alone, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                together[row["segments"] == segment], alone, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_rows_are_filled_well() -> None:
-    """Each place once, no row too long, no two rows that would fit into one, and near to the least number of rows."""
+    """Each place once, no row too long, no two rows that would fit into one, and near to the least
+    number of rows.
+    """
     rng = random.Random(0)
     for room in (7, 64, 512):
         lengths = [rng.randint(1, room) for _ in range(300)]
@@ -148,7 +174,10 @@ def test_rows_are_filled_well() -> None:
     [
         ("{", "line 1: no JSON"),
         ("[]", "line 1: got list"),
-        ('{"text": "a"}', "line 1: got the fields text: expected messages, conversations, or instruction"),
+        (
+            '{"text": "a"}',
+            "line 1: got the fields text: expected messages, conversations, or instruction",
+        ),
         ('{"messages": []}', "line 1: there is no answer"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: there is no answer"),
         ('{"messages": [{"role": "judge", "content": "a"}]}', "line 1: got the message .*judge"),
@@ -170,18 +199,22 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: pathlib.Pat
     """With the file, and what the template says."""
     strict = copy.deepcopy(LLAMA)
     strict.chat_template = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}" + LLAMA.chat_template
-    )
+        "{% if messages[0].role != 'user' %}{{ raise_exception('no system here') }}{% endif %}"
+    ) + LLAMA.chat_template
     messages = [{"role": role, "content": role} for role in ("system", "user", "assistant")]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
     with pytest.raises(
-        DataError, match=r"a\.jsonl: the chat template .* refuses a conversation: no system here .*'role': 'system'"
+        DataError,
+        match=r"a\.jsonl: the chat template .* refuses a conversation: no system here "
+        r".*'role': 'system'",
     ):
         InstructionDataset(tmp_path / "a.jsonl", strict, 64)[0]
 
 
 def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
-    """No file, a slow tokenizer, rows shorter than samples, answers out of reach, a template that rewrites."""
+    """No file, a slow tokenizer, rows shorter than samples, answers out of reach, a template that
+    rewrites.
+    """
     with pytest.raises(DataError, match=r"no file .*b\.jsonl"):
         InstructionDataset(tmp_path / "b.jsonl", GPT2, 64)
     slow: Any = CPM1Tokenizer.from_pretrained(DATA / "tokenizers" / "cpm1")
@@ -193,7 +226,9 @@ def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(DataError, match="no sample has an answer within its first 4 tokens"):
         PackedSamples(InstructionDataset(DATA / "chat" / "val.jsonl", GPT2, 4), 32)
     tokenizer: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
-    tokenizer.chat_template = "{{ messages | length }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
     with pytest.raises(DataError, match="rewrites earlier messages"):
         InstructionDataset(DATA / "chat" / "val.jsonl", tokenizer, 64)[0]
     partly = PackedSamples(InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, 50), 64)

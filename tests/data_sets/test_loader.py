@@ -1,4 +1,6 @@
-"""DistributedDataLoader: against the plain order of rows, at 1, 2 and 4 ranks, with workers, interrupted anywhere."""
+"""DistributedDataLoader: against the plain order of rows, at 1, 2 and 4 ranks, with workers,
+interrupted anywhere.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,10 @@ def test_each_epoch_has_its_own_order() -> None:
     assert loader.epoch == 3
     loader.set_epoch(1)
     assert numbers(loader)[0] == passes[1]
-    assert numbers(DistributedDataLoader(Numbers(50), shuffle=True, seed=4, batch_size=50))[0] != passes[0]
+    assert (
+        numbers(DistributedDataLoader(Numbers(50), shuffle=True, seed=4, batch_size=50))[0]
+        != passes[0]
+    )
 
 
 def test_a_pass_left_early_is_over() -> None:
@@ -110,7 +115,10 @@ def test_a_pass_left_early_is_over() -> None:
     assert loader.state_dict() == {"epoch": 1, "row": 2, "num_rows": 9, "shuffle": True, "seed": 0}
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize(
+    "workers",
+    [{}, {"num_workers": 2, "prefetch_factor": 3}, {"num_workers": 1, "persistent_workers": True}],
+)
 def test_the_dataset_collates_and_knows_the_epoch(workers: dict[str, Any]) -> None:
     """In the process and in workers, those that outlive an epoch too; under Subset as well."""
     dataset = Words(6)
@@ -121,7 +129,9 @@ def test_the_dataset_collates_and_knows_the_epoch(workers: dict[str, Any]) -> No
 
 
 def test_random_numbers_of_the_program_are_left_alone() -> None:
-    """A pass draws nothing from torch's generator, which dropout uses; its own seeds differ between epochs."""
+    """A pass draws nothing from torch's generator, which dropout uses; its own seeds differ between
+    epochs.
+    """
     before = torch.random.get_rng_state()
     loader = DistributedDataLoader(Numbers(4), shuffle=True, batch_size=2)
     numbers(loader)
@@ -130,7 +140,9 @@ def test_random_numbers_of_the_program_are_left_alone() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_place_counts_what_was_handed_out(workers: int) -> None:
-    """Not what workers fetched ahead: from every place, the rest is what an uninterrupted run reads."""
+    """Not what workers fetched ahead: from every place, the rest is what an uninterrupted run
+    reads.
+    """
     loader = DistributedDataLoader(Numbers(11), shuffle=True, batch_size=3, num_workers=workers)
     states, read = [loader.state_dict()], []
     for _ in range(2):
@@ -141,17 +153,25 @@ def test_the_place_counts_what_was_handed_out(workers: int) -> None:
         again = DistributedDataLoader(Numbers(11), shuffle=True, batch_size=3)
         again.load_state_dict(state)
         assert again.state_dict() == state
-        assert list(itertools.chain(*(numbers(again) for _ in range(2))))[: len(read) - step] == read[step:]
+        assert (
+            list(itertools.chain(*(numbers(again) for _ in range(2))))[: len(read) - step]
+            == read[step:]
+        )
 
 
 def test_a_place_in_another_order_is_refused() -> None:
     """Other rows, other seed, shuffled or not: going on would repeat and leave out rows."""
     state = DistributedDataLoader(Numbers(11), shuffle=True, seed=1).state_dict()
-    for rows, shuffle, seed, complaint in ((12, True, 1, "num_rows 11"), (11, False, 1, "shuffle"), (11, True, 2, "seed 1")):
+    for rows, shuffle, seed, complaint in (
+        (12, True, 1, "num_rows 11"),
+        (11, False, 1, "shuffle"),
+        (11, True, 2, "seed 1"),
+    ):
         with pytest.raises(DataError, match=complaint):
             DistributedDataLoader(Numbers(rows), shuffle=shuffle, seed=seed).load_state_dict(state)
     plain = DistributedDataLoader(Numbers(11), seed=1).state_dict()
-    DistributedDataLoader(Numbers(11), seed=2).load_state_dict(plain)  # the seed of no order does not matter
+    # the seed of no order does not matter
+    DistributedDataLoader(Numbers(11), seed=2).load_state_dict(plain)
 
 
 def test_streams_pass_through() -> None:
@@ -219,7 +239,9 @@ def _evaluate(rows: int, batch_size: int) -> tuple[list[int], int]:
     return bmt.gather_result(torch.tensor(seen).int()).tolist(), steps
 
 
-@pytest.mark.parametrize(("ranks", "rows", "batch_size"), [(2, 7, 2), (2, 5, 1), (4, 33, 8), (4, 4, 8)])
+@pytest.mark.parametrize(
+    ("ranks", "rows", "batch_size"), [(2, 7, 2), (2, 5, 1), (4, 33, 8), (4, 4, 8)]
+)
 def test_evaluation_counts_every_row_once(ranks: int, rows: int, batch_size: int) -> None:
     """No hang, no row twice, no row missing."""
     results = run_ranks(_evaluate, ranks, rows, batch_size)
@@ -227,9 +249,15 @@ def test_evaluation_counts_every_row_once(ranks: int, rows: int, batch_size: int
     assert sorted(results[0][0]) == list(range(rows))
 
 
-def _train(rows: int, batch_size: int, state: dict[str, Any] | None, steps: int, workers: int = 0) -> Steps:
-    """Some steps, over the ends of epochs, from a place; the rows of every step on this rank, and the place after."""
-    loader = DistributedDataLoader(Numbers(rows), shuffle=True, seed=5, batch_size=batch_size, num_workers=workers)
+def _train(
+    rows: int, batch_size: int, state: dict[str, Any] | None, steps: int, workers: int = 0
+) -> Steps:
+    """Some steps, over the ends of epochs, from a place; the rows of every step on this rank, and
+    the place after.
+    """
+    loader = DistributedDataLoader(
+        Numbers(rows), shuffle=True, seed=5, batch_size=batch_size, num_workers=workers
+    )
     if state is not None:
         loader.load_state_dict(state)
     read: list[list[int]] = []
@@ -243,7 +271,12 @@ def _train(rows: int, batch_size: int, state: dict[str, Any] | None, steps: int,
 def _joined(results: list[Steps]) -> list[int]:
     """The rows of all steps and ranks, in order."""
     assert all(state == results[0][1] for _, state in results)
-    return [row for step in zip(*(read for read, _ in results), strict=True) for batch in step for row in batch]
+    return [
+        row
+        for step in zip(*(read for read, _ in results), strict=True)
+        for batch in step
+        for row in batch
+    ]
 
 
 ROWS, GLOBAL_BATCH = 43, 8  # 43 = 5 * 8 + 3: on 4 ranks the last two steps share their rows
@@ -252,7 +285,9 @@ UNINTERRUPTED = [row for epoch in range(3) for row in permutation(ROWS, 5, epoch
 
 @pytest.fixture
 def trained_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Steps]]:
-    """`_train` as each of several ranks, one after the other in this process: the loader asks only who it is."""
+    """`_train` as each of several ranks, one after the other in this process: the loader asks only
+    who it is.
+    """
 
     def ranks(world_size: int, *arguments: Any) -> list[Steps]:
         results = []
@@ -266,8 +301,12 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Steps]]:
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product((1, 2, 4), repeat=2)))
-def test_resume_is_exact_at_any_number_of_ranks(before: int, after: int, trained_on: Callable[..., list[Steps]]) -> None:
-    """Stopped after any step of an epoch, read on into the next: bit for bit the same order of rows."""
+def test_resume_is_exact_at_any_number_of_ranks(
+    before: int, after: int, trained_on: Callable[..., list[Steps]]
+) -> None:
+    """Stopped after any step of an epoch, read on into the next: bit for bit the same order of
+    rows.
+    """
     for steps in range(1, 7):
         first = trained_on(before, ROWS, GLOBAL_BATCH // before, None, steps)
         second = trained_on(after, ROWS, GLOBAL_BATCH // after, first[0][1], 8)

@@ -36,7 +36,9 @@ PREDICTIONS = [label if RNG.random() < 0.6 else RNG.choice([0, 1, 3]) for label 
 GROUPS = [RNG.randrange(12) * 7 for _ in range(ROWS)]
 SCORES = [RNG.choice([0.1, 0.2, 0.7, 0.7, -3.0]) for _ in range(ROWS)]
 WORDS = ["the old harbour", "Harbour!", "a  market", "river Ald", "", "the"]
-TEXTS = [(RNG.choice(WORDS), {RNG.choice(WORDS) for _ in range(RNG.randint(1, 3))}) for _ in range(ROWS)]
+TEXTS = [
+    (RNG.choice(WORDS), {RNG.choice(WORDS) for _ in range(RNG.randint(1, 3))}) for _ in range(ROWS)
+]
 
 
 def plain_f1(label: int, predictions: list[int], labels: list[int]) -> float:
@@ -63,13 +65,19 @@ def plain_results() -> dict[str, object]:
         "binary": plain_f1(1, *ones),
         "groups": sum(all(right) for right in right_of.values()) / len(right_of),
         "best": best,
-        "exact": sum(max(exact_match(text, answer) for answer in answers) for text, answers in TEXTS) / ROWS,
-        "f1": sum(max(token_f1(text, answer) for answer in answers) for text, answers in TEXTS) / ROWS,
+        "exact": sum(
+            max(exact_match(text, answer) for answer in answers) for text, answers in TEXTS
+        )
+        / ROWS,
+        "f1": sum(max(token_f1(text, answer) for answer in answers) for text, answers in TEXTS)
+        / ROWS,
     }
 
 
 def measured() -> dict[str, object]:
-    """The same of our metrics, each rank given its rows in pieces, the last rank none when there are three."""
+    """The same of our metrics, each rank given its rows in pieces, the last rank none when there
+    are three.
+    """
     readers = min(2, bmt.world_size())
     own = list(range(bmt.rank(), ROWS, readers)) if bmt.rank() < readers else []
     accuracy, macro, binary, groups, best, answers = (
@@ -81,12 +89,19 @@ def measured() -> dict[str, object]:
         AnswerScore(),
     )
     for rows in (own[:5], own[5:]):
-        predictions, labels = torch.tensor([PREDICTIONS[row] for row in rows]), torch.tensor([LABELS[row] for row in rows])
+        predictions, labels = (
+            torch.tensor([PREDICTIONS[row] for row in rows]),
+            torch.tensor([LABELS[row] for row in rows]),
+        )
         accuracy.update(predictions, labels)
         macro.update(predictions.tolist(), labels.tolist())
         binary.update((predictions == 1).int(), labels == 1)
         groups.update([GROUPS[row] for row in rows], predictions, labels)
-        best.update([GROUPS[row] for row in rows], rows, torch.tensor([SCORES[row] for row in rows], dtype=torch.float64))
+        best.update(
+            [GROUPS[row] for row in rows],
+            rows,
+            torch.tensor([SCORES[row] for row in rows], dtype=torch.float64),
+        )
         answers.update([TEXTS[row][0] for row in rows], [TEXTS[row][1] for row in rows])
     exact, f1 = answers.compute()
     again = (accuracy.compute(), answers.compute())
@@ -109,26 +124,35 @@ def test_results_are_those_of_all_rows(ranks: int) -> None:
     for result in run_ranks(measured, ranks):
         assert result.keys() == expected.keys()
         for name, value in expected.items():
-            assert result[name] == (value if name == "best" else pytest.approx(value, abs=1e-12)), name
+            assert result[name] == (value if name == "best" else pytest.approx(value, abs=1e-12)), (
+                name
+            )
 
 
 def test_results_need_no_process_group() -> None:
     """One process counts for itself."""
     assert not bmt.is_initialized()
     assert measured() == {
-        name: value if name == "best" else pytest.approx(value, abs=1e-12) for name, value in plain_results().items()
+        name: value if name == "best" else pytest.approx(value, abs=1e-12)
+        for name, value in plain_results().items()
     }
 
 
 def record_scores(right: bool) -> tuple[float, float]:
-    """Exact match and F1 of ReCoRD's dev split when each rank, of half the rows, prefers right entities, or wrong ones."""
-    items = t5dataset.DATASET["ReCoRD"](DATA / "superglue", "dev", bmt.rank(), bmt.world_size(), T5, 256, 2)
+    """Exact match and F1 of ReCoRD's dev split when each rank, of half the rows, prefers right
+    entities, or wrong ones.
+    """
+    items = t5dataset.DATASET["ReCoRD"](
+        DATA / "superglue", "dev", bmt.rank(), bmt.world_size(), T5, 256, 2
+    )
     best, score = BestOfGroup(), AnswerScore()
     for batch in DistributedDataLoader(items, batch_size=3):
         wanted = batch["targets"] if right else 1 - batch["targets"]
         best.update(batch["group"], batch["idx"], wanted.float())
     chosen = [items.examples[row] for row in best.compute().values()]
-    score.update([example.fields["entity"] for example in chosen], [example.answers for example in chosen])
+    score.update(
+        [example.fields["entity"] for example in chosen], [example.answers for example in chosen]
+    )
     return score.compute()
 
 
@@ -152,7 +176,9 @@ def test_record_is_scored_by_its_best_entities(ranks: int) -> None:
         ("theatre", "atre", False, 0.0),  # an article is a word
     ],
 )
-def test_answers_are_compared_as_squad_says(prediction: str, answer: str, exact: bool, f1: float) -> None:
+def test_answers_are_compared_as_squad_says(
+    prediction: str, answer: str, exact: bool, f1: float
+) -> None:
     """Without case, punctuation, articles and spare blanks."""
     assert exact_match(prediction, answer) is exact
     assert token_f1(prediction, answer) == pytest.approx(f1)
@@ -166,7 +192,14 @@ def test_normalized_texts_are_plain_words() -> None:
 def nothing() -> list[str]:
     """What every metric says when no rank has a row."""
     complaints = []
-    for metric in (Accuracy(2), MacroF1(2), BinaryF1(), GroupExactMatch(), BestOfGroup(), AnswerScore()):
+    for metric in (
+        Accuracy(2),
+        MacroF1(2),
+        BinaryF1(),
+        GroupExactMatch(),
+        BestOfGroup(),
+        AnswerScore(),
+    ):
         with pytest.raises(DataError, match="on any rank") as error:
             metric.compute()
         complaints.append(str(error.value))
@@ -185,7 +218,9 @@ def test_bad_rows_are_refused() -> None:
         Accuracy(2).update([0, 1], [0])
     with pytest.raises(DataError, match="classes from -100 to 1: expected 0 to 1"):
         Accuracy(2).update([0, 1], [0, -100])
-    with pytest.raises(DataError, match=r"got torch.float32 of shape \(2,\) as classes: expected integers"):
+    with pytest.raises(
+        DataError, match=r"got torch.float32 of shape \(2,\) as classes: expected integers"
+    ):
         Accuracy(2).update(torch.tensor([0.9, 0.1]), [1, 0])
     Accuracy(2).update([], [])
     with pytest.raises(DataError, match="columns of 1, 2, 1 rows"):

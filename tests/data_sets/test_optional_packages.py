@@ -1,4 +1,6 @@
-"""Packages that only some tokenizers need: the others work without them, and those say what is missing."""
+"""Packages that only some tokenizers need: the others work without them, and those say what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +56,12 @@ def test_other_tokenizers_work_without() -> None:
 def test_commands_work_without_what_others_need() -> None:
     """Converting needs no transformers; preparing data says that it does."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", COMMANDS], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMANDS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.startswith("1\nusage: python -m model_center convert")
     assert "error: preprocess needs transformers: pip install transformers" in done.stderr

@@ -1,4 +1,6 @@
-"""`python -m model_center preprocess`: against transformers and plain Python; text that is broken."""
+"""`python -m model_center preprocess`: against transformers and plain Python; text that is
+broken.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def expected(lines: list[str], end: bool = True) -> list[list[int]]:
 
 def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A document per line, ended; the folder of the output is made; a summary on stderr."""
-    got = preprocess(tmp_path / "new" / "out", "--input", ENGLISH, "--tokenizer", GPT2, "--append-eod")
+    got = preprocess(
+        tmp_path / "new" / "out", "--input", ENGLISH, "--tokenizer", GPT2, "--append-eod"
+    )
     want = expected(ENGLISH.read_text().splitlines())
     assert lists(got) == want
     assert got.doc_idx.tolist() == list(range(len(want) + 1))
@@ -51,9 +55,13 @@ def test_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_lines_in_several_files(tmp_path: Path) -> None:
-    """In the order given, under any key; blank lines and empty texts are skipped; odd characters survive."""
+    """In the order given, under any key; blank lines and empty texts are skipped; odd characters
+    survive.
+    """
     texts = ["one line\nand another", "naïve 漢字 🙂", "  ", "", "half a pair: \ud83d"]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"id": 1, "body": text}) for text in texts) + "\n\n")
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"id": 1, "body": text}) for text in texts) + "\n\n"
+    )
     (tmp_path / "b.jsonl").write_text('\ufeff{"body": "last, without a line end"}')
     got = preprocess(
         tmp_path / "out",
@@ -67,23 +75,36 @@ def test_json_lines_in_several_files(tmp_path: Path) -> None:
         "--dtype",
         "int32",
     )
-    assert lists(got) == expected([*texts[:2], "half a pair: ?", "last, without a line end"], end=False)
+    assert lists(got) == expected(
+        [*texts[:2], "half a pair: ?", "last, without a line end"], end=False
+    )
     assert str(got.dtype) == "int32"
 
 
 def test_windows_lines_and_empty_ones(tmp_path: Path) -> None:
     """The end of a line is no part of the document."""
     (tmp_path / "a.txt").write_bytes(b"one\r\n\r\n \ntwo\n")
-    assert lists(preprocess(tmp_path / "out", "--input", tmp_path / "a.txt", "--tokenizer", GPT2)) == expected(
-        ["one", "two"], end=False
-    )
+    assert lists(
+        preprocess(tmp_path / "out", "--input", tmp_path / "a.txt", "--tokenizer", GPT2)
+    ) == expected(["one", "two"], end=False)
 
 
 def test_long_documents_are_split(tmp_path: Path) -> None:
     """Into pieces that join to the document."""
-    got = preprocess(tmp_path / "out", "--input", ENGLISH, "--tokenizer", GPT2, "--append-eod", "--split-length", 16)
+    got = preprocess(
+        tmp_path / "out",
+        "--input",
+        ENGLISH,
+        "--tokenizer",
+        GPT2,
+        "--append-eod",
+        "--split-length",
+        16,
+    )
     want = expected(ENGLISH.read_text().splitlines())
-    assert lists(got) == [ids[start : start + 16] for ids in want for start in range(0, len(ids), 16)]
+    assert lists(got) == [
+        ids[start : start + 16] for ids in want for start in range(0, len(ids), 16)
+    ]
     assert len(got.doc_idx) == len(want) + 1
     start, stop = got.doc_idx[3:5]
     assert [number for row in got[start:stop] for number in row.tolist()] == want[3]
@@ -93,9 +114,19 @@ def test_workers_keep_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Byte for byte the same files; an error in one of them is the error of that line."""
     monkeypatch.setattr(documents, "BATCH_BYTES", 2000)  # some twenty batches
     for workers in (1, 2):
-        preprocess(tmp_path / f"out{workers}", "--input", ENGLISH, "--tokenizer", GPT2, "--workers", workers)
+        preprocess(
+            tmp_path / f"out{workers}",
+            "--input",
+            ENGLISH,
+            "--tokenizer",
+            GPT2,
+            "--workers",
+            workers,
+        )
     for ending in (".bin", ".idx"):
-        assert (tmp_path / f"out1{ending}").read_bytes() == (tmp_path / f"out2{ending}").read_bytes()
+        assert (tmp_path / f"out1{ending}").read_bytes() == (
+            tmp_path / f"out2{ending}"
+        ).read_bytes()
 
 
 # --- what CPM-1 was trained on
@@ -106,7 +137,9 @@ def letters(tmp_path: Path) -> str:
     """A vocabulary of single characters: id 0 to 5 as CPM-1's, then a, b, c, ..."""
     folder = tmp_path / "vocabulary"
     folder.mkdir()
-    (folder / "vocab.txt").write_text("\n".join(["<unk>", "<s>", "<pad>", "</_>", "</n>", "<eod>", *"abcdefgh"]) + "\n")
+    (folder / "vocab.txt").write_text(
+        "\n".join(["<unk>", "<s>", "<pad>", "</_>", "</n>", "<eod>", *"abcdefgh"]) + "\n"
+    )
     return str(folder)
 
 
@@ -116,7 +149,11 @@ SPACE, A, B = 3, 6, 7
 def test_the_preset_of_cpm1(tmp_path: Path, letters: str) -> None:
     """Worked out by hand: see the comment beside the preset."""
     text = tmp_path / "a.txt"
-    text.write_text("\n".join(["a" * 31, "b" * 32, "a" * 16 + "<n>" + "Ω" * 9 + "b" * 16, "a " * 265, "a " * 275]))
+    text.write_text(
+        "\n".join(
+            ["a" * 31, "b" * 32, "a" * 16 + "<n>" + "Ω" * 9 + "b" * 16, "a " * 265, "a " * 275]
+        )
+    )
     got = preprocess(tmp_path / "out", "--input", text, "--tokenizer", letters, "--preset", "cpm1")
     long = [1] + [A, SPACE] * 275 + [5]
     assert (
@@ -137,7 +174,15 @@ def test_given_arguments_go_before_the_preset(tmp_path: Path, letters: str) -> N
     """Another length of pieces."""
     (tmp_path / "a.txt").write_text("a " * 35)
     got = preprocess(
-        tmp_path / "out", "--input", tmp_path / "a.txt", "--tokenizer", letters, "--preset", "cpm1", "--split-length", 40
+        tmp_path / "out",
+        "--input",
+        tmp_path / "a.txt",
+        "--tokenizer",
+        letters,
+        "--preset",
+        "cpm1",
+        "--split-length",
+        40,
     )
     assert got.sizes.tolist() == [40, 32]
 
@@ -155,24 +200,59 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_broken_text_is_named(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_text_is_named(
+    tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With file and line, exit status 1, and nothing is left behind: not even the folder."""
     content, complaint = BROKEN[what]
     source = tmp_path / "a.jsonl"
     source.write_bytes(content)
-    assert main(["preprocess", "--input", str(source), "--output", str(tmp_path / "new" / "out"), "--tokenizer", GPT2]) == 1
+    assert (
+        main(
+            [
+                "preprocess",
+                "--input",
+                str(source),
+                "--output",
+                str(tmp_path / "new" / "out"),
+                "--tokenizer",
+                GPT2,
+            ]
+        )
+        == 1
+    )
     error = capsys.readouterr().err
     assert re.match(f"error: .*{complaint}", error)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_broken_line_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_line_in_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Comes out of the worker as it is; the first in the file's order, nothing left."""
     monkeypatch.setattr(documents, "BATCH_BYTES", 100)
     source = tmp_path / "a.jsonl"
-    source.write_text("".join(f'{{"text": "line {number}"}}\n' if number not in {30, 40} else "[]\n" for number in range(1, 60)))
+    source.write_text(
+        "".join(
+            f'{{"text": "line {number}"}}\n' if number not in {30, 40} else "[]\n"
+            for number in range(1, 60)
+        )
+    )
     assert (
-        main(["preprocess", "--input", str(source), "--output", str(tmp_path / "out"), "--tokenizer", GPT2, "--workers", "2"]) == 1
+        main(
+            [
+                "preprocess",
+                "--input",
+                str(source),
+                "--output",
+                str(tmp_path / "out"),
+                "--tokenizer",
+                GPT2,
+                "--workers",
+                "2",
+            ]
+        )
+        == 1
     )
     assert "a.jsonl:30 is a JSON list" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
@@ -184,11 +264,29 @@ def test_a_broken_line_in_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["--input", "nowhere.txt", "--tokenizer", GPT2], "nowhere.txt is no file"),
         (["--input", str(ENGLISH), "--tokenizer", str(DATA / "corpus")], "holds no tokenizer"),
         (["--input", str(ENGLISH), "--tokenizer", GPT2, "--workers", "0"], "workers is 0"),
-        (["--input", str(ENGLISH), "--tokenizer", GPT2, "--split-length", "0"], "split-length is 0"),
+        (
+            ["--input", str(ENGLISH), "--tokenizer", GPT2, "--split-length", "0"],
+            "split-length is 0",
+        ),
         (["--input", str(ENGLISH), "--tokenizer", GPT2, "--key", "text"], "is for JSONL"),
-        (["--input", str(ENGLISH), "--tokenizer", GPT2, "--output", "folder/"], "output folder/ is a folder"),
-        (["--input", str(ENGLISH), str(DATA / "corpus" / "english.jsonl"), "--tokenizer", GPT2], "files of one kind"),
-        (["--input", str(ENGLISH), "--tokenizer", str(DATA / "tokenizers" / "bert"), "--append-eod"], "no end-of-document token"),
+        (
+            ["--input", str(ENGLISH), "--tokenizer", GPT2, "--output", "folder/"],
+            "output folder/ is a folder",
+        ),
+        (
+            ["--input", str(ENGLISH), str(DATA / "corpus" / "english.jsonl"), "--tokenizer", GPT2],
+            "files of one kind",
+        ),
+        (
+            [
+                "--input",
+                str(ENGLISH),
+                "--tokenizer",
+                str(DATA / "tokenizers" / "bert"),
+                "--append-eod",
+            ],
+            "no end-of-document token",
+        ),
     ],
 )
 def test_arguments_that_cannot_work(
@@ -209,15 +307,21 @@ def test_the_command_line() -> None:
     assert re.search(r"convert\s+a folder of Hugging Face", done.stdout)
 
 
-@pytest.mark.parametrize(("command", "option"), [("preprocess", "--split-length"), ("convert", "--to")])
-def test_the_help_of_commands(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("command", "option"), [("preprocess", "--split-length"), ("convert", "--to")]
+)
+def test_the_help_of_commands(
+    command: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each command has its arguments."""
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert option in capsys.readouterr().out
 
 
-def test_errors_of_convert_are_said_plainly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_convert_are_said_plainly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As those of preprocess."""
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf"]) == 1
     assert capsys.readouterr().err.startswith("error: ")

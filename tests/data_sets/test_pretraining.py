@@ -25,7 +25,9 @@ from model_center.dataset.packed import PackedDataset
 from model_center.errors import DataError
 
 
-def build(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], *, marks: bool = True) -> MMapIndexedDataset:
+def build(
+    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], *, marks: bool = True
+) -> MMapIndexedDataset:
     """Documents of sequences of ids."""
     with make_builder(f"{prefix}.bin", "mmap") as builder:
         for document in documents:
@@ -41,14 +43,27 @@ def random_documents(count: int, *, empty: bool = True) -> list[list[list[int]]]
     """Documents of some sequences of some ids; all ids differ."""
     draw, ids = np.random.default_rng(0), itertools.count(1)
     low = 0 if empty else 1
-    return [[[next(ids) for _ in range(draw.integers(low, 9))] for _ in range(draw.integers(low, 4))] for _ in range(count)]
+    return [
+        [[next(ids) for _ in range(draw.integers(low, 9))] for _ in range(draw.integers(low, 4))]
+        for _ in range(count)
+    ]
 
 
-def expected_stream(documents: list[list[list[int]]], separator: int | None, order: Sequence[int] | None) -> list[int]:
+def expected_stream(
+    documents: list[list[list[int]]], separator: int | None, order: Sequence[int] | None
+) -> list[int]:
     """All ids of an epoch in a row; documents without ids are none."""
-    flat = [flat for document in documents if (flat := [number for sequence in document for number in sequence])]
+    flat = [
+        flat
+        for document in documents
+        if (flat := [number for sequence in document for number in sequence])
+    ]
     order = range(len(flat)) if order is None else order
-    return [number for place in order for number in [*flat[place], *([] if separator is None else [separator])]]
+    return [
+        number
+        for place in order
+        for number in [*flat[place], *([] if separator is None else [separator])]
+    ]
 
 
 def check(dataset: PackedDataset, stream: list[int], length: int, fill: int) -> None:
@@ -72,7 +87,12 @@ def test_packed_rows_cover_every_token(tmp_path: Path, length: int, separator: i
     dataset = PackedDataset(indexed, length, seed=3, separator=separator)
     for epoch in (0, 1, 7):
         dataset.set_epoch(epoch)
-        check(dataset, expected_stream(documents, separator, permutation(count, 3, epoch).tolist()), length, separator or 0)
+        check(
+            dataset,
+            expected_stream(documents, separator, permutation(count, 3, epoch).tolist()),
+            length,
+            separator or 0,
+        )
     plain = PackedDataset(indexed, length, separator=separator, shuffle=False)
     check(plain, expected_stream(documents, separator, None), length, separator or 0)
 
@@ -82,7 +102,12 @@ def test_unmarked_sequences_are_documents(tmp_path: Path) -> None:
     documents = random_documents(9, empty=False)
     sequences = [[sequence] for document in documents for sequence in document]
     order = permutation(len(sequences), 0, 0).tolist()
-    check(PackedDataset(build(tmp_path / "a", documents, marks=False), 4), expected_stream(sequences, None, order), 4, 0)
+    check(
+        PackedDataset(build(tmp_path / "a", documents, marks=False), 4),
+        expected_stream(sequences, None, order),
+        4,
+        0,
+    )
     with make_builder(f"{tmp_path}/b.bin", "mmap") as builder:
         for number in range(6):
             builder.add_item([number, number])
@@ -91,7 +116,12 @@ def test_unmarked_sequences_are_documents(tmp_path: Path) -> None:
         builder.finalize(f"{tmp_path}/b.idx")
     order = permutation(4, 0, 0).tolist()
     halves = [[[0, 0, 1, 1, 2, 2]], [[3, 3]], [[4, 4]], [[5, 5]]]
-    check(PackedDataset(MMapIndexedDataset(f"{tmp_path}/b"), 4), expected_stream(halves, None, order), 4, 0)
+    check(
+        PackedDataset(MMapIndexedDataset(f"{tmp_path}/b"), 4),
+        expected_stream(halves, None, order),
+        4,
+        0,
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -99,16 +129,24 @@ def test_packed_rows_through_the_loader(tmp_path: Path, workers: int) -> None:
     """Every token a target once an epoch, other rows in the next, resumed exactly."""
     documents = random_documents(30)
     dataset = PackedDataset(build(tmp_path / "a", documents), 6)
-    loader = DistributedDataLoader(dataset, shuffle=True, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    loader = DistributedDataLoader(
+        dataset, shuffle=True, batch_size=4, num_workers=workers, persistent_workers=workers > 0
+    )
     epochs = [[batch["targets"] for batch in loader] for _ in range(2)]
     for epoch in range(2):
-        stream = expected_stream(documents, None, permutation(len({*dataset._starts.tolist()}) - 1, 0, epoch).tolist())
+        stream = expected_stream(
+            documents, None, permutation(len({*dataset._starts.tolist()}) - 1, 0, epoch).tolist()
+        )
         targets = torch.cat(epochs[epoch])
         assert sorted(targets[targets != -100].tolist()) == sorted(stream[1:])
     assert not torch.equal(epochs[0][0], epochs[1][0])
-    again = DistributedDataLoader(PackedDataset(MMapIndexedDataset(str(tmp_path / "a")), 6), shuffle=True, batch_size=4)
+    again = DistributedDataLoader(
+        PackedDataset(MMapIndexedDataset(str(tmp_path / "a")), 6), shuffle=True, batch_size=4
+    )
     again.load_state_dict({**loader.state_dict(), "epoch": 1, "row": 8})
-    assert all(torch.equal(one["targets"], two) for one, two in zip(again, epochs[1][2:], strict=True))
+    assert all(
+        torch.equal(one["targets"], two) for one, two in zip(again, epochs[1][2:], strict=True)
+    )
     assert len(pickle.dumps(dataset)) < 3000
 
 
@@ -190,7 +228,9 @@ def test_merged_spans(tmp_path: Path) -> None:
     """Where they may begin and end, what is predicted from where, and the end of a line."""
     lengths = [2, 3, 4, 8, 21, 64]
     sequences = [list(range(10, 10 + length)) for length in lengths]
-    dataset = CPM1_Dataset_Merge(build(tmp_path / "a", [sequences, [[9]], [[]], [[5, 6, 7, 4]]]), max_length=60)
+    dataset = CPM1_Dataset_Merge(
+        build(tmp_path / "a", [sequences, [[9]], [[]], [[5, 6, 7, 4]]]), max_length=60
+    )
     assert len(dataset) == 7
     seen: dict[int, set[tuple[int, int]]] = {row: set() for row in range(7)}
     for epoch in range(200):
@@ -205,7 +245,9 @@ def test_merged_spans(tmp_path: Path) -> None:
             assert span == list(range(left, right))
             assert max(1, length // 8) <= left <= max(1, length // 4)
             assert length * 3 // 4 <= right <= length
-            predicted = {place + 1: target for place, target in enumerate(targets.tolist()) if target != -100}
+            predicted = {
+                place + 1: target for place, target in enumerate(targets.tolist()) if target != -100
+            }
             assert predicted == {place: want[place] for place in span}
             seen[row].add((left, right))
     assert {right for _, right in seen[6]} == {4}  # it ends with the id of a line break
@@ -218,16 +260,26 @@ def test_merged_rows_are_a_function_of_seed_epoch_and_row(tmp_path: Path) -> Non
     indexed = build(tmp_path / "a", [[list(range(10, 10 + length))] for length in range(30, 60, 3)])
     epochs: list[list[dict[str, torch.Tensor]]] = []
     for workers in (0, 2):
-        loader = DistributedDataLoader(CPM1_Dataset_Merge(indexed, seed=5), batch_size=4, num_workers=workers)
+        loader = DistributedDataLoader(
+            CPM1_Dataset_Merge(indexed, seed=5), batch_size=4, num_workers=workers
+        )
         epochs += [list(loader) for _ in range(2)]
     for one, two in ((0, 2), (1, 3)):
         for left, right in zip(epochs[one], epochs[two], strict=True):
             assert all(torch.equal(left[key], right[key]) for key in left)
     assert not torch.equal(epochs[0][0]["targets"], epochs[1][0]["targets"])
     other = CPM1_Dataset_Merge(indexed, seed=6)
-    assert any(not torch.equal(other[row][1], CPM1_Dataset_Merge(indexed, seed=5)[row][1]) for row in range(10))
+    assert any(
+        not torch.equal(other[row][1], CPM1_Dataset_Merge(indexed, seed=5)[row][1])
+        for row in range(10)
+    )
     batch = epochs[0][0]
-    assert batch["input_tokens"].shape == batch["targets"].shape == batch["input_span"].shape == (4, 39)
+    assert (
+        batch["input_tokens"].shape
+        == batch["targets"].shape
+        == batch["input_span"].shape
+        == (4, 39)
+    )
     assert batch["input_length"].tolist() == [30, 33, 36, 39]
     assert batch["input_tokens"][0, 30:].tolist() == [0] * 9
     assert batch["targets"][0, 30:].tolist() == [-100] * 9

@@ -42,7 +42,16 @@ ARRAYS = [
     np.arange(4, dtype=">i2"),
     np.arange(12).reshape(3, 4)[:, ::2],
 ]
-DTYPES = [torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64]
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.complex64,
+]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
@@ -69,12 +78,18 @@ def test_tensors_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Bit for bit, transposed ones too."""
     tensor = (torch.randn(shape) * 3).to(dtype)
     back = records.loads(records.dumps({"x": tensor.t() if tensor.dim() == 2 else tensor}))["x"]
-    torch.testing.assert_close(back, tensor.t().contiguous() if tensor.dim() == 2 else tensor, rtol=0, atol=0)
+    torch.testing.assert_close(
+        back, tensor.t().contiguous() if tensor.dim() == 2 else tensor, rtol=0, atol=0
+    )
 
 
 def test_numbers_of_numpy_and_parameters() -> None:
     """As plain numbers, and as tensors."""
-    assert records.loads(records.dumps([np.int64(3), np.float32(0.5), np.bool_(True)])) == [3, 0.5, True]
+    assert records.loads(records.dumps([np.int64(3), np.float32(0.5), np.bool_(True)])) == [
+        3,
+        0.5,
+        True,
+    ]
     parameter = torch.nn.Parameter(torch.ones(2))
     assert torch.equal(records.loads(records.dumps(parameter)), torch.ones(2))
 

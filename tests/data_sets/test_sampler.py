@@ -12,11 +12,15 @@ from model_center.dataset.sampler import Cut, RankBatches, check_rows
 from model_center.errors import DataError
 
 CASES = [
-    (rows, batch, ranks) for rows, batch, ranks in itertools.product(range(1, 41), (1, 2, 3, 5), (1, 2, 3, 4)) if rows >= ranks
+    (rows, batch, ranks)
+    for rows, batch, ranks in itertools.product(range(1, 41), (1, 2, 3, 5), (1, 2, 3, 4))
+    if rows >= ranks
 ]
 
 
-def batches(rows: int, cut: Cut, *, epoch: int = 0, row: int = 0, shuffle: bool = True) -> list[list[list[int]]]:
+def batches(
+    rows: int, cut: Cut, *, epoch: int = 0, row: int = 0, shuffle: bool = True
+) -> list[list[list[int]]]:
     """Per rank, the batches of an epoch from `row` on."""
     out = []
     for rank in range(cut.world_size):
@@ -33,7 +37,9 @@ def flat(per_rank: list[list[list[int]]]) -> list[int]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_row_once_and_equally_many_batches(shuffle: bool) -> None:
-    """Over all ranks each row once, in the order of the epoch; no batch is empty; len() is what comes."""
+    """Over all ranks each row once, in the order of the epoch; no batch is empty; len() is what
+    comes.
+    """
     for rows, batch_size, ranks in CASES:
         cut = Cut(batch_size=batch_size, world_size=ranks)
         got = batches(rows, cut, shuffle=shuffle)
@@ -44,7 +50,9 @@ def test_every_row_once_and_equally_many_batches(shuffle: bool) -> None:
         assert min(sizes) >= 1
         assert max(sizes) <= (batch_size if batch_size > 1 else 2)
         full = (rows - ranks) // (batch_size * ranks)
-        assert all(len(batch) == batch_size for of_rank in got for batch in of_rank[: max(full - 1, 0)])
+        assert all(
+            len(batch) == batch_size for of_rank in got for batch in of_rank[: max(full - 1, 0)]
+        )
 
 
 def test_a_step_differs_by_one_row_between_ranks() -> None:
@@ -95,12 +103,16 @@ def test_too_few_rows_are_an_error() -> None:
 
 
 def test_orders_are_permutations_of_their_key() -> None:
-    """Every number once; equal keys equal orders; other keys others; and the first order is this one for ever."""
+    """Every number once; equal keys equal orders; other keys others; and the first order is this
+    one for ever.
+    """
     assert permutation(8, 0, 0).tolist() == FIRST_ORDER
     for count in (0, 1, 2, 100):
         assert sorted(permutation(count, 1, -2).tolist()) == list(range(count))
     assert np.array_equal(permutation(100, 3, 4), permutation(100, 3, 4))
-    orders = {tuple(permutation(100, *key).tolist()) for key in itertools.product((0, 1, -1), (0, 1, 2))}
+    orders = {
+        tuple(permutation(100, *key).tolist()) for key in itertools.product((0, 1, -1), (0, 1, 2))
+    }
     assert len(orders) == 9
 
 

@@ -1,4 +1,6 @@
-"""SQuAD for T5 and LCQMC for CPM, against the texts of their files written out here; and that BoolQ's toy set can be learnt."""
+"""SQuAD for T5 and LCQMC for CPM, against the texts of their files written out here; and that
+BoolQ's toy set can be learnt.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from torch.utils.data import DataLoader
 
 from model_center.dataset import bertdataset, cpm1dataset, cpm2dataset, t5dataset
 from model_center.errors import DataError
-from model_center.tokenizer import BertTokenizer, CPM1Tokenizer, CPM2Tokenizer, GPT2Tokenizer, T5Tokenizer
+from model_center.tokenizer import (
+    BertTokenizer,
+    CPM1Tokenizer,
+    CPM2Tokenizer,
+    GPT2Tokenizer,
+    T5Tokenizer,
+)
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 T5 = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
@@ -66,23 +74,35 @@ def test_squad_is_evaluated_by_texts() -> None:
     ]
     assert [(item["inputs"], item["targets"]) for item in items] == expected
     (batch,) = DataLoader(items, len(items), collate_fn=items.collate)
-    assert batch == {"inputs": [prompt for prompt, _ in expected], "targets": [answers for _, answers in expected]}
+    assert batch == {
+        "inputs": [prompt for prompt, _ in expected],
+        "targets": [answers for _, answers in expected],
+    }
 
 
 def test_squad_cuts_ends_and_chooses_one_answer(tmp_path: pathlib.Path) -> None:
-    """The end of the context is lost, not the question; the answer is the same every time, another by another seed."""
+    """The end of the context is lost, not the question; the answer is the same every time, another
+    by another seed.
+    """
     short = squad("train", 24, 4)[0]
     assert len(short["input_ids"]) == 24
     assert short["input_ids"][-1] == T5.eos_token_id
     assert len(short["targets"]) == 4
     asked = [
-        {"id": str(number), "question": "q", "answers": [{"text": word} for word in ["harbour", "market", "river"]]}
+        {
+            "id": str(number),
+            "question": "q",
+            "answers": [{"text": word} for word in ["harbour", "market", "river"]],
+        }
         for number in range(9)
     ]
     asked.append({"id": "none", "question": "q", "answers": []})
     content = {"data": [{"paragraphs": [{"context": "c", "qas": asked}]}]}
     (tmp_path / "train-v1.1.json").write_text(json.dumps(content))
-    targets = [[item["targets"].tolist() for item in squad("train", path=tmp_path, seed=seed)] for seed in (0, 0, 1)]
+    targets = [
+        [item["targets"].tolist() for item in squad("train", path=tmp_path, seed=seed)]
+        for seed in (0, 0, 1)
+    ]
     assert targets[0] == targets[1] != targets[2]
     assert len({tuple(row) for row in targets[0][:9]}) == 3
     assert T5.decode(targets[0][9]) == T5.decode(T5.encode("<extra_id_0> no answer <extra_id_1>"))
@@ -109,12 +129,20 @@ def test_bad_squad_files_are_refused(tmp_path: pathlib.Path, content: str, compl
     with pytest.raises(DataError, match="Splits are 'train' and 'dev'"):
         squad("test")
     with pytest.raises(DataError, match="no token <extra_id_0>"):
-        t5dataset.DATASET["SQuAD"](DATA / "squad", "dev", GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2"), 64, 8)
+        t5dataset.DATASET["SQuAD"](
+            DATA / "squad",
+            "dev",
+            GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2"),
+            64,
+            8,
+        )
 
 
 def pairs(split: str) -> list[list[str]]:
     """The cells of LCQMC's stored file, without its header."""
-    lines = (DATA / "paraphrase" / "LCQMC" / f"{split}.tsv").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (DATA / "paraphrase" / "LCQMC" / f"{split}.tsv").read_text(encoding="utf-8").splitlines()
+    )
     return [line.split("\t") for line in lines[1:]]
 
 
@@ -131,7 +159,9 @@ def test_lcqmc_for_cpm1_has_a_blank() -> None:
         assert item["index"].nonzero().tolist() == [[len(left) - 1]]
         assert item["input_span"].tolist() == [0] * len(ids)
         assert item["targets"] == int(label)
-    longest, shortest = (choose(items, key=lambda item: len(item["input_tokens"])) for choose in (max, min))
+    longest, shortest = (
+        choose(items, key=lambda item: len(item["input_tokens"])) for choose in (max, min)
+    )
     batch = items.collate([longest, shortest])
     assert batch["input_tokens"].dtype == batch["input_span"].dtype == torch.int64
     room = len(longest["input_tokens"]) - len(shortest["input_tokens"])
@@ -153,18 +183,27 @@ def test_lcqmc_for_cpm2_ends_in_a_sentinel() -> None:
             "index": [1],
             "targets": int(label),
         }
-    assert pickle.loads(pickle.dumps(items))[3]["enc_input"].tolist() == items[3]["enc_input"].tolist()
+    assert (
+        pickle.loads(pickle.dumps(items))[3]["enc_input"].tolist() == items[3]["enc_input"].tolist()
+    )
 
 
 def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: pathlib.Path) -> None:
     """Never what stands around the texts, and no more than is needed."""
-    (tmp_path / "train.tsv").write_text(f"text_a\ttext_b\tlabel\n{'好' * 50}\t天{'气' * 20}\t1\n好\t好\t0\n", encoding="utf-8")
+    (tmp_path / "train.tsv").write_text(
+        f"text_a\ttext_b\tlabel\n{'好' * 50}\t天{'气' * 20}\t1\n好\t好\t0\n", encoding="utf-8"
+    )
     items = cpm1dataset.DATASET["LCQMC"](tmp_path, "train", 0, 1, CPM1, 30)
     assert len(items[0]["input_tokens"]) == 30
     begin, end = CPM1.encode('"好好'), CPM1.encode('气"的关系是:')
     assert items[0]["input_tokens"].tolist()[1 : 1 + len(begin)] == begin
     assert items[0]["input_tokens"].tolist()[-2 - len(end) : -2] == end
-    assert items[1]["input_tokens"].tolist() == [1, *CPM1.encode('"好"与"好"的关系是:'), 0, *CPM1.encode("。")]
+    assert items[1]["input_tokens"].tolist() == [
+        1,
+        *CPM1.encode('"好"与"好"的关系是:'),
+        0,
+        *CPM1.encode("。"),
+    ]
     other = cpm2dataset.DATASET["LCQMC"](tmp_path, "train", 0, 1, CPM2, 30, 1)
     assert len(other[0]["enc_input"]) == 30
     assert other[0]["enc_input"][-1] == CPM2.get_sentinel_id(0)
@@ -174,8 +213,12 @@ def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: pathlib.P
 
 def test_words_of_lcqmc_are_looked_up() -> None:
     """Two ids of a small vocabulary; of one as large as the published, ModelCenter's."""
-    assert cpm1dataset.LCQMC_Dataset.get_verbalizer(CPM1) == CPM1.convert_tokens_to_ids(["不同", "相同"])  # type: ignore[arg-type]
-    assert cpm2dataset.LCQMC_Dataset.get_verbalizer(CPM2) == CPM2.convert_tokens_to_ids(["否", "是"])  # type: ignore[arg-type]
+    assert cpm1dataset.LCQMC_Dataset.get_verbalizer(CPM1) == CPM1.convert_tokens_to_ids(  # type: ignore[arg-type]
+        ["不同", "相同"]
+    )
+    assert cpm2dataset.LCQMC_Dataset.get_verbalizer(CPM2) == CPM2.convert_tokens_to_ids(  # type: ignore[arg-type]
+        ["否", "是"]
+    )
     large: Any = types.SimpleNamespace(vocab_size=30000)
     assert cpm1dataset.LCQMC_Dataset.get_verbalizer(large) == [15682, 16357]
     assert cpm2dataset.LCQMC_Dataset.get_verbalizer(large) == [1744, 24]
@@ -187,7 +230,10 @@ def test_words_of_lcqmc_are_looked_up() -> None:
         ("好\t好\t1\n", "begins with .*: expected the header"),
         ("text_a\ttext_b\tlabel\n", "holds no examples"),
         ("text_a\ttext_b\tlabel\n好\t1\n", "line 2: there is no label"),
-        ("text_a\ttext_b\tlabel\n好\t好\t1\n好\t好\t2\n", "line 3: got .*: expected two texts and the label 0 or 1"),
+        (
+            "text_a\ttext_b\tlabel\n好\t好\t1\n好\t好\t2\n",
+            "line 3: got .*: expected two texts and the label 0 or 1",
+        ),
         ("text_a\ttext_b\tlabel\n好\n", "line 2: got .*: expected two texts"),
     ],
 )
@@ -203,16 +249,27 @@ def test_bad_lcqmc_files_are_refused(tmp_path: pathlib.Path, text: str, complain
 
 
 def test_the_stored_boolq_can_be_learnt() -> None:
-    """A tiny BERT of transformers, from scratch: half of the dev rows right before, nine of ten after 60 steps."""
+    """A tiny BERT of transformers, from scratch: half of the dev rows right before, nine of ten
+    after 60 steps.
+    """
     tokenizer = BertTokenizer.from_pretrained(DATA / "tokenizers" / "bert")
-    train, dev = (bertdataset.DATASET["BoolQ"](DATA / "superglue", split, 0, 1, tokenizer, 128) for split in ("train", "dev"))
+    train, dev = (
+        bertdataset.DATASET["BoolQ"](DATA / "superglue", split, 0, 1, tokenizer, 128)
+        for split in ("train", "dev")
+    )
     (batch,) = DataLoader(dev, len(dev), collate_fn=dev.collate)
     assert batch["labels"].float().mean() == 0.5
     torch.manual_seed(2)
     config = transformers.BertConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.1,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        initializer_range=0.1,
+    )
     model = transformers.BertForSequenceClassification(config)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     loader = DataLoader(train, 16, shuffle=True, collate_fn=train.collate, drop_last=True)

@@ -1,4 +1,6 @@
-"""Blocks compile by default on a GPU: once for equal ones, exact, and never in the way of what does not compile."""
+"""Blocks compile by default on a GPU: once for equal ones, exact, and never in the way of what does
+not compile.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ class Layer(torch.nn.Module):
         self.up, self.down = torch.nn.Linear(dim, 4 * dim), torch.nn.Linear(4 * dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.last(x))))
@@ -62,12 +67,16 @@ def found(layers: Any, x: torch.Tensor, scale: int) -> list[torch.Tensor]:
 
 def check(plain: Any, recompute: bool, level: int, x: torch.Tensor) -> Any:
     want = found(plain, x, 1)
-    blocks = torch.nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=recompute, zero_level=level) for m in plain])
+    blocks = torch.nn.ModuleList(
+        [bmt.Block(copy.deepcopy(m), use_checkpoint=recompute, zero_level=level) for m in plain]
+    )
     for number in range(2):
         what = f"ZeRO-{level}, recompute={recompute}, pass {number}"
         for mine, theirs in zip(found(blocks, x, bmt.world_size()), want, strict=True):
             models.assert_same(mine, theirs, what, 2e-5)
-        models.assert_same_dicts(models.full_gradients(blocks), models.plain_gradients(plain), what, 5e-5)
+        models.assert_same_dicts(
+            models.full_gradients(blocks), models.plain_gradients(plain), what, 5e-5
+        )
     return blocks
 
 
@@ -77,7 +86,9 @@ def exact() -> None:
         torch.manual_seed(1)
         plain = torch.nn.ModuleList([Layer() for _ in range(4)]).to(bmt.device())
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        x = torch.randn(2, 24, 64, device=bmt.device(), generator=torch.Generator(bmt.device()).manual_seed(7))
+        x = torch.randn(
+            2, 24, 64, device=bmt.device(), generator=torch.Generator(bmt.device()).manual_seed(7)
+        )
         blocks = check(plain, recompute, level, x)
         assert_compiled(blocks[0])
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 1
@@ -91,7 +102,8 @@ def test_compiled_by_default_and_exact() -> None:
 
 def language_model_layer() -> None:
     block = bmt.Block(
-        TransformerBlock(dim_model=64, dim_ff=128, num_heads=4, dim_head=16, dtype=torch.float32), use_checkpoint=False
+        TransformerBlock(dim_model=64, dim_ff=128, num_heads=4, dim_head=16, dtype=torch.float32),
+        use_checkpoint=False,
     )
     bmt.init_parameters(block)
     block(torch.ones(2, 8, 64, device=bmt.device()), AttentionMask(causal=True)).sum().backward()

@@ -1,4 +1,6 @@
-"""Random numbers of compiled blocks on a GPU: those of the program's generators, inside of attention too, whoever compiles when."""
+"""Random numbers of compiled blocks on a GPU: those of the program's generators, inside of
+attention too, whoever compiles when.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from bmtrain.recompute.level import Level
 
 pytestmark = pytest.mark.gpu
 DIM, HEADS, LENGTH = 128, 2, 64
-# Kernels of attention add gradients in any order, and levels are compiled apart: both differ in the last bits of bf16.
+# Kernels of attention add gradients in any order, and levels are compiled apart: both differ in the
+# last bits of bf16.
 BF16 = 3e-2
 
 
@@ -29,7 +32,12 @@ class Layer(torch.nn.Module):
         self.qkv, self.out = torch.nn.Linear(DIM, 3 * DIM), torch.nn.Linear(DIM, DIM)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(F.dropout(x, 0.2)).unflatten(-1, (3, HEADS, DIM // HEADS)).movedim(-3, 0).transpose(-2, -3)
+        q, k, v = (
+            self.qkv(F.dropout(x, 0.2))
+            .unflatten(-1, (3, HEADS, DIM // HEADS))
+            .movedim(-3, 0)
+            .transpose(-2, -3)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
         return x + F.dropout(torch.tanh(self.out(heads.transpose(-2, -3).flatten(-2))), 0.2)
 
@@ -65,11 +73,15 @@ def test_a_seed_gives_the_same_numbers_again(level: Level) -> None:
 @pytest.mark.parametrize("level", [Level.CHEAP, Level.BLOCK])
 def test_so_it_is_when_sizes_have_become_variables(level: Level) -> None:
     """Which they are from the third size on."""
-    run_ranks(repeatable, torch.cuda.device_count(), level, False, 4, 6, 9, device=None, timeout=200)
+    run_ranks(
+        repeatable, torch.cuda.device_count(), level, False, 4, 6, 9, device=None, timeout=200
+    )
 
 
 def test_so_it_is_on_request() -> None:
-    run_ranks(repeatable, torch.cuda.device_count(), Level.BLOCK, True, 4, 6, device=None, timeout=200)
+    run_ranks(
+        repeatable, torch.cuda.device_count(), Level.BLOCK, True, 4, 6, device=None, timeout=200
+    )
 
 
 def alike() -> None:
@@ -80,7 +92,10 @@ def alike() -> None:
 
 
 def test_levels_draw_alike() -> None:
-    """The same masks, in attention too: a plan that changes levels changes no numbers. And recomputation meets those of forward."""
+    """The same masks, in attention too: a plan that changes levels changes no numbers.
+
+    And recomputation meets those of forward.
+    """
     run_ranks(alike, 1, device=None, timeout=200)
 
 
@@ -88,7 +103,13 @@ def planned() -> None:
     blocks = make_blocks(use_checkpoint="auto")
     want = draws.step(blocks, inputs(4), draws.SEED)
     for number in range(1, 5):
-        draws.assert_alike(draws.step(blocks, inputs(4), draws.SEED), want, f"pass {number} of planned blocks", BF16, BF16)
+        draws.assert_alike(
+            draws.step(blocks, inputs(4), draws.SEED),
+            want,
+            f"pass {number} of planned blocks",
+            BF16,
+            BF16,
+        )
     assert_compiled(blocks[0])
 
 
@@ -110,10 +131,15 @@ def compiled_apart() -> tuple[list[draws.State], list[draws.State]]:
 
 
 def test_compiling_draws_nothing() -> None:
-    """The last rank compiles again before every step: its generators go as far as before, and as those of the others."""
+    """The last rank compiles again before every step: its generators go as far as before, and as
+    those of the others.
+    """
     found = run_ranks(compiled_apart, torch.cuda.device_count(), device=None, timeout=200)
     for rank, runs in enumerate(found):
         for again, states in enumerate(runs):
             for number, (mine, first) in enumerate(zip(states, found[0][0], strict=True)):
-                what = f"rank {rank}, {'compiling again' if again else 'as it comes'}, step {number}: generators"
+                what = (
+                    f"rank {rank}, {'compiling again' if again else 'as it comes'}, step "
+                    f"{number}: generators"
+                )
                 models.assert_same_dicts(mine, first, what, 0.0)

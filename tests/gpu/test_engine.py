@@ -1,4 +1,6 @@
-"""The engine on real GPUs over NCCL, as many ranks as there are GPUs, against plain PyTorch on one of them."""
+"""The engine on real GPUs over NCCL, as many ranks as there are GPUs, against plain PyTorch on one
+of them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def on_gpus(fn: Any, *args: Any, init: dict[str, Any] | None = None) -> list[Any
 def train_odd(sharded: bool, level: int, recompute: bool, kind: str) -> dict[str, torch.Tensor]:
     model = models.shard_whole(level, recompute) if sharded else models.make_whole()
     model = model.to(bmt.device())
-    classes = {"adam": bmt.optim.AdamOptimizer, "offload": bmt.optim.AdamOffloadOptimizer, "torch": torch.optim.AdamW}
+    classes = {
+        "adam": bmt.optim.AdamOptimizer,
+        "offload": bmt.optim.AdamOffloadOptimizer,
+        "torch": torch.optim.AdamW,
+    }
     optimizer = classes[kind if sharded else "torch"](models.groups_of(model), lr=1e-2)
     manager = bmt.optim.OptimManager()
     if sharded:
@@ -54,7 +60,9 @@ def compare_odd() -> None:
     warnings.filterwarnings("ignore", message=".*OddBlock runs uncompiled")  # it branches on values
     torch.backends.cuda.matmul.allow_tf32 = False
     want = train_odd(False, 3, False, "torch")
-    for level, recompute, kind in itertools.product((2, 3), (False, True), ("adam", "offload", "torch")):
+    for level, recompute, kind in itertools.product(
+        (2, 3), (False, True), ("adam", "offload", "torch")
+    ):
         got = train_odd(True, level, recompute, kind)
         models.assert_same_dicts(got, want, f"ZeRO-{level}, recompute {recompute}, {kind}")
 
@@ -90,14 +98,17 @@ def gradients(layers: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def compare_compiled() -> None:
-    # Inductor warns of deprecated parts of torch itself and of TF32 left off, which this test wants.
+    # Inductor warns of deprecated parts of torch itself and of TF32 left off, which this test
+    # wants.
     warnings.filterwarnings("ignore", module=r"torch\.")
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(11)  # the same input everywhere: the sum over ranks is a multiple
     x = torch.randn(64, 512, device=bmt.device())
     want = gradients(make_layers(), x)
     for level, recompute in itertools.product((2, 3), (False, True)):
-        layers = bmt.TransformerBlockList([bmt.Block(m, use_checkpoint=recompute, zero_level=level) for m in make_layers()])
+        layers = bmt.TransformerBlockList(
+            [bmt.Block(m, use_checkpoint=recompute, zero_level=level) for m in make_layers()]
+        )
         for block in layers:
             block.compile(dynamic=False)
         for number in range(3):
@@ -109,11 +120,15 @@ def compare_compiled() -> None:
                 piece = param.storage_of.piece(param.index_in_storage)
                 part = full.reshape(-1)[piece.start : piece.stop] * bmt.world_size()
                 if part.numel():
-                    models.assert_same(mine, part, f"ZeRO-{level}, recompute {recompute}, pass {number}", 2e-5)
+                    models.assert_same(
+                        mine, part, f"ZeRO-{level}, recompute {recompute}, pass {number}", 2e-5
+                    )
 
 
 def test_compiled_blocks_have_the_gradients_of_plain_ones() -> None:
-    """Inductor's code on views of ring buffers, saved tensors packed and gathered again, several passes."""
+    """Inductor's code on views of ring buffers, saved tensors packed and gathered again, several
+    passes.
+    """
     on_gpus(compare_compiled)
 
 
@@ -121,7 +136,9 @@ def compare_dropout() -> None:
     results = []
     for recompute in (False, True):
         # Uncompiled: with and without recomputation the compiler fuses, and so rounds, differently.
-        layers = bmt.TransformerBlockList([bmt.Block(m, use_checkpoint=recompute, compile=False) for m in make_layers(0.3)])
+        layers = bmt.TransformerBlockList(
+            [bmt.Block(m, use_checkpoint=recompute, compile=False) for m in make_layers(0.3)]
+        )
         torch.manual_seed(5)
         results.append(gradients(layers, torch.ones(64, 512, device=bmt.device())))
     for kept, recomputed in zip(*results, strict=True):
@@ -141,8 +158,12 @@ def forbid_waiting(forbid: bool) -> None:
 
 
 def train_quietly() -> tuple[list[int], int]:
-    """A bf16 training step never makes the host wait, and memory does not grow; (allocated bytes per step, ring buffers)."""
-    layers = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()])
+    """A bf16 training step never makes the host wait, and memory does not grow; (allocated bytes
+    per step, ring buffers).
+    """
+    layers = bmt.TransformerBlockList(
+        [bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()]
+    )
     optimizer = bmt.optim.AdamOptimizer(layers.parameters(), lr=1e-3)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
@@ -161,15 +182,21 @@ def train_quietly() -> tuple[list[int], int]:
 
 
 def test_a_step_does_not_wait_for_the_device_and_memory_is_static() -> None:
-    """No synchronisation after warm-up, the same allocation after every later step, at most three full buffers."""
+    """No synchronisation after warm-up, the same allocation after every later step, at most three
+    full buffers.
+    """
     for allocated, buffers in on_gpus(train_quietly):
         assert len(set(allocated[3:])) == 1, allocated
         assert (torch.cuda.device_count() > 1) <= buffers <= 3
 
 
 def peaks_of_forward() -> tuple[int, int, int]:
-    """Peak bytes of a forward pass after gradients were cleared and after they were not; bytes of the gradients."""
-    layers = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()])
+    """Peak bytes of a forward pass after gradients were cleared and after they were not; bytes of
+    the gradients.
+    """
+    layers = bmt.TransformerBlockList(
+        [bmt.Block(m.to(torch.bfloat16), use_checkpoint=False) for m in make_layers()]
+    )
     x, peaks = torch.randn(4096, 512, device=bmt.device(), dtype=torch.bfloat16), []
     for clears in (True, True, False):
         if clears:
@@ -210,7 +237,9 @@ def communicate() -> None:
     gathered = bmt.distributed.all_gather(x + rank)
     assert gathered.shape == (size, 4)
     (gathered * (rank + 1)).sum().backward()
-    models.assert_same(x.grad, torch.full((4,), size * (size + 1) / 2, device=device), "all_gather backward")
+    models.assert_same(
+        x.grad, torch.full((4,), size * (size + 1) / 2, device=device), "all_gather backward"
+    )
     assert float(bmt.sum_loss(torch.tensor(float(rank), device=device))) == (size - 1) / 2
     results = bmt.gather_result(torch.full((rank + 1,), rank, device=device)).tolist()
     assert results == [other for other in range(size) for _ in range(other + 1)]

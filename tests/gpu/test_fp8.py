@@ -1,4 +1,6 @@
-"""Linear maps in eight bits on the GPU's own products: the kernel beside its twin, blocks beside plain ones, compiled and not."""
+"""Linear maps in eight bits on the GPU's own products: the kernel beside its twin, blocks beside
+plain ones, compiled and not.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_is_its_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
     skip_without_eight_bits()
-    x = torch.randn(*shape, device=DEVICE, dtype=dtype, generator=torch.Generator(DEVICE).manual_seed(1))
+    x = torch.randn(
+        *shape, device=DEVICE, dtype=dtype, generator=torch.Generator(DEVICE).manual_seed(1)
+    )
     codes, unit = fp8.quantise(x, fp8.E4M3)
     assert torch.equal(bits(fp8.transposed(x, unit)), bits(fp8.transposed_reference(x, unit)))
     for kind in (fp8.E4M3, fp8.E5M2):
@@ -51,8 +55,14 @@ def test_an_overflow_stays_visible() -> None:
         assert fp8.transposed(x, unit)[2, 1].isnan()
         one = torch.ones((), device=DEVICE)
         codes = fp8.transposed(x, unit)
-        assert not fp8.product(codes, unit, codes, unit, None, torch.float32, fast=False).isfinite().all()
-        assert fp8.transposed(x, one)[2, 1].isnan() == fp8.transposed_reference(x, one)[2, 1].isnan()
+        assert (
+            not fp8.product(codes, unit, codes, unit, None, torch.float32, fast=False)
+            .isfinite()
+            .all()
+        )
+        assert (
+            fp8.transposed(x, one)[2, 1].isnan() == fp8.transposed_reference(x, one)[2, 1].isnan()
+        )
 
 
 @pytest.mark.parametrize("fast", [False, True])
@@ -61,9 +71,15 @@ def test_products_are_those_of_fp32(fast: bool) -> None:
     x, w, b = (torch.randn(*shape, device=DEVICE) for shape in ((200, 512), (96, 512), (96,)))
     (x8, xu), (w8, wu) = fp8.quantise(x, fp8.E4M3), fp8.quantise(w, fp8.E4M3)
     want = fp8.product_reference(x8, xu, w8, wu, b, torch.float32)
-    # The tensor cores themselves keep some 14 bits of a sum; what is not fast adds those up in fp32 every few numbers.
+    # The tensor cores themselves keep some 14 bits of a sum; what is not fast adds those up in fp32
+    # every few numbers.
     for dtype, tolerance in ((torch.float32, 2e-3 if fast else 5e-4), (torch.bfloat16, 8e-3)):
-        models.assert_same(fp8.product(x8, xu, w8, wu, b.to(dtype), dtype, fast).float(), want, f"{dtype}, fast={fast}", tolerance)
+        models.assert_same(
+            fp8.product(x8, xu, w8, wu, b.to(dtype), dtype, fast).float(),
+            want,
+            f"{dtype}, fast={fast}",
+            tolerance,
+        )
 
 
 class Layer(torch.nn.Module):
@@ -83,7 +99,8 @@ def found(layer: Any, scale: int) -> list[torch.Tensor]:
     layer.zero_grad()
     out = layer(x)
     (out.sin().sum() / scale).backward()
-    return [out.detach() - x.detach(), grad_of(x) * scale]  # without the residual, beside which the branch is small
+    # without the residual, beside which the branch is small
+    return [out.detach() - x.detach(), grad_of(x) * scale]
 
 
 def near(mine: torch.Tensor, plain: torch.Tensor, what: str, least: float = 0.0) -> None:
@@ -97,9 +114,13 @@ def blocks() -> None:
     plain = Layer().to(bmt.device())
     want = found(plain, 1)
     gradients = models.plain_gradients(plain)
-    for zero, level, compiles in itertools.product((2, 3), (Level.NOTHING, Level.CHEAP, Level.BLOCK), (False, True)):
+    for zero, level, compiles in itertools.product(
+        (2, 3), (Level.NOTHING, Level.CHEAP, Level.BLOCK), (False, True)
+    ):
         what = f"ZeRO-{zero}, {level}, compiled={compiles}"
-        block = bmt.Block(copy.deepcopy(plain), use_checkpoint=level, zero_level=zero, compile=compiles, fp8=True)
+        block = bmt.Block(
+            copy.deepcopy(plain), use_checkpoint=level, zero_level=zero, compile=compiles, fp8=True
+        )
         for mine, theirs in zip(found(block, bmt.world_size()), want, strict=True):
             near(mine, theirs, what, least=1e-2)
         for name, grad in models.full_gradients(block).items():

@@ -1,4 +1,6 @@
-"""Kernels of norms and of GELU's and norms' gradients on a GPU, and layers compiled with them beside plain PyTorch."""
+"""Kernels of norms and of GELU's and norms' gradients on a GPU, and layers compiled with them
+beside plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from bmtrain.kernels import norm as kernels
 from bmtrain.kernels.gelu import gelu_backward, gelu_backward_reference
 from bmtrain.kernels.norm import MOST_COLUMNS, Terms, norm, norm_backward, norm_backward_reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # the compiler's remarks on TF32 and on itself
+# the compiler's remarks on TF32 and on itself
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = "cuda"
 
@@ -24,13 +27,21 @@ DEVICE = "cuda"
 def test_gelu(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Also where all blocks are full, so that nothing is masked."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    grad, x = (2 * torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for _ in range(2))
+    grad, x = (
+        2 * torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for _ in range(2)
+    )
     got, want = gelu_backward(grad, x), gelu_backward_reference(grad, x)
-    # One minus the logistic function is off by half an eps of 1, which its factor x u'(x), some 35 at x = 5, makes larger.
-    room = torch.finfo(dtype).eps * want[0].double().abs() + 20 * torch.finfo(torch.float32).eps * grad.double().abs()
+    # One minus the logistic function is off by half an eps of 1, which its factor x u'(x), some 35
+    # at x = 5, makes larger.
+    room = (
+        torch.finfo(dtype).eps * want[0].double().abs()
+        + 20 * torch.finfo(torch.float32).eps * grad.double().abs()
+    )
     assert ((got[0].double() - want[0].double()).abs() <= room).all()
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-3 + 8 * torch.finfo(dtype).eps)
-    assert all(torch.equal(one, other) for one, other in zip(got, gelu_backward(grad, x), strict=True)), "other bits each time"
+    assert all(
+        torch.equal(one, other) for one, other in zip(got, gelu_backward(grad, x), strict=True)
+    ), "other bits each time"
 
 
 CASES: list[dict[str, Any]] = [
@@ -38,7 +49,14 @@ CASES: list[dict[str, Any]] = [
     {"num_grads": 3, "num_inputs": 1, "centered": True, "residual": True, "rows": 3000, "n": 768},
     {"num_grads": 2, "num_inputs": 2, "centered": False, "residual": True, "rows": 300, "n": 4096},
     {"num_grads": 1, "num_inputs": 2, "centered": True, "residual": True, "rows": 300, "n": 5120},
-    {"num_grads": 3, "num_inputs": 2, "centered": True, "residual": True, "rows": 7, "n": MOST_COLUMNS},
+    {
+        "num_grads": 3,
+        "num_inputs": 2,
+        "centered": True,
+        "residual": True,
+        "rows": 7,
+        "n": MOST_COLUMNS,
+    },
 ]
 
 
@@ -46,15 +64,20 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
     """As many rows ahead as shared memory holds, down to none for the widest in fp32."""
-    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), norms.Case(dtype, **case).arguments)
+    arguments = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(DEVICE), norms.Case(dtype, **case).arguments
+    )
     got, want = norm_backward(*arguments), norm_backward_reference(Terms(*arguments))
     torch.testing.assert_close(got[0], want[0], rtol=torch.finfo(dtype).eps, atol=2e-5)
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-3)  # of numbers in fp32
     residual = arguments[5]
-    columns = [tensor for tensor in (got[0], residual) if tensor is not None]  # of its own numbers, rounded as they are
+    # of its own numbers, rounded as they are
+    columns = [tensor for tensor in (got[0], residual) if tensor is not None]
     own = kernels._sums([kernels._rows(tensor, case["n"]) for tensor in columns], case["n"])
     torch.testing.assert_close(got[2], own, rtol=1e-4, atol=1e-3)
-    assert all(torch.equal(one, other) for one, other in zip(got, norm_backward(*arguments), strict=True)), "other bits each time"
+    assert all(
+        torch.equal(one, other) for one, other in zip(got, norm_backward(*arguments), strict=True)
+    ), "other bits each time"
 
 
 FORWARD: list[dict[str, Any]] = [
@@ -69,20 +92,31 @@ FORWARD: list[dict[str, Any]] = [
 @pytest.mark.parametrize("case", FORWARD, ids=str)
 def test_forward_of_norms(case: dict[str, Any], dtype: torch.dtype) -> None:
     """Beside plain PyTorch in fp64, the sum of two inputs bit for bit."""
-    arguments = torch.utils._pytree.tree_map_only(torch.Tensor, lambda x: x.to(DEVICE), norms.forward_arguments(dtype, **case))
+    arguments = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(DEVICE), norms.forward_arguments(dtype, **case)
+    )
     got = norm(*arguments)
     norms.check_norm(arguments, got)
-    assert all(torch.equal(one, other) for one, other in zip(got, norm(*arguments), strict=True)), "other bits each time"
+    assert all(torch.equal(one, other) for one, other in zip(got, norm(*arguments), strict=True)), (
+        "other bits each time"
+    )
 
 
 @pytest.mark.parametrize("narrow", [0, 1024])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.RMSNorm])
-def test_layers(norm: type[torch.nn.Module], dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With norms as for long rows, whose sums join, and as for short ones, which the compiler makes."""
+def test_layers(
+    norm: type[torch.nn.Module], dtype: torch.dtype, narrow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With norms as for long rows, whose sums join, and as for short ones, which the compiler
+    makes.
+    """
     monkeypatch.setattr(fusions, "NARROW", narrow)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module, x = layers.PreNorm(norm).to(DEVICE, dtype), torch.randn(40, 8, layers.N, device=DEVICE, dtype=dtype)
+    module, x = (
+        layers.PreNorm(norm).to(DEVICE, dtype),
+        torch.randn(40, 8, layers.N, device=DEVICE, dtype=dtype),
+    )
     name = "layer_norm" if norm is torch.nn.LayerNorm else "rms_norm"
     assert layers.equal_to_plain(module, x) == sorted([name, name, "linear_gelu"])

@@ -39,7 +39,8 @@ def compare_programs() -> None:
 
 
 def compare_options(level: int, recompute: bool, compiled: bool) -> None:
-    warnings.filterwarnings("ignore", module=r"torch\.")  # Inductor warns of deprecated parts of torch itself
+    # Inductor warns of deprecated parts of torch itself
+    warnings.filterwarnings("ignore", module=r"torch\.")
     graph_programs.compare(graph_programs.plainly, level, recompute, compiled)
     graph_programs.compare(graph_programs.accumulating, level, recompute, compiled)
 
@@ -82,7 +83,9 @@ def draw(recompute: bool, compiled: bool) -> None:
     warnings.filterwarnings("ignore", module=r"torch\.")
     blocks = [bmt.Block(Dropped(), use_checkpoint=recompute, compile=compiled) for _ in range(3)]
     manager = bmt.optim.OptimManager(grad_scale=1.0)
-    manager.add_optimizer(torch.optim.SGD([param for block in blocks for param in block.parameters()], lr=0.0))
+    manager.add_optimizer(
+        torch.optim.SGD([param for block in blocks for param in block.parameters()], lr=0.0)
+    )
 
     @bmt.cuda_graph
     def step(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +102,9 @@ def draw(recompute: bool, compiled: bool) -> None:
             param = sharded_parameter(next(block.parameters()))
             piece = param.storage_of.piece(0)
             found = own_slice(grad_of(param))
-            assert torch.allclose(found, want[piece.start : piece.stop], rtol=1e-2), "backward used another mask"
+            assert torch.allclose(found, want[piece.start : piece.stop], rtol=1e-2), (
+                "backward used another mask"
+            )
         return outs[:, 0] != 0
 
     x = torch.ones(1, 512, device=bmt.device())
@@ -107,7 +112,9 @@ def draw(recompute: bool, compiled: bool) -> None:
     every = [mask for found in seen for mask in found]
     for number, mask in enumerate(every):
         assert 0.35 < mask.float().mean() < 0.65
-        assert not any(torch.equal(mask, other) for other in every[:number]), f"mask {number} was drawn before"
+        assert not any(torch.equal(mask, other) for other in every[:number]), (
+            f"mask {number} was drawn before"
+        )
     torch.manual_seed(5)
     first = [masks(x) for _ in range(2)]
     torch.manual_seed(5)
@@ -118,7 +125,9 @@ def draw(recompute: bool, compiled: bool) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout(recompute: bool, compiled: bool) -> None:
-    """Every replay draws anew, backward sees what forward drew, recomputed too, and a seed repeats it all."""
+    """Every replay draws anew, backward sees what forward drew, recomputed too, and a seed repeats
+    it all.
+    """
     on_a_gpu(draw, recompute, compiled)
 
 
@@ -127,7 +136,9 @@ class Failing:
 
     def __init__(self, inside: Callable[[torch.Tensor], object]) -> None:
         torch.manual_seed(3)
-        self.block = bmt.Block(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), use_checkpoint=False, compile=False)
+        self.block = bmt.Block(
+            nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)), use_checkpoint=False, compile=False
+        )
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(torch.optim.SGD(self.block.parameters(), lr=0.1))
         self.inside = inside
@@ -181,14 +192,17 @@ def fail() -> None:
 
 
 def test_errors_inside_a_capture_leave_everything_usable() -> None:
-    """A value read by the host, an exception, a synchronisation: one warning, the same losses, and graphs afterwards."""
+    """A value read by the host, an exception, a synchronisation: one warning, the same losses, and
+    graphs afterwards.
+    """
     on_a_gpu(fail)
 
 
 def count_memory() -> None:
     run = graph_programs.Run(True)
     used = []
-    for number in range(18):  # three kinds of calls, each twice as they are, then captured, then replayed
+    # three kinds of calls, each twice as they are, then captured, then replayed
+    for number in range(18):
         run.step(run.rows(number, 4 + number % 3))
         run.update()
         run.manager.zero_grad()

@@ -1,4 +1,6 @@
-"""Cross entropy on real GPUs: kernels against their twins, modules against torch in fp64, without waiting, within memory."""
+"""Cross entropy on real GPUs: kernels against their twins, modules against torch in fp64, without
+waiting, within memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ ROUNDING = {torch.float32: 3e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11, t
 
 KERNEL_CASES = [
     *((dtype, 5003, 0) for dtype in DTYPES),
-    *((torch.bfloat16, columns, padding) for columns, padding in ((1, 0), (5003, 37), (50257, 0), (128256, 0))),
+    *(
+        (torch.bfloat16, columns, padding)
+        for columns, padding in ((1, 0), (5003, 37), (50257, 0), (128256, 0))
+    ),
 ]
 
 
@@ -36,7 +41,8 @@ def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
 def assert_each_same(got: torch.Tensor, want: torch.Tensor, times: float = 1.0) -> None:
     """Gradients of logits to the precision of the dtype of `got`, element by element.
 
-    Those of the targets are ten thousand times as large as all others: a bound that is relative to them holds for anything.
+    Those of the targets are ten thousand times as large as all others: a bound that is relative to
+    them holds for anything.
     """
     rtol = 1e-5 if got.dtype == torch.float32 else 2 * ROUNDING[got.dtype]
     atol = {torch.float16: 2.0**-24, torch.float64: 1e-18}.get(got.dtype, 1e-10)
@@ -45,7 +51,9 @@ def assert_each_same(got: torch.Tensor, want: torch.Tensor, times: float = 1.0) 
 
 @pytest.mark.parametrize(("dtype", "num_columns", "padding"), KERNEL_CASES)
 def test_kernels_equal_twins(dtype: torch.dtype, num_columns: int, padding: int) -> None:
-    """Sums, gradient, gradient in place; weights and smoothing; masked columns, a row without gradient, padded rows."""
+    """Sums, gradient, gradient in place; weights and smoothing; masked columns, a row without
+    gradient, padded rows.
+    """
     torch.manual_seed(0)
     arithmetic = kernels.arithmetic(dtype)
     for weighted, smoothed in ((False, False), (False, True), (True, True)):
@@ -54,16 +62,21 @@ def test_kernels_equal_twins(dtype: torch.dtype, num_columns: int, padding: int)
             logits[0, : num_columns - 1] = -torch.inf
         weight = random(num_columns, dtype=arithmetic).abs() if weighted else None
         mass, smooth, hit = random(3, 33, dtype=arithmetic).abs().unbind(0)
-        factors = RowFactors(mass, smooth, hit, torch.randint(-1, num_columns, (33,), device="cuda"))
+        factors = RowFactors(
+            mass, smooth, hit, torch.randint(-1, num_columns, (33,), device="cuda")
+        )
         factors.smooth.mul_(0.1 * smoothed)
         for each in factors[:3]:
             each[3] = 0
         want = kernels.row_sums_by_torch(logits, weight, smoothed=smoothed)
         got = kernels.row_sums(logits, weight, smoothed=smoothed)
         for got_part, want_part in zip(got, want, strict=True):
-            torch.testing.assert_close(got_part, want_part, rtol=ROUNDING[arithmetic] * 3, atol=ROUNDING[arithmetic])
+            torch.testing.assert_close(
+                got_part, want_part, rtol=ROUNDING[arithmetic] * 3, atol=ROUNDING[arithmetic]
+            )
         gradient = kernels.row_gradient_by_torch(logits, want, factors, weight, smoothed=smoothed)
-        # Two roundings to `dtype` may differ by a place; before, terms of opposite sign were added up in `arithmetic`.
+        # Two roundings to `dtype` may differ by a place; before, terms of opposite sign were added
+        # up in `arithmetic`.
         close: dict[str, Any] = {"rtol": ROUNDING[dtype] * 2, "atol": ROUNDING[arithmetic]}
         own = kernels.row_gradient(logits, got, factors, weight, smoothed=smoothed)
         logits[3, 0] = torch.inf
@@ -83,7 +96,9 @@ def test_scaled_gradients_are_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
-    """Values and gradients in fp32 arithmetic, with ignored targets, without a host synchronisation."""
+    """Values and gradients in fp32 arithmetic, with ignored targets, without a host
+    synchronisation.
+    """
     torch.manual_seed(0)
     logits = random(300, 5003, dtype=dtype).requires_grad_()
     targets = torch.randint(0, 5003, (300,), device="cuda")
@@ -103,10 +118,16 @@ def test_cross_entropy_is_torchs_and_does_not_wait(dtype: torch.dtype) -> None:
     assert_each_same(grad_of(logits), grad_of(twin))
 
 
-def head(rows: int, dim: int, classes: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
+def head(
+    rows: int, dim: int, classes: int, dtype: torch.dtype
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Hidden states, weight, bias, which want gradients; targets."""
     torch.manual_seed(0)
-    tensors = [random(rows, dim, dtype=dtype), random(classes, dim, dtype=dtype, scale=0.1), random(classes, dtype=dtype)]
+    tensors = [
+        random(rows, dim, dtype=dtype),
+        random(classes, dim, dtype=dtype, scale=0.1),
+        random(classes, dtype=dtype),
+    ]
     targets = torch.randint(0, classes, (rows,), device="cuda")
     targets[::7] = -100
     return [tensor.requires_grad_() for tensor in tensors], targets
@@ -124,7 +145,9 @@ def test_linear_cross_entropy_is_torchs_and_does_not_wait(
     tensors, targets = head(300, 64, classes, dtype)
     weight = torch.linspace(0.0, 2.0, classes, device="cuda", dtype=kernels.arithmetic(dtype))
     loss_function = FusedLinearCrossEntropy(weight, reduction=reduction, label_smoothing=0.1)
-    upstream = torch.linspace(-1, 2, 300 if reduction == "none" else 1, device="cuda", dtype=torch.float64)
+    upstream = torch.linspace(
+        -1, 2, 300 if reduction == "none" else 1, device="cuda", dtype=torch.float64
+    )
     loss_function(*tensors[:2], targets, tensors[2]).sum().backward()
     for tensor in tensors:
         tensor.grad = None
@@ -135,18 +158,33 @@ def test_linear_cross_entropy_is_torchs_and_does_not_wait(
     twins = [tensor.detach().double().requires_grad_() for tensor in tensors]
     logits = F.linear(*twins)
     rounded = F.linear(*tensors).detach().double()
-    want = F.cross_entropy(logits + (rounded - logits).detach(), targets, weight.double(), reduction=reduction, label_smoothing=0.1)
+    want = F.cross_entropy(
+        logits + (rounded - logits).detach(),
+        targets,
+        weight.double(),
+        reduction=reduction,
+        label_smoothing=0.1,
+    )
     (want * upstream).sum().backward()
-    models.assert_same(loss.detach().double(), want.detach(), "loss", 3e-6 if dtype in (torch.float32, torch.float64) else 2**-8)
+    models.assert_same(
+        loss.detach().double(),
+        want.detach(),
+        "loss",
+        3e-6 if dtype in (torch.float32, torch.float64) else 2**-8,
+    )
     for name, tensor, twin in zip(("hidden", "weight", "bias"), tensors, twins, strict=True):
         assert tensor.grad is not None and tensor.grad.dtype == dtype
-        models.assert_same(tensor.grad.double(), twin.grad, f"gradient of {name}", ROUNDING[dtype] * 2)
+        models.assert_same(
+            tensor.grad.double(), twin.grad, f"gradient of {name}", ROUNDING[dtype] * 2
+        )
 
 
 def test_more_elements_than_32_bits_count() -> None:
     """4.3 GB of logits: the last rows have the values of the same rows alone."""
     rows, classes = 43000, 50304
-    logits = torch.empty(rows, classes, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    logits = (
+        torch.empty(rows, classes, dtype=torch.bfloat16, device="cuda").normal_().requires_grad_()
+    )
     targets = torch.randint(0, classes, (rows,), device="cuda")
     losses = FusedCrossEntropy(reduction="none")(logits, targets)
     losses.sum().backward()
@@ -158,7 +196,10 @@ def test_more_elements_than_32_bits_count() -> None:
 
 
 def test_memory_is_that_of_a_chunk() -> None:
-    """Beside what it returns: a chunk's logits, and the gradients in fp32. All logits would take 3.3 GB."""
+    """Beside what it returns: a chunk's logits, and the gradients in fp32.
+
+    All logits would take 3.3 GB.
+    """
     tensors, targets = head(32768, 768, 50304, torch.bfloat16)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -173,11 +214,18 @@ def test_memory_is_that_of_a_chunk() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_losses(dtype: torch.dtype) -> None:
     """Compiled code has the values and gradients of ours without the compiler."""
-    for loss_function in (FusedCrossEntropy(label_smoothing=0.1), FusedLinearCrossEntropy(label_smoothing=0.1)):
+    for loss_function in (
+        FusedCrossEntropy(label_smoothing=0.1),
+        FusedLinearCrossEntropy(label_smoothing=0.1),
+    ):
         answers = []
         for call in (loss_function, torch.compile(loss_function, fullgraph=True)):
             tensors, targets = head(300, 64, 5003, dtype)
-            given = tensors[:2] if isinstance(loss_function, FusedLinearCrossEntropy) else [F.linear(*tensors).detach()]
+            given = (
+                tensors[:2]
+                if isinstance(loss_function, FusedLinearCrossEntropy)
+                else [F.linear(*tensors).detach()]
+            )
             given = [tensor.detach().requires_grad_() for tensor in given]
             loss = call(*given, targets)
             loss.backward()
@@ -190,7 +238,9 @@ def test_compiled_losses(dtype: torch.dtype) -> None:
 
 
 def test_a_cuda_graph_replays_it() -> None:
-    """Captured forward and backward passes, replayed on other hidden states and targets: the bits of an eager pass."""
+    """Captured forward and backward passes, replayed on other hidden states and targets: the bits
+    of an eager pass.
+    """
     loss_function = FusedLinearCrossEntropy(label_smoothing=0.1)
     tensors, targets = head(300, 64, 5003, torch.bfloat16)
 
@@ -235,7 +285,10 @@ def sharded_heads() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(0)
     plain = Head().to(bmt.device())
-    hidden, targets = torch.randn(8 * 120, 64).to(bmt.device()), torch.randint(0, 1003, (8 * 120,)).to(bmt.device())
+    hidden, targets = (
+        torch.randn(8 * 120, 64).to(bmt.device()),
+        torch.randint(0, 1003, (8 * 120,)).to(bmt.device()),
+    )
     want = F.cross_entropy(plain.linear(hidden), targets, reduction="sum")
     want.backward()
     own_hidden, own_targets = (x.chunk(bmt.world_size())[bmt.rank()] for x in (hidden, targets))

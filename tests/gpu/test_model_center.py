@@ -1,4 +1,6 @@
-"""Language models on real GPUs: the kernels that attention chooses there, and what tests/ranks runs on the CPU, over NCCL."""
+"""Language models on real GPUs: the kernels that attention chooses there, and what tests/ranks runs
+on the CPU, over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,18 @@ MASKS: dict[str, Callable[[], AttentionMask]] = {
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_kernels_compute_what_the_formula_says(name: str, biased: bool, key_heads: int, dtype: torch.dtype) -> None:
-    """Values and gradients, also where a row sees nothing: finite, and right to the precision of the dtype."""
+def test_kernels_compute_what_the_formula_says(
+    name: str, biased: bool, key_heads: int, dtype: torch.dtype
+) -> None:
+    """Values and gradients, also where a row sees nothing: finite, and right to the precision of
+    the dtype.
+    """
     torch.manual_seed(0)
-    shapes = [(BATCH, HEADS, TOKENS, DIM), (BATCH, key_heads, TOKENS, DIM), (BATCH, key_heads, TOKENS, DIM)]
+    shapes = [
+        (BATCH, HEADS, TOKENS, DIM),
+        (BATCH, key_heads, TOKENS, DIM),
+        (BATCH, key_heads, TOKENS, DIM),
+    ]
     wide = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
     if biased:
         wide.append(torch.randn(1, HEADS, TOKENS, TOKENS, device="cuda", requires_grad=True))
@@ -63,7 +73,10 @@ def test_kernels_compute_what_the_formula_says(name: str, biased: bool, key_head
     found = attend(*arguments(narrow))
     (expected * towards).sum().backward()
     (found.float() * towards).sum().backward()
-    pairs = [(found, expected), *((one.grad, other.grad) for one, other in zip(narrow, wide, strict=True))]
+    pairs = [
+        (found, expected),
+        *((one.grad, other.grad) for one, other in zip(narrow, wide, strict=True)),
+    ]
     for one, other in pairs:
         assert one is not None and other is not None and bool(torch.isfinite(one).all())
         error, eps = one.float() - other, torch.finfo(dtype).eps
@@ -77,7 +90,8 @@ def test_no_mask_is_made_where_causality_says_it_all() -> None:
         layer = Attention(256, 64, 4, dtype=torch.bfloat16)
         x = torch.randn(1, 8192, 256, dtype=torch.bfloat16)
     mask = AttentionMask(causal=True)
-    layer(x[:, :8], x[:, :8], mask).sum().backward()  # makes what is made once: gradients, workspaces of the matrix library
+    # makes what is made once: gradients, workspaces of the matrix library
+    layer(x[:, :8], x[:, :8], mask).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -87,8 +101,12 @@ def test_no_mask_is_made_where_causality_says_it_all() -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", test_model_center.CLASSES)
-def test_training(name: str, size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharded over GPUs, compiled, in every mode, as one process on the CPU: scores, gradients, parameters after some steps."""
+def test_training(
+    name: str, size: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded over GPUs, compiled, in every mode, as one process on the CPU: scores, gradients,
+    parameters after some steps.
+    """
     monkeypatch.setattr(test_model_center, "run_ranks", run_compiled_on_gpus)
     test_model_center.test_training(name, size, tmp_path)
 
@@ -97,7 +115,10 @@ def searched(model: BaseModel, rank: int) -> list[Any]:
     """Tokens of the searches that draw nothing: devices draw differently."""
     ids, mask = (x.to(next(model.parameters()).device) for x in test_generation.prompts(rank))
     options = test_generation.WORK[rank][2]
-    return [generate(model, ids, mask, **options, **search).rows() for search in test_generation.SEARCHES[:2]]
+    return [
+        generate(model, ids, mask, **options, **search).rows()
+        for search in test_generation.SEARCHES[:2]
+    ]
 
 
 def searched_on_its_gpu(folder: pathlib.Path, name: str) -> list[Any]:
@@ -110,7 +131,10 @@ def test_generation_on_gpus(size: int, name: str, tmp_path: pathlib.Path) -> Non
     """Ranks with other prompts, lengths and ends get what one process on the CPU gets."""
     torch.manual_seed(0)
     model_class = test_generation.CLASSES[name]
-    sizes = {**test_generation.SIZES, **({"num_layers": 3, "position_size": 20} if name == "gpt2" else {})}
+    sizes = {
+        **test_generation.SIZES,
+        **({"num_layers": 3, "position_size": 20} if name == "gpt2" else {}),
+    }
     alone = parity.randomized(model_class(model_class._CONFIG_TYPE(**sizes)), std=0.3)
     alone.save_pretrained(tmp_path / name, format="model_center")
     found = run_on_gpus(searched_on_its_gpu, size, tmp_path, name)

@@ -1,4 +1,6 @@
-"""The optimizer step on real GPUs: kernels against their twins, overflow without waiting, nothing in the way of the device."""
+"""The optimizer step on real GPUs: kernels against their twins, overflow without waiting, nothing
+in the way of the device.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from bmtrain.optim import offload
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Lengths 0, 1, odd, of one and of many chunks; starts that are aligned and that are not.
-BOUNDS = [(0, 64), (64, 64), (64, 65), (66, 100_069), (100_069, 100_071), (100_080, 500_080), (500_096, 700_000)]
+BOUNDS = [
+    (0, 64),
+    (64, 64),
+    (64, 65),
+    (66, 100_069),
+    (100_069, 100_071),
+    (100_080, 500_080),
+    (500_096, 700_000),
+]
 
 
 def on_gpus(fn: Any, *args: Any) -> list[Any]:
@@ -38,7 +48,9 @@ def forbid_waiting(forbid: bool) -> None:
 
 
 def normal(dtype: torch.dtype, seed: int, numel: int = 700_000) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+    return torch.randn(
+        numel, generator=torch.Generator("cuda").manual_seed(seed), device="cuda"
+    ).to(dtype)
 
 
 def cut(flat: torch.Tensor) -> list[torch.Tensor]:
@@ -52,7 +64,9 @@ def batch(flat: torch.Tensor) -> Batch:
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_adam_is_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    """Ten updates of many tensors at once against the plain-torch twin; what lies between the tensors is not touched."""
+    """Ten updates of many tensors at once against the plain-torch twin; what lies between the
+    tensors is not touched.
+    """
     runs = []
     for update in (adamw_reference, adamw_update):
         weight = normal(dtype, 0)
@@ -61,8 +75,21 @@ def test_fused_adam_is_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) 
         for step in range(1, 11):
             grad = normal(grad_dtype, step) * 8
             parts = zip(cut(weight), cut(grad), cut(master), cut(mean), cut(square), strict=True)
-            tensors = [AdamTensors(w, g, w if master is weight else x, m, v) for w, g, x, m, v in parts]
-            update(Batch(tensors), AdamSettings(lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, scale=8.0))
+            tensors = [
+                AdamTensors(w, g, w if master is weight else x, m, v) for w, g, x, m, v in parts
+            ]
+            update(
+                Batch(tensors),
+                AdamSettings(
+                    lr=0.01,
+                    beta1=0.9,
+                    beta2=0.999,
+                    eps=1e-8,
+                    weight_decay=0.1,
+                    step=step,
+                    scale=8.0,
+                ),
+            )
         assert torch.equal(weight, master.to(dtype))
         runs.append((master, mean, square))
     for name, want, got in zip(("master", "exp_avg", "exp_avg_sq"), *runs, strict=True):
@@ -71,7 +98,9 @@ def test_fused_adam_is_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_squares(dtype: torch.dtype) -> None:
-    """Right, the same bits wherever the tensors lie and whatever ran before, and right beyond the range of fp32."""
+    """Right, the same bits wherever the tensors lie and whatever ran before, and right beyond the
+    range of fp32.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     for scale in (1.0, 1e4 if dtype == torch.float16 else 3e37):
         flat = (normal(torch.float32, 3) * scale).to(dtype)
@@ -91,7 +120,9 @@ def test_what_is_not_finite_is_found_anywhere(dtype: torch.dtype) -> None:
         if part.numel():
             before = part[place].clone()
             part[place] = bad
-            assert not math.isfinite(sum_of_squares(whole, device).item()), f"{bad} at {place} of {part.numel()}"
+            assert not math.isfinite(sum_of_squares(whole, device).item()), (
+                f"{bad} at {place} of {part.numel()}"
+            )
             part[place] = before
     assert math.isfinite(sum_of_squares(whole, device).item())
 
@@ -110,7 +141,11 @@ def test_scaling_is_that_of_the_twin(dtype: torch.dtype, factor: float) -> None:
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = torch.nn.LayerNorm(256), torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+        self.norm, self.up, self.down = (
+            torch.nn.LayerNorm(256),
+            torch.nn.Linear(256, 1024),
+            torch.nn.Linear(1024, 256),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
@@ -122,8 +157,14 @@ class Training:
     def __init__(self, dtype: torch.dtype, scale: float | None) -> None:
         torch.manual_seed(3)
         blocks = [bmt.Block(Layer().to(bmt.device(), dtype)) for _ in range(4)]
-        self.model = torch.nn.Sequential(*blocks, torch.nn.Linear(256, 8, device=bmt.device(), dtype=dtype))
-        decayed = [p for p in self.model.parameters() if p.dim() > 1 or isinstance(p, bmt.DistributedParameter)]
+        self.model = torch.nn.Sequential(
+            *blocks, torch.nn.Linear(256, 8, device=bmt.device(), dtype=dtype)
+        )
+        decayed = [
+            p
+            for p in self.model.parameters()
+            if p.dim() > 1 or isinstance(p, bmt.DistributedParameter)
+        ]
         others = [p for p in self.model.parameters() if not any(p is q for q in decayed)]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
         self.optimizer = bmt.optim.AdamOptimizer(groups, lr=1e-3)
@@ -141,41 +182,64 @@ class Training:
         self.manager.step()
 
     def snapshot(self) -> list[torch.Tensor]:
-        states = [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        states = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
         return [x.detach().clone() for x in (*self.model.parameters(), *states)]
 
     def counts(self) -> list[Any]:
         steps = [state["step"] for state in self.optimizer.state.values()]
-        return [*steps, self.schedule.num_iter, self.optimizer.param_groups[0]["lr"], self.manager.state_dict()["num_steps"]]
+        return [
+            *steps,
+            self.schedule.num_iter,
+            self.optimizer.param_groups[0]["lr"],
+            self.manager.state_dict()["num_steps"],
+        ]
 
 
 def overflow(is_last: bool) -> None:
     training = Training(torch.float16, 64.0)
     for step in range(9):
         if step in (3, 4, 7):
-            before, counts, scale = training.snapshot(), training.counts(), training.manager.loss_scale
+            before, counts, scale = (
+                training.snapshot(),
+                training.counts(),
+                training.manager.loss_scale,
+            )
             bad = math.inf if bmt.rank() == bmt.world_size() - 1 else 1.0
             training.backward(bad)
             forbid_waiting(True)
             training.step()
             forbid_waiting(False)
-            assert training.schedule.num_iter == counts[-3] + 1, "the step is taken back when the verdict is asked for"
+            assert training.schedule.num_iter == counts[-3] + 1, (
+                "the step is taken back when the verdict is asked for"
+            )
             if is_last:
                 assert training.manager.loss_scale == scale / 2
             else:
                 training.backward()
             assert training.counts() == counts
-            assert all(torch.equal(one, other) for one, other in zip(training.snapshot(), before, strict=True))
+            assert all(
+                torch.equal(one, other)
+                for one, other in zip(training.snapshot(), before, strict=True)
+            )
             assert training.manager.loss_scale == scale / 2
         else:
             training.backward()
             training.step()
-    assert training.counts()[-1] == 6 and {state["step"] for state in training.optimizer.state.values()} == {6}
+    assert training.counts()[-1] == 6 and {
+        state["step"] for state in training.optimizer.state.values()
+    } == {6}
 
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_an_overflow_leaves_everything_as_it_was(is_last: bool) -> None:
-    """Weights, moments and masters bit by bit, step counts, schedule; asked for at once, or known at the next backward."""
+    """Weights, moments and masters bit by bit, step counts, schedule; asked for at once, or known
+    at the next backward.
+    """
     on_gpus(overflow, is_last)
 
 
@@ -185,7 +249,8 @@ def fp16_equals_waiting() -> None:
     for skips in (True, False):
         training = Training(torch.float16, 2.0**18)  # overflows at the first steps
         if not skips:
-            training.optimizer.register_step_post_hook(lambda *_: None)  # which must not be called for a step left out
+            # which must not be called for a step left out
+            training.optimizer.register_step_post_hook(lambda *_: None)
         scales = []
         for _ in range(12):
             training.backward()
@@ -198,7 +263,9 @@ def fp16_equals_waiting() -> None:
 
 
 def test_deciding_on_the_device_is_deciding_on_the_host() -> None:
-    """Bitwise the same weights and state, the same scales, schedule and counts, with steps that overflow by themselves."""
+    """Bitwise the same weights and state, the same scales, schedule and counts, with steps that
+    overflow by themselves.
+    """
     on_gpus(fp16_equals_waiting)
 
 
@@ -221,7 +288,9 @@ def test_a_training_step_does_not_wait_for_the_device(name: str) -> None:
 def launches() -> tuple[int, int]:
     blocks = Training(torch.bfloat16, None).model[:4]
     params = list(blocks.parameters())
-    optimizer = bmt.optim.AdamOptimizer([{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}], lr=1e-3)
+    optimizer = bmt.optim.AdamOptimizer(
+        [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2]}], lr=1e-3
+    )
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
     x = torch.randn(16, 256, device=bmt.device(), dtype=torch.bfloat16)
@@ -235,22 +304,32 @@ def launches() -> tuple[int, int]:
         manager.backward(blocks(x).float().square().mean())
         step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         step()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]  # type: ignore[attr-defined]
+    names = [
+        event.name
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    ]
     return len(names), sum("adamw_kernel" in name for name in names)
 
 
 def test_few_launches() -> None:
-    """Two groups in turns over four storages: a launch of Adam each, one of the norm, one of clipping, and small ones."""
+    """Two groups in turns over four storages: a launch of Adam each, one of the norm, one of
+    clipping, and small ones.
+    """
     for total, adam in on_gpus(launches):
         assert adam == 2
         assert total <= 14, total
 
 
 def offloaded() -> None:
-    """Ten steps of the same gradients by both optimizers, with accumulated counts, loss scale, groups and many chunks."""
+    """Ten steps of the same gradients by both optimizers, with accumulated counts, loss scale,
+    groups and many chunks.
+    """
     offload.CHUNK = 5000
     for dtype in (torch.float32, torch.bfloat16):
         results = []
@@ -258,7 +337,13 @@ def offloaded() -> None:
             torch.manual_seed(1)
             block = bmt.Block(Layer().to(bmt.device(), dtype))
             params = list(block.parameters())
-            optimizer = kind([{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.02}], lr=0.01)
+            optimizer = kind(
+                [
+                    {"params": params[::2], "weight_decay": 0.1},
+                    {"params": params[1::2], "lr": 0.02},
+                ],
+                lr=0.01,
+            )
             for step in range(10):
                 for place, param in enumerate(params):
                     torch.manual_seed(100 * step + place)
@@ -266,11 +351,16 @@ def offloaded() -> None:
                     param.grad = None if (step + place) % 4 == 0 else grad
                 optimizer.step(scale=4.0)
             states = [optimizer.state[param] for param in params]
-            exact = [state.get("master", param).detach().cpu() for state, param in zip(states, params, strict=True)]
+            exact = [
+                state.get("master", param).detach().cpu()
+                for state, param in zip(states, params, strict=True)
+            ]
             moments = [state[name].cpu() for state in states for name in ("exp_avg", "exp_avg_sq")]
             results.append([x.clone() for x in (*exact, *moments)])
             for param, master in zip(params, exact, strict=True):
-                assert torch.equal(param.cpu(), master.to(dtype)), "the weights are not the rounded masters"
+                assert torch.equal(param.cpu(), master.to(dtype)), (
+                    "the weights are not the rounded masters"
+                )
         for place, (want, got) in enumerate(zip(*results, strict=True)):
             models.assert_same(got, want, f"{dtype} {place}", 2e-6)
 

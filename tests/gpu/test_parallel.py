@@ -1,4 +1,6 @@
-"""Tensor and pipeline parallelism on real GPUs over NCCL, one rank per GPU, against plain PyTorch in one process on the CPU."""
+"""Tensor and pipeline parallelism on real GPUs over NCCL, one rank per GPU, against plain PyTorch
+in one process on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,15 @@ def on_gpus(fn: Any, ranks: int, *args: Any, init: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("ranks", "stages", "tp"), grids())
-def test_pipelines_train_as_one_process(ranks: int, stages: int, tp: int, tmp_path: pathlib.Path) -> None:
+def test_pipelines_train_as_one_process(
+    ranks: int, stages: int, tp: int, tmp_path: pathlib.Path
+) -> None:
     model, optimizer, expected = pipeline.plain(ranks)
     for use_checkpoint, micro_batches in ((True, stages), (False, 2 * stages)):
         init = {"pipe_size": stages, "tp_size": tp, "num_micro_batches": micro_batches}
-        results = on_gpus(pipeline.train, ranks, use_checkpoint, str(tmp_path / "model.pt"), True, init=init)
+        results = on_gpus(
+            pipeline.train, ranks, use_checkpoint, str(tmp_path / "model.pt"), True, init=init
+        )
         for rank, result in enumerate(results):
             pipeline.close(result["logits"], expected["logits"].chunk(ranks)[rank])
             pipeline.close(result["states"], expected["states"].chunk(ranks, 1)[rank])
@@ -46,7 +52,11 @@ def test_split_parameters_train_as_whole_ones(
     ranks: int, stages: int, tp: int, blocked: bool, zero_level: int, tmp_path: pathlib.Path
 ) -> None:
     _, norms, model, _ = placement.plain_run(4)
-    for result in on_gpus(placement.run, ranks, blocked, zero_level, str(tmp_path), True, init={"tp_size": tp}):
+    for result in on_gpus(
+        placement.run, ranks, blocked, zero_level, str(tmp_path), True, init={"tp_size": tp}
+    ):
         torch.testing.assert_close(result["norms"], norms, rtol=1e-5, atol=1e-6)
         for name, expected in model.named_parameters():
-            torch.testing.assert_close(result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6
+            )

@@ -1,4 +1,5 @@
-"""Programs that tests/ranks runs on the CPU, on GPUs over NCCL: inspection, old programs, other people's models.
+"""Programs that tests/ranks runs on the CPU, on GPUs over NCCL: inspection, old programs, other
+people's models.
 
 Inside the ranks the GPU is torch's default device, so that programs need not name it.
 """
@@ -37,12 +38,19 @@ SIZES = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
 
 
 class DrawnOnTheCpu(TorchFunctionMode):
-    """Random tensors of a generator of the CPU, which programs seed, move to the GPU. Blocks run uncompiled under a mode."""
+    """Random tensors of a generator of the CPU, which programs seed, move to the GPU.
+
+    Blocks run uncompiled under a mode.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         generator = kwargs.get("generator")
-        if func in (torch.rand, torch.randn, torch.randint) and generator is not None and generator.device.type == "cpu":
+        if (
+            func in (torch.rand, torch.randn, torch.randint)
+            and generator is not None
+            and generator.device.type == "cpu"
+        ):
             return func(*args, **{**kwargs, "device": "cpu"}).to(bmt.device())
         return func(*args, **kwargs)
 
@@ -61,15 +69,25 @@ def drawn_on_the_cpu(program: Callable[..., Any], *args: Any) -> Any:
 def with_its_data(program: Callable[[], Any]) -> Any:
     """The program with the tensors of its module on the GPU."""
     names = vars(sys.modules[program.__module__])
-    names |= {name: value.to(bmt.device()) for name, value in names.items() if isinstance(value, torch.Tensor)}
+    names |= {
+        name: value.to(bmt.device())
+        for name, value in names.items()
+        if isinstance(value, torch.Tensor)
+    }
     return program()
 
 
-def run_on_gpus(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
-    return run_compiled_on_gpus(functools.partial(drawn_on_the_cpu, program), world_size, *args, **options)
+def run_on_gpus(
+    program: Callable[..., Any], world_size: int, *args: Any, **options: Any
+) -> list[Any]:
+    return run_compiled_on_gpus(
+        functools.partial(drawn_on_the_cpu, program), world_size, *args, **options
+    )
 
 
-def run_compiled_on_gpus(program: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
+def run_compiled_on_gpus(
+    program: Callable[..., Any], world_size: int, *args: Any, **options: Any
+) -> list[Any]:
     """For programs that draw alike on all devices."""
     options = {**options, "device": None, "timeout": 300}
     return runner.run_ranks(functools.partial(on_its_gpu, program), world_size, *args, **options)
@@ -87,7 +105,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType], None]:
     [test_inspect.test_parameters_and_gradients, test_inspect.test_activations_and_their_gradients],
     ids=["parameters", "activations"],
 )
-def test_inspection(test: Callable[[int], None], size: int, gpus: Callable[[ModuleType], None]) -> None:
+def test_inspection(
+    test: Callable[[int], None], size: int, gpus: Callable[[ModuleType], None]
+) -> None:
     gpus(test_inspect)
     test(size)
 
@@ -100,7 +120,9 @@ def test_inspection_of_parallel_models(size: int, gpus: Callable[[ModuleType], N
 
 
 @pytest.mark.parametrize("size", SIZES[:2])
-def test_old_programs(size: int, gpus: Callable[[ModuleType], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_programs(
+    size: int, gpus: Callable[[ModuleType], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     gpus(test_seeds)
     test_seeds.test_model_center_training_loop(size, torch.float32, capsys)
     for offload in (False, True):
@@ -109,7 +131,9 @@ def test_old_programs(size: int, gpus: Callable[[ModuleType], None], capsys: pyt
 
 @pytest.mark.parametrize("size", SIZES[:2])
 def test_the_readme_in_half_precision(size: int) -> None:
-    """Losses and norms; half-precision products round differently on another device, and so do the weights."""
+    """Losses and norms; half-precision products round differently on another device, and so do the
+    weights.
+    """
     results = run_on_gpus(test_seeds.readme, size, "gpt_loop", join=False)
     want, _ = test_seeds.plain_readme(results[0][0], size)
     for _, log, _ in results:
@@ -149,7 +173,9 @@ def test_parameters_look_whole(program: Callable[[], None], size: int) -> None:
     run_on_gpus(functools.partial(with_its_data, program), size)
 
 
-@pytest.mark.parametrize("program", [subjects.correct, subjects.gpt2_example, subjects.llama_on_a_gpu, subjects.bert])
+@pytest.mark.parametrize(
+    "program", [subjects.correct, subjects.gpt2_example, subjects.llama_on_a_gpu, subjects.bert]
+)
 def test_verified(program: Callable[[], Program]) -> None:
     """Ranks on GPUs beside one process on a GPU."""
     report = bmt.verify(program, ranks=SIZES[-1], device="cuda")

@@ -1,4 +1,6 @@
-"""Recomputation on real GPUs: levels compute the same, free the memory that they promise, and plans stay within theirs."""
+"""Recomputation on real GPUs: levels compute the same, free the memory that they promise, and plans
+stay within theirs.
+"""
 
 from __future__ import annotations
 
@@ -34,16 +36,25 @@ class Layer(torch.nn.Module):
         self.dropout, self.in_attention = dropout, in_attention
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 8, DIM // 8)).movedim(-3, 0).transpose(-2, -3)
+        q, k, v = (
+            self.qkv(self.norms[0](x))
+            .unflatten(-1, (3, 8, DIM // 8))
+            .movedim(-3, 0)
+            .transpose(-2, -3)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.in_attention)
         x = x + F.dropout(self.out(heads.transpose(-2, -3).flatten(-2)), self.dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)))), self.dropout)
 
 
-def make_blocks(dropout: float = 0.0, in_attention: float | None = None, **options: Any) -> bmt.TransformerBlockList:
+def make_blocks(
+    dropout: float = 0.0, in_attention: float | None = None, **options: Any
+) -> bmt.TransformerBlockList:
     torch.manual_seed(2)
     layers = [
-        Layer(dropout, dropout if in_attention is None else in_attention).to(bmt.device(), torch.bfloat16)
+        Layer(dropout, dropout if in_attention is None else in_attention).to(
+            bmt.device(), torch.bfloat16
+        )
         for _ in range(NUM_LAYERS)
     ]
     return bmt.TransformerBlockList([bmt.Block(layer, **options) for layer in layers])
@@ -52,12 +63,17 @@ def make_blocks(dropout: float = 0.0, in_attention: float | None = None, **optio
 def step(blocks: bmt.TransformerBlockList, rows: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The value, and all gradients of this rank's slices."""
     torch.manual_seed(3)
-    x = torch.randn(rows, LENGTH, DIM, device=bmt.device(), dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        rows, LENGTH, DIM, device=bmt.device(), dtype=torch.bfloat16, requires_grad=True
+    )
     blocks.zero_grad()
     out = blocks(x * 1.5)
     out.float().square().mean().backward()
     assert x.grad is not None
-    return out.detach(), [x.grad, *(own_slice(param.grad).clone() for param in blocks.parameters() if param.grad is not None)]
+    return out.detach(), [
+        x.grad,
+        *(own_slice(param.grad).clone() for param in blocks.parameters() if param.grad is not None),
+    ]
 
 
 def compare_levels() -> None:
@@ -92,7 +108,9 @@ def compare_compiled_levels() -> None:
 
 
 def test_levels_are_alike_in_compiled_code() -> None:
-    """The same masks of dropout (outside of attention, which draws its own in another order); else up to rounding to bf16."""
+    """The same masks of dropout (outside of attention, which draws its own in another order); else
+    up to rounding to bf16.
+    """
     run_ranks(compare_compiled_levels, 1, device=None, timeout=200)
 
 
@@ -111,7 +129,9 @@ class Attention(torch.nn.Module):
 def replay_in_attention() -> None:
     warnings.filterwarnings("ignore", module=r"torch\.")
     for level, compiled in itertools.product(Level, (False, True)):
-        block = bmt.Block(Attention().to(bmt.device(), torch.bfloat16), use_checkpoint=level, compile=compiled)
+        block = bmt.Block(
+            Attention().to(bmt.device(), torch.bfloat16), use_checkpoint=level, compile=compiled
+        )
         for seed in range(3):
             torch.manual_seed(seed)
             x = torch.rand(2, 4, 64, 64, device=bmt.device(), dtype=torch.bfloat16).requires_grad_()
@@ -121,7 +141,9 @@ def replay_in_attention() -> None:
             assert x.grad is not None
             # By Euler's theorem; other masks would be off by more than the norm of the terms.
             off = (x.detach().float() * x.grad.float()).sum() - terms.detach().float().sum()
-            assert off.abs() < 0.1 * terms.detach().float().norm(), f"{level}, compiled {compiled}: off by {off.item():g}"
+            assert off.abs() < 0.1 * terms.detach().float().norm(), (
+                f"{level}, compiled {compiled}: off by {off.item():g}"
+            )
 
 
 def test_attention_meets_its_mask_again() -> None:
@@ -133,7 +155,9 @@ def kept_bytes() -> dict[str, list[int]]:
     found = {}
     for level in Level:
         blocks = make_blocks(use_checkpoint=level, compile=False)
-        x = torch.randn(32, LENGTH, DIM, device=bmt.device(), dtype=torch.bfloat16, requires_grad=True)
+        x = torch.randn(
+            32, LENGTH, DIM, device=bmt.device(), dtype=torch.bfloat16, requires_grad=True
+        )
         sizes = []
         for _ in range(2):
             y = x * 1.5
@@ -147,17 +171,25 @@ def kept_bytes() -> dict[str, list[int]]:
 
 
 def test_levels_free_what_they_promise() -> None:
-    """In inputs of a block: everything, what CHEAP keeps, one, and less than one; as the allocator sees it."""
+    """In inputs of a block: everything, what CHEAP keeps, one, and less than one; as the allocator
+    sees it.
+    """
     one = 32 * LENGTH * DIM * 2
-    found = {name: sizes[-1] / one / NUM_LAYERS for name, sizes in run_ranks(kept_bytes, 1, device=None)[0].items()}
+    found = {
+        name: sizes[-1] / one / NUM_LAYERS
+        for name, sizes in run_ranks(kept_bytes, 1, device=None)[0].items()
+    }
     assert 15 < found["NOTHING"] < 18
     assert 10.5 < found["CHEAP"] < 12
     assert 0.9 < found["BLOCK"] < 1.1
-    assert found["OFFLOADED"] < 0.3  # the input of the last block is on its way, and there is the output
+    # the input of the last block is on its way, and there is the output
+    assert found["OFFLOADED"] < 0.3
 
 
 def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
-    """Train with growing batches: (rows, peak beyond what was there before, levels) of each settled step."""
+    """Train with growing batches: (rows, peak beyond what was there before, levels) of each settled
+    step.
+    """
     current = world.current()
     blocks = make_blocks(use_checkpoint="auto", compile=False)
     found = []
@@ -168,7 +200,8 @@ def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
         torch.cuda.reset_peak_memory_stats()
         step(blocks, rows)
         planner = current.service(Planners).of(current.mesh.world)
-        peak = torch.cuda.max_memory_allocated() + current.service(PeerGroups).num_bytes  # torch knows nothing of shared shards
+        # torch knows nothing of shared shards
+        peak = torch.cuda.max_memory_allocated() + current.service(PeerGroups).num_bytes
         found.append((rows, peak, tuple(level.name for level in planner.levels)))
     return found
 
@@ -176,12 +209,16 @@ def planned(batches: list[int]) -> list[tuple[int, int, tuple[str, ...]]]:
 @pytest.mark.alone  # beside other programs reductions lag, and more gradients are in flight
 @pytest.mark.parametrize("batches", [[16, 64, 128, 32], [128, 16]])
 def test_plans_stay_within_the_limit(batches: list[int]) -> None:
-    """Whether batches grow or the first is the largest: the peak of all tensors never exceeds the limit, and uses it.
+    """Whether batches grow or the first is the largest: the peak of all tensors never exceeds the
+    limit, and uses it.
 
-    Some 100 MiB of it go to what torch's allocator has left over, in pools of the compute stream and of reductions.
+    Some 100 MiB of it go to what torch's allocator has left over, in pools of the compute stream
+    and of reductions.
     """
     limit = 1400 * MIB
-    ranks = run_ranks(planned, torch.cuda.device_count(), batches, device=None, init={"memory_limit": limit})
+    ranks = run_ranks(
+        planned, torch.cuda.device_count(), batches, device=None, init={"memory_limit": limit}
+    )
     for results in zip(*ranks, strict=True):
         rows, peak, levels = results[0]
         assert all(other[2] == levels for other in results), "ranks have different plans"
@@ -207,4 +244,6 @@ def train_quietly() -> tuple[str, ...]:
 
 def test_settled_steps_never_wait_for_the_device() -> None:
     """With blocks at several levels."""
-    assert len(set(run_ranks(train_quietly, 1, device=None, init={"memory_limit": 1000 * MIB})[0])) > 1
+    assert (
+        len(set(run_ranks(train_quietly, 1, device=None, init={"memory_limit": 1000 * MIB})[0])) > 1
+    )

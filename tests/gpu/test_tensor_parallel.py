@@ -11,7 +11,8 @@ from tests.ranks import test_tensor_parallel as layers
 from tests.ranks.runner import run_ranks
 
 pytestmark = pytest.mark.gpu
-MESHES = [mesh for mesh in [(1, 1), (2, 2), (4, 4), (4, 2)] if mesh[0] <= torch.cuda.device_count()]  # ranks, tp_size
+# ranks, tp_size
+MESHES = [mesh for mesh in [(1, 1), (2, 2), (4, 4), (4, 2)] if mesh[0] <= torch.cuda.device_count()]
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES)
@@ -22,7 +23,8 @@ def test_layers(program: Callable[[], None], ranks: int, tp_size: int) -> None:
 
 
 def compiled_quietly(level: int, recompute: bool) -> None:
-    warnings.filterwarnings("ignore", module=r"torch\.")  # the compiler's own use of what torch has deprecated
+    # the compiler's own use of what torch has deprecated
+    warnings.filterwarnings("ignore", module=r"torch\.")
     layers.compiled("inductor", level, recompute)
 
 
@@ -30,10 +32,22 @@ def compiled_quietly(level: int, recompute: bool) -> None:
 @pytest.mark.parametrize(("level", "recompute"), [(2, False), (3, False), (3, True)])
 def test_compiled_blocks(level: int, recompute: bool, ranks: int, tp_size: int) -> None:
     """The operations inside code that the compiler has made."""
-    run_ranks(compiled_quietly, ranks, level, recompute, device=None, timeout=300, init={"tp_size": tp_size})
+    run_ranks(
+        compiled_quietly,
+        ranks,
+        level,
+        recompute,
+        device=None,
+        timeout=300,
+        init={"tp_size": tp_size},
+    )
 
 
 @pytest.mark.parametrize(("ranks", "tp_size"), MESHES[1:])
 def test_memory_is_held_while_it_travels(ranks: int, tp_size: int) -> None:
-    """Large enough that rows are under way while others are multiplied, and memory comes and goes between."""
-    run_ranks(layers.churning, ranks, 20, 8192, 2048, device=None, timeout=300, init={"tp_size": tp_size})
+    """Large enough that rows are under way while others are multiplied, and memory comes and goes
+    between.
+    """
+    run_ranks(
+        layers.churning, ranks, 20, 8192, 2048, device=None, timeout=300, init={"tp_size": tp_size}
+    )

@@ -1,4 +1,6 @@
-"""Copies between GPUs by their copy engines: bit-equal gathers, the same sums from run to run, training as over NCCL."""
+"""Copies between GPUs by their copy engines: bit-equal gathers, the same sums from run to run,
+training as over NCCL.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,22 @@ DIM = 512
 
 def on_gpus(fn: Any, *args: Any, wanted: str = "copy_engine") -> list[Any]:
     """Run on one rank per GPU."""
-    return run_ranks(fn, NUM_GPUS, *args, device=None, timeout=300, init={"transport": wanted, "compile": False})
+    return run_ranks(
+        fn, NUM_GPUS, *args, device=None, timeout=300, init={"transport": wanted, "compile": False}
+    )
 
 
 def make(level: int = 3, num: int = 4, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Sequential:
     torch.manual_seed(3)
     layers = [
-        torch.nn.Sequential(torch.nn.Linear(DIM, 4 * DIM), torch.nn.GELU(), torch.nn.Linear(4 * DIM, DIM)) for _ in range(num)
+        torch.nn.Sequential(
+            torch.nn.Linear(DIM, 4 * DIM), torch.nn.GELU(), torch.nn.Linear(4 * DIM, DIM)
+        )
+        for _ in range(num)
     ]
-    blocks = (bmt.Block(layer.to(dtype), use_checkpoint=False, zero_level=level) for layer in layers)
+    blocks = (
+        bmt.Block(layer.to(dtype), use_checkpoint=False, zero_level=level) for layer in layers
+    )
     return torch.nn.Sequential(*blocks)
 
 
@@ -71,7 +80,9 @@ def test_every_oddity_trains_as_plain_pytorch() -> None:
 
 
 def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]], bool]:
-    """Gathered values of every block, gradients of two equal passes with another in between, and who carried them."""
+    """Gathered values of every block, gradients of two equal passes with another in between, and
+    who carried them.
+    """
     exchange.LEAST_COPIED = 2**20  # weights are copied from where they are, biases are joined
     model = make(level)
     engine = world.current().service(Engine)
@@ -83,14 +94,18 @@ def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[tor
             storage.shard.add_(0.001 * bmt.rank())
         engine.transport.fence()
         buffer = torch.empty(storage.layout.numel, dtype=storage.dtype, device=bmt.device())
-        engine.transport.streams.compute_waits(engine.transport.gather(buffer, source_of(block), storage.axis, None))
+        engine.transport.streams.compute_waits(
+            engine.transport.gather(buffer, source_of(block), storage.axis, None)
+        )
         full.append(buffer.cpu())
     gradients = []
     for seed in (1, 2, 1):
         torch.manual_seed(10 * seed + bmt.rank())
         model.zero_grad()
         for _ in range(2):  # accumulated
-            model(torch.randn(256, DIM, device=bmt.device()).bfloat16()).float().square().mean().backward()
+            model(
+                torch.randn(256, DIM, device=bmt.device()).bfloat16()
+            ).float().square().mean().backward()
         gradients.append([gradient_memory(block).cpu() for block in model])
     return full, gradients, bool(engine.transport._exchanges)
 
@@ -98,16 +113,21 @@ def gathers_and_gradients(level: int) -> tuple[list[torch.Tensor], list[list[tor
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU copies nothing")
 @pytest.mark.parametrize("level", [2, 3])
 def test_gathers_are_bit_equal_and_sums_repeatable(level: int) -> None:
-    copies, collectives = (on_gpus(gathers_and_gradients, level, wanted=wanted) for wanted in ("auto", "collective"))
+    copies, collectives = (
+        on_gpus(gathers_and_gradients, level, wanted=wanted) for wanted in ("auto", "collective")
+    )
     for rank in range(NUM_GPUS):
         assert copies[rank][2]
         assert not collectives[rank][2]
-        assert all(torch.equal(a, b) for a, b in zip(copies[rank][0], collectives[rank][0], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(copies[rank][0], collectives[rank][0], strict=True)
+        )
         first, other, again = copies[rank][1]
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert not torch.equal(first[0], other[0])
         for a, b in zip(first, collectives[rank][1][0], strict=True):
-            # Collectives may round between ranks: elements whose terms cancel differ by much, all of them together do not.
+            # Collectives may round between ranks: elements whose terms cancel differ by much, all
+            # of them together do not.
             assert (a - b).float().norm() < 2**-7 * b.float().norm()
 
 
@@ -115,7 +135,8 @@ def test_a_reduction_does_not_queue_behind_a_gather() -> None:
     """The copies of the two go on side streams of their own."""
     streams = make_streams(torch.device("cuda", 0))
     with streams.gathering(None):
-        streams.side_by_side([lambda: None, lambda: torch.cuda._sleep(2_000_000_000)])  # about a second
+        # about a second
+        streams.side_by_side([lambda: None, lambda: torch.cuda._sleep(2_000_000_000)])
         gathered = streams.mark_current()
     with streams.reducing():
         streams.side_by_side([lambda: None, lambda: None])
@@ -159,7 +180,9 @@ def evaluate_and_overwrite() -> list[float]:
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU copies nothing")
 def test_shards_are_overwritten_after_all_have_read_them() -> None:
-    copies, collectives = (on_gpus(evaluate_and_overwrite, wanted=wanted) for wanted in ("copy_engine", "collective"))
+    copies, collectives = (
+        on_gpus(evaluate_and_overwrite, wanted=wanted) for wanted in ("copy_engine", "collective")
+    )
     assert copies[0] == copies[-1] == collectives[0]
 
 
@@ -180,7 +203,8 @@ def memory_in_use() -> int:
 
 
 def models_leave(num: int) -> int:
-    come_and_go(2)  # what is made once: workspaces of libraries, memory in which gradients of this size travel
+    # what is made once: workspaces of libraries, memory in which gradients of this size travel
+    come_and_go(2)
     before = memory_in_use()
     come_and_go(num)
     return memory_in_use() - before
@@ -194,7 +218,9 @@ def test_memory_comes_back_when_models_go() -> None:
 
 
 def taken_and_counted() -> list[tuple[int, int]]:
-    """Bytes that the driver and the account say are taken more: with memory of several sizes, and without it."""
+    """Bytes that the driver and the account say are taken more: with memory of several sizes, and
+    without it.
+    """
     current = world.current()
     groups = current.service(PeerGroups)
     peers = groups.of(current.mesh.world)
@@ -203,7 +229,9 @@ def taken_and_counted() -> list[tuple[int, int]]:
     del first
     collectives.barrier(current.mesh.world)
     counted, taken, found = groups.num_bytes, memory_in_use(), []
-    kept: list[Any] = [peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)]
+    kept: list[Any] = [
+        peers.allocate(numel, torch.bfloat16) for numel in (1, 2**20 - 1, 2**20, 50_000_000)
+    ]
     found.append((memory_in_use() - taken, groups.num_bytes - counted))
     kept.clear()
     collectives.barrier(current.mesh.world)
@@ -229,12 +257,20 @@ def fill(make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
 
 
 def fill_one_gpu() -> tuple[bool, float]:
-    """The last rank's driver has no memory left for gradients: first because tensors have it, then because torch's cache does."""
-    model, device, is_last = make(num=3), torch.device("cuda", bmt.rank()), bmt.rank() == bmt.world_size() - 1
+    """The last rank's driver has no memory left for gradients: first because tensors have it, then
+    because torch's cache does.
+    """
+    model, device, is_last = (
+        make(num=3),
+        torch.device("cuda", bmt.rank()),
+        bmt.rank() == bmt.world_size() - 1,
+    )
     x = torch.ones(2, DIM, device=device).bfloat16()
 
     def from_driver(num_bytes: int) -> torch.Tensor:
-        made: torch.Tensor = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+        made: torch.Tensor = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
+            (num_bytes,), (1,), torch.uint8, device
+        )
         return made
 
     def from_torch(num_bytes: int) -> torch.Tensor:

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from bmtrain.kernels import adam
-from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, adamw_triton, adamw_update
+from bmtrain.kernels.adam import (
+    AdamSettings,
+    AdamTensors,
+    adamw_reference,
+    adamw_triton,
+    adamw_update,
+)
 from bmtrain.kernels.chunks import Batch
 
 # Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are not.
@@ -27,7 +33,10 @@ class State:
 
     def __init__(self, weight: torch.dtype, grad: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.weight, self.grad = torch.randn(600, generator=generator).to(weight), torch.zeros(600).to(grad)
+        self.weight, self.grad = (
+            torch.randn(600, generator=generator).to(weight),
+            torch.zeros(600).to(grad),
+        )
         self.master = self.weight if weight == torch.float32 else self.weight.float()
         self.mean, self.square = torch.zeros(600), torch.zeros(600)
 
@@ -36,7 +45,15 @@ class State:
         for begin, end in BOUNDS:
             weight = self.weight[begin:end]
             master = weight if self.master is self.weight else self.master[begin:end]
-            out.append(AdamTensors(weight, self.grad[begin:end], master, self.mean[begin:end], self.square[begin:end]))
+            out.append(
+                AdamTensors(
+                    weight,
+                    self.grad[begin:end],
+                    master,
+                    self.mean[begin:end],
+                    self.square[begin:end],
+                )
+            )
         return Batch(out)
 
     def written(self) -> list[torch.Tensor]:
@@ -45,8 +62,15 @@ class State:
 
 def settings(step: int, scale: float = 8.0, maximize: bool = False) -> AdamSettings:
     return AdamSettings(
-        lr=0.01, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step, scale=scale, maximize=maximize
-    )  # fmt: skip
+        lr=0.01,
+        beta1=0.8,
+        beta2=0.95,
+        eps=1e-6,
+        weight_decay=0.2,
+        step=step,
+        scale=scale,
+        maximize=maximize,
+    )
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,12 +86,20 @@ def test_kernel_equals_twin(weight: torch.dtype, grad: torch.dtype) -> None:
         values = torch.randn(600, generator=generator) * 8
         for state, path in ((want, adamw_reference), (got, adamw_triton)):
             state.grad.copy_(values)
-            path(state.parts(), settings(step, maximize=step == 2), torch.zeros((), dtype=torch.float64))
+            path(
+                state.parts(),
+                settings(step, maximize=step == 2),
+                torch.zeros((), dtype=torch.float64),
+            )
             assert torch.equal(state.grad, values.to(grad)), "the gradient was written"
     for name in ("master", "mean", "square"):
-        torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-7, msg=name
+        )
     # Triton's interpreter cuts bf16 off where the device rounds.
-    torch.testing.assert_close(got.weight, want.weight, rtol=2.0**-7 if weight == torch.bfloat16 else 2e-3, atol=1e-7)
+    torch.testing.assert_close(
+        got.weight, want.weight, rtol=2.0**-7 if weight == torch.bfloat16 else 2e-3, atol=1e-7
+    )
 
 
 def test_dtypes_together() -> None:
@@ -80,12 +112,17 @@ def test_dtypes_together() -> None:
         alone = State(state.weight.dtype, state.grad.dtype)
         alone.grad.fill_(1)
         adamw_triton(alone.parts(), settings(1))
-        assert all(torch.equal(one, other) for one, other in zip(state.written(), alone.written(), strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(state.written(), alone.written(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("verdict", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("path", [adamw_reference, adamw_triton, adamw_update])
-def test_nothing_is_updated_on_a_verdict_that_is_not_finite(path: Callable[..., None], verdict: float) -> None:
+def test_nothing_is_updated_on_a_verdict_that_is_not_finite(
+    path: Callable[..., None], verdict: float
+) -> None:
     """Bit by bit, though the gradients too are not finite."""
     state = State(torch.float16, torch.float16)
     state.grad.fill_(verdict)

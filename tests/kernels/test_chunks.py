@@ -8,7 +8,9 @@ from bmtrain.kernels.chunks import ALIGNMENT, Batch, Chunks, chunks_of
 
 
 def elements(chunks: Chunks, length: int, width: int = 4) -> list[int]:
-    """Addresses in the first column of what the programs would work on, read from the table as a kernel does."""
+    """Addresses in the first column of what the programs would work on, read from the table as a
+    kernel does.
+    """
     out = []
     for chunk, place in enumerate(chunks.row_of.tolist()):
         address, *_, numel, above = chunks.rows[place].tolist()
@@ -27,13 +29,19 @@ def test_every_element_belongs_to_one_program() -> None:
 
 
 def test_what_is_aligned_is_apart() -> None:
-    """The widest loads are for rows of which every address and the length allow them; an odd end is cut off."""
+    """The widest loads are for rows of which every address and the length allow them; an odd end is
+    cut off.
+    """
     flat, half = torch.zeros(400), torch.zeros(400, dtype=torch.float16)
     bounds = [(0, 64), (64, 131), (131, 200), (208, 211), (224, 224)]
     aligned, rest = chunks_of([[x[begin:end] for begin, end in bounds] for x in (flat, half)], 64)
     assert aligned.is_aligned and not rest.is_aligned
-    assert aligned.rows[:, :3].tolist() == [[flat[i:].data_ptr(), half[i:].data_ptr(), 64] for i in (0, 64)]
-    cut = [[flat[i:].data_ptr(), half[i:].data_ptr(), n] for i, n in ((128, 3), (131, 69), (208, 3))]
+    assert aligned.rows[:, :3].tolist() == [
+        [flat[i:].data_ptr(), half[i:].data_ptr(), 64] for i in (0, 64)
+    ]
+    cut = [
+        [flat[i:].data_ptr(), half[i:].data_ptr(), n] for i, n in ((128, 3), (131, 69), (208, 3))
+    ]
     assert rest.rows[:, :3].tolist() == cut
     assert not (aligned.rows[:, :3] % ALIGNMENT).any()
 
@@ -60,14 +68,24 @@ def test_what_no_kernel_takes() -> None:
     """fp64 and strided tensors, and all on the CPU."""
     meta = torch.device("meta")  # any device that is not the CPU
     fast = [torch.empty(3, 4, device=meta), torch.empty(0, device=meta, dtype=torch.float16)]
-    slow = [torch.empty(3, 4, device=meta).t(), torch.empty(3, device=meta, dtype=torch.float64), torch.empty(2)]
+    slow = [
+        torch.empty(3, 4, device=meta).t(),
+        torch.empty(3, device=meta, dtype=torch.float64),
+        torch.empty(2),
+    ]
     got = Batch([(x,) for x in (*slow, *fast)]).by_path
-    assert [[id(x) for (x,) in half.rows] for half in got] == [list(map(id, fast)), list(map(id, slow))]
+    assert [[id(x) for (x,) in half.rows] for half in got] == [
+        list(map(id, fast)),
+        list(map(id, slow)),
+    ]
 
 
 def test_a_batch_has_tables_by_dtypes_and_makes_them_once() -> None:
     """Rows of other dtypes are other kernels' work."""
-    rows = [(torch.zeros(64, dtype=one), torch.zeros(64)) for one in (torch.float16, torch.float32, torch.float16)]
+    rows = [
+        (torch.zeros(64, dtype=one), torch.zeros(64))
+        for one in (torch.float16, torch.float32, torch.float16)
+    ]
     batch = Batch(rows)
     tables = batch.tables(32)
     assert [(kind, table.count) for kind, table in tables] == [

@@ -1,4 +1,6 @@
-"""Kernels of cross entropy against their plain-torch twins, and the twins against softmax in fp64."""
+"""Kernels of cross entropy against their plain-torch twins, and the twins against softmax in
+fp64.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def logits_of(num_columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -65,10 +69,16 @@ def test_kernels_equal_twins(dtype: torch.dtype, weighted: bool, smoothed: bool)
         logits, weight = logits_of(num_columns, dtype), weight_of(num_columns, dtype, weighted)
         factors = factors_of(num_columns, dtype, smoothed)
         want = kernels.row_sums_by_torch(logits, weight, smoothed=smoothed)
-        for got_part, want_part in zip(kernels.row_sums_by_triton(logits, weight, smoothed=smoothed), want, strict=True):
+        for got_part, want_part in zip(
+            kernels.row_sums_by_triton(logits, weight, smoothed=smoothed), want, strict=True
+        ):
             assert_close(got_part, want_part, arithmetic)
         gradient = kernels.row_gradient_by_torch(logits, want, factors, weight, smoothed=smoothed)
-        assert_close(kernels.row_gradient_by_triton(logits, want, factors, weight, smoothed=smoothed), gradient, ROUNDING[dtype])
+        assert_close(
+            kernels.row_gradient_by_triton(logits, want, factors, weight, smoothed=smoothed),
+            gradient,
+            ROUNDING[dtype],
+        )
         for in_place in (kernels.row_gradient_by_torch_, kernels.row_gradient_by_triton_):
             memory = torch.full((ROWS, num_columns + 5), 7.0, dtype=dtype)
             taken = memory[:, :num_columns].copy_(logits)
@@ -81,7 +91,10 @@ def test_kernels_equal_twins(dtype: torch.dtype, weighted: bool, smoothed: bool)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_twins_equal_the_formula(num_columns: int, weighted: bool) -> None:
     logits = random(ROWS, num_columns, dtype=torch.float64) * 3
-    weight, factors = weight_of(num_columns, torch.float64, weighted), factors_of(num_columns, torch.float64, smoothed=True)
+    weight, factors = (
+        weight_of(num_columns, torch.float64, weighted),
+        factors_of(num_columns, torch.float64, smoothed=True),
+    )
     sums = kernels.row_sums_by_torch(logits, weight, smoothed=True)
     each = torch.ones(num_columns, dtype=torch.float64) if weight is None else weight
     assert torch.equal(sums.highest, logits.amax(1))
@@ -92,7 +105,9 @@ def test_twins_equal_the_formula(num_columns: int, weighted: bool) -> None:
     for row, column in enumerate(factors.column.tolist()):
         if column >= 0:
             hits[row, column] = factors.hit[row]
-    torch.testing.assert_close(gradient, factors.mass[:, None] * logits.softmax(1) - factors.smooth[:, None] * each - hits)
+    torch.testing.assert_close(
+        gradient, factors.mass[:, None] * logits.softmax(1) - factors.smooth[:, None] * each - hits
+    )
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])
@@ -105,7 +120,9 @@ def test_no_row_and_one(num_rows: int) -> None:
     want = kernels.row_gradient_by_torch(logits, sums, factors, None, smoothed=False)
     assert gradient.shape == (num_rows, 23)
     assert_close(gradient, want, 1e-6)
-    assert_close(kernels.row_gradient_by_triton_(logits, sums, factors, None, smoothed=False), want, 1e-6)
+    assert_close(
+        kernels.row_gradient_by_triton_(logits, sums, factors, None, smoothed=False), want, 1e-6
+    )
 
 
 @pytest.mark.parametrize("strides", ["columns", "rows", "transposed", "expanded"])
@@ -119,12 +136,18 @@ def test_any_strides(strides: str) -> None:
     }[strides]
     factors, plain = factors_of(23, torch.float32, smoothed=False), logits.contiguous()
     want = kernels.row_sums_by_torch(plain, None, smoothed=True)
-    for part, want_part in zip(kernels.row_sums_by_triton(logits, None, smoothed=True), want, strict=True):
+    for part, want_part in zip(
+        kernels.row_sums_by_triton(logits, None, smoothed=True), want, strict=True
+    ):
         assert_close(part, want_part, 2e-6)
     gradient = kernels.row_gradient_by_triton(logits, want, factors, None, smoothed=False)
     assert gradient.shape == plain.shape and gradient.stride(1) == 1
-    assert_close(gradient, kernels.row_gradient_by_torch(plain, want, factors, None, smoothed=False), 2e-6)
-    assert_close(gradient, kernels.row_gradient_by_torch(logits, want, factors, None, smoothed=False), 2e-6)
+    assert_close(
+        gradient, kernels.row_gradient_by_torch(plain, want, factors, None, smoothed=False), 2e-6
+    )
+    assert_close(
+        gradient, kernels.row_gradient_by_torch(logits, want, factors, None, smoothed=False), 2e-6
+    )
 
 
 GRADIENTS = [
@@ -137,8 +160,13 @@ GRADIENTS = [
 
 @pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda gradient: gradient.__name__)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_row_without_gradient_may_hold_anything(gradient: Callable[..., torch.Tensor], bad: float) -> None:
-    logits, factors = random(ROWS, 23, dtype=torch.float32), factors_of(23, torch.float32, smoothed=False)
+def test_a_row_without_gradient_may_hold_anything(
+    gradient: Callable[..., torch.Tensor], bad: float
+) -> None:
+    logits, factors = (
+        random(ROWS, 23, dtype=torch.float32),
+        factors_of(23, torch.float32, smoothed=False),
+    )
     spoilt = logits.clone()
     spoilt[3, 5] = bad
     answers = []
@@ -150,16 +178,24 @@ def test_a_row_without_gradient_may_hold_anything(gradient: Callable[..., torch.
 
 
 def test_all_columns_masked() -> None:
-    """As on a rank whose whole part of the vocabulary is: nothing beside a finite maximum elsewhere, and no NaN."""
+    """As on a rank whose whole part of the vocabulary is: nothing beside a finite maximum
+    elsewhere, and no NaN.
+    """
     logits = torch.full((2, 23), -torch.inf)
     for sums_of in (kernels.row_sums_by_torch, kernels.row_sums_by_triton):
         sums: RowSums = sums_of(logits, None, smoothed=True)
-        assert (sums.highest == -torch.inf).all() and not sums.sum_exp.any() and (sums.below == -torch.inf).all()
+        assert (
+            (sums.highest == -torch.inf).all()
+            and not sums.sum_exp.any()
+            and (sums.below == -torch.inf).all()
+        )
 
 
 def test_autograd_is_told_of_the_change() -> None:
     """Else a backward pass that needs the logits would read the gradient in their place."""
     logits = random(ROWS, 23, dtype=torch.float32)
     sums, before = kernels.row_sums_by_torch(logits, None, smoothed=False), logits._version
-    kernels.row_gradient_by_triton_(logits, sums, factors_of(23, torch.float32, smoothed=False), None, smoothed=False)
+    kernels.row_gradient_by_triton_(
+        logits, sums, factors_of(23, torch.float32, smoothed=False), None, smoothed=False
+    )
     assert logits._version > before

@@ -1,4 +1,6 @@
-"""The transposing kernel of eight-bit products against its twin in plain torch, through Triton's interpreter."""
+"""The transposing kernel of eight-bit products against its twin in plain torch, through Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_codes_are_transposed(shape: tuple[int, int], kind: torch.dtype) -> None
 
 
 def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Without those that round to a power of two: Triton's interpreter loses the carry of rounding up to one (a GPU does not)."""
+    """Without those that round to a power of two: Triton's interpreter loses the carry of rounding
+    up to one (a GPU does not).
+    """
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
     codes, _ = fp8.quantise(x, fp8.E4M3)
     return torch.where(codes.float().abs().log2() % 1 == 0, 0, x)
@@ -42,4 +46,7 @@ def test_numbers_become_transposed_codes(shape: tuple[int, int], dtype: torch.dt
 def test_a_strided_tensor_is_taken_too() -> None:
     x = numbers(64, 32, seed=3).t()
     _, unit = fp8.quantise(x, fp8.E4M3)
-    assert torch.equal(fp8.transposed_triton(x, unit).view(torch.uint8), fp8.transposed_reference(x, unit).view(torch.uint8))
+    assert torch.equal(
+        fp8.transposed_triton(x, unit).view(torch.uint8),
+        fp8.transposed_reference(x, unit).view(torch.uint8),
+    )

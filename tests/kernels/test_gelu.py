@@ -1,4 +1,6 @@
-"""GELU by the logistic function, and its gradient: kernel against twin, twin against plain PyTorch in fp64."""
+"""GELU by the logistic function, and its gradient: kernel against twin, twin against plain PyTorch
+in fp64.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bmtrain.kernels.gelu import PART, gelu, gelu_backward, gelu_backward_by_triton, gelu_backward_reference
+from bmtrain.kernels.gelu import (
+    PART,
+    gelu,
+    gelu_backward,
+    gelu_backward_by_triton,
+    gelu_backward_reference,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -14,12 +22,15 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 def test_gelu_is_more_exact_than_by_the_tangent(dtype: torch.dtype) -> None:
     x = torch.linspace(-5.0, 9.0, 4001, dtype=torch.float64).to(dtype)
-    want = F.gelu(x.double(), approximate="tanh")  # whose own tail is a difference of equal numbers, good to 1e-15 of 1
+    # whose own tail is a difference of equal numbers, good to 1e-15 of 1
+    want = F.gelu(x.double(), approximate="tanh")
     finfo, got = torch.finfo(dtype), gelu(x)
     assert got.dtype == dtype
     # What precedes the exponential is rounded too, and there it counts as often as it is large.
     rtol = finfo.eps if dtype in (torch.bfloat16, torch.float16) else 64 * finfo.eps
-    torch.testing.assert_close(got.double(), want, rtol=rtol, atol=max(finfo.smallest_normal * finfo.eps, 5e-15))
+    torch.testing.assert_close(
+        got.double(), want, rtol=rtol, atol=max(finfo.smallest_normal * finfo.eps, 5e-15)
+    )
     if dtype == torch.float32:
         by_tangent = F.gelu(x, approximate="tanh").double()
         assert float(((by_tangent - want) / want).nan_to_num().abs().max()) > 0.1
@@ -28,7 +39,9 @@ def test_gelu_is_more_exact_than_by_the_tangent(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 0.0, -0.0, 60000.0, -60000.0])
 def test_gelu_of_extremes(value: float) -> None:
     x = torch.tensor([value])
-    torch.testing.assert_close(gelu(x), F.gelu(x, approximate="tanh"), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        gelu(x), F.gelu(x, approximate="tanh"), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,7 +67,9 @@ def test_kernel_equals_twin(shape: tuple[int, int], dtype: torch.dtype) -> None:
     rtol = (2 if dtype == torch.bfloat16 else 1) * torch.finfo(dtype).eps
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=1e-6)
     assert got[1].shape == want[1].shape
-    torch.testing.assert_close(got[1], want[1], rtol=0, atol=PART * 4 * torch.finfo(dtype).eps + 1e-4)
+    torch.testing.assert_close(
+        got[1], want[1], rtol=0, atol=PART * 4 * torch.finfo(dtype).eps + 1e-4
+    )
 
 
 def test_nothing_and_strides() -> None:
@@ -62,5 +77,8 @@ def test_nothing_and_strides() -> None:
     assert [part.shape for part in gelu_backward_by_triton(empty, empty)] == [(0, 3), (0, 3)]
     assert [part.shape for part in gelu_backward(empty, empty)] == [(0, 3), (0, 3)]
     grad, x = torch.randn(6, 4), torch.randn(6, 4)
-    assert torch.equal(gelu_backward(grad.t(), x.t())[0], gelu_backward_reference(grad.t().contiguous(), x.t().contiguous())[0])
+    assert torch.equal(
+        gelu_backward(grad.t(), x.t())[0],
+        gelu_backward_reference(grad.t().contiguous(), x.t().contiguous())[0],
+    )
     torch.library.opcheck(torch.ops.bmtrain.gelu_backward.default, (grad, x))

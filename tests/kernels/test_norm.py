@@ -1,4 +1,6 @@
-"""Layer norm and RMS norm, and their gradients, in one pass: kernels against twins, twins against plain PyTorch in fp64."""
+"""Layer norm and RMS norm, and their gradients, in one pass: kernels against twins, twins against
+plain PyTorch in fp64.
+"""
 
 from __future__ import annotations
 
@@ -38,30 +40,60 @@ class Case:
     """Random tensors, and what plain PyTorch makes of them."""
 
     def __init__(
-        self, dtype: torch.dtype, *, num_grads: int, num_inputs: int, centered: bool, residual: bool, rows: int, n: int
+        self,
+        dtype: torch.dtype,
+        *,
+        num_grads: int,
+        num_inputs: int,
+        centered: bool,
+        residual: bool,
+        rows: int,
+        n: int,
     ) -> None:
         generator = torch.Generator().manual_seed(num_grads + 10 * num_inputs)
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(dtype)
 
-        self.grads, self.inputs = ([draw(2, rows, n) for _ in range(count)] for count in (num_grads, num_inputs))
+        self.grads, self.inputs = (
+            [draw(2, rows, n) for _ in range(count)] for count in (num_grads, num_inputs)
+        )
         self.weight, self.residual = draw(n), draw(2, rows, n) if residual else None
         x = sum(part.double() for part in self.inputs)
         assert isinstance(x, torch.Tensor)
         self.mean = x.mean(-1, keepdim=True).float() if centered else None
-        spread = x.var(-1, keepdim=True, correction=0) if centered else x.square().mean(-1, keepdim=True)
+        spread = (
+            x.var(-1, keepdim=True, correction=0) if centered else x.square().mean(-1, keepdim=True)
+        )
         self.rstd = (spread + EPS).rsqrt().float()
-        weight, bias = self.weight.double().requires_grad_(), torch.zeros(n, dtype=torch.float64, requires_grad=True)
+        weight, bias = (
+            self.weight.double().requires_grad_(),
+            torch.zeros(n, dtype=torch.float64, requires_grad=True),
+        )
         leaves = [x.requires_grad_(), weight, bias]
-        out = F.layer_norm(x, (n,), weight, bias, EPS) if centered else F.rms_norm(x, (n,), weight, EPS) + bias
-        self.want = list(torch.autograd.grad(out, leaves, sum(part.double() for part in self.grads)))  # type: ignore[arg-type]
+        out = (
+            F.layer_norm(x, (n,), weight, bias, EPS)
+            if centered
+            else F.rms_norm(x, (n,), weight, EPS) + bias
+        )
+        self.want = list(
+            torch.autograd.grad(out, leaves, sum(part.double() for part in self.grads))  # type: ignore[arg-type]
+        )
         if self.residual is not None:
             self.want[0] = self.want[0] + self.residual.double()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        return self.grads, self.inputs, self.weight, self.mean, self.rstd, self.residual, True, self.residual is not None
+        return (
+            self.grads,
+            self.inputs,
+            self.weight,
+            self.mean,
+            self.rstd,
+            self.residual,
+            True,
+            self.residual is not None,
+        )
 
 
 CASES: list[dict[str, Any]] = [
@@ -81,7 +113,11 @@ def test_reference_is_the_gradient(case: dict[str, Any], dtype: torch.dtype) -> 
     grad_x, sums, more = norm_backward(*made.arguments)
     parts = norm.PARTS_OF_WIDE if case["n"] > WIDE else norm.PARTS
     assert grad_x.dtype == dtype and sums.dtype == more.dtype == torch.float32
-    assert sums.shape == (2, parts, case["n"]) and more.shape == (1 + case["residual"], parts, case["n"])
+    assert sums.shape == (2, parts, case["n"]) and more.shape == (
+        1 + case["residual"],
+        parts,
+        case["n"],
+    )
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(grad_x.double(), made.want[0], rtol=eps, atol=2e-5)
     columns = [grad_x] if made.residual is None else [grad_x, made.residual]
@@ -100,7 +136,8 @@ def test_kernel_equals_twin(case: dict[str, Any], dtype: torch.dtype) -> None:
     rtol = (2 if dtype == torch.bfloat16 else 1) * torch.finfo(dtype).eps
     torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=1e-5)
     torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-4)
-    tensors = [got[0]] if made.residual is None else [got[0], made.residual]  # of its own numbers, which are cut off here
+    # of its own numbers, which are cut off here
+    tensors = [got[0]] if made.residual is None else [got[0], made.residual]
     own = norm._sums([norm._rows(tensor, case["n"]) for tensor in tensors], case["n"])
     torch.testing.assert_close(got[2], own, rtol=1e-5, atol=1e-4)
 
@@ -115,7 +152,9 @@ def test_only_the_sums_that_are_asked_for(asked: tuple[bool, bool]) -> None:
 
 
 def test_the_operator_is_well_declared() -> None:
-    torch.library.opcheck(torch.ops.bmtrain.norm_backward.default, Case(torch.float32, **CASES[2]).arguments)
+    torch.library.opcheck(
+        torch.ops.bmtrain.norm_backward.default, Case(torch.float32, **CASES[2]).arguments
+    )
 
 
 FORWARD: list[dict[str, Any]] = [
@@ -128,22 +167,40 @@ FORWARD: list[dict[str, Any]] = [
 ]
 
 
-def forward_arguments(dtype: torch.dtype, *, num_inputs: int, centered: bool, has_bias: bool, rows: int, n: int) -> tuple[Any, ...]:
-    """What `norm` takes: numbers far from 0, so that a spread that is the difference of two large sums would be wrong."""
+def forward_arguments(
+    dtype: torch.dtype, *, num_inputs: int, centered: bool, has_bias: bool, rows: int, n: int
+) -> tuple[Any, ...]:
+    """What `norm` takes: numbers far from 0, so that a spread that is the difference of two large
+    sums would be wrong.
+    """
     generator = torch.Generator().manual_seed(n)
-    inputs = [(3 + torch.randn(2, rows, n, generator=generator)).to(dtype) for _ in range(num_inputs)]
+    inputs = [
+        (3 + torch.randn(2, rows, n, generator=generator)).to(dtype) for _ in range(num_inputs)
+    ]
     weight, bias = (torch.randn(n, generator=generator).to(dtype) for _ in range(2))
     return inputs, weight, bias if has_bias else None, EPS, centered
 
 
-def true_norm(inputs: list[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centered: bool) -> Any:
-    """By plain PyTorch in fp64 of the sum as it is rounded: result, mean, one over the spread, sum."""
+def true_norm(
+    inputs: list[torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centered: bool,
+) -> Any:
+    """By plain PyTorch in fp64 of the sum as it is rounded: result, mean, one over the spread,
+    sum.
+    """
     total = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
     x, n = total.double(), weight.shape[0]
     mean = x.mean(-1, keepdim=True)
     spread = (x - mean if centered else x).square().mean(-1, keepdim=True)
     shift = None if bias is None else bias.double()
-    out = F.layer_norm(x, (n,), weight.double(), shift, eps) if centered else F.rms_norm(x, (n,), weight.double(), eps)
+    out = (
+        F.layer_norm(x, (n,), weight.double(), shift, eps)
+        if centered
+        else F.rms_norm(x, (n,), weight.double(), eps)
+    )
     return out, mean, (spread + eps).rsqrt(), total
 
 
@@ -203,4 +260,6 @@ def test_strides_do_not_matter() -> None:
 
 def test_the_operator_of_a_norm_is_well_declared() -> None:
     for case in FORWARD[:3]:
-        torch.library.opcheck(torch.ops.bmtrain.norm.default, forward_arguments(torch.float32, **case))
+        torch.library.opcheck(
+            torch.ops.bmtrain.norm.default, forward_arguments(torch.float32, **case)
+        )

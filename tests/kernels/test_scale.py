@@ -22,23 +22,33 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.37, 0.0, math.nan])
-@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.float16], [torch.bfloat16], [torch.float32, torch.float16]])
+@pytest.mark.parametrize(
+    "dtypes", [[torch.float32], [torch.float16], [torch.bfloat16], [torch.float32, torch.float16]]
+)
 def test_kernel_equals_twin(dtypes: list[torch.dtype], factor: float) -> None:
     """Every element of the tensors is multiplied and rounded once, none beside them is touched."""
     number = torch.tensor(factor)
     results = []
     for path in (scale_reference_, scale_triton_):
-        flats = [torch.randn(2000, generator=torch.Generator().manual_seed(1)).to(dtype) for dtype in dtypes]
+        flats = [
+            torch.randn(2000, generator=torch.Generator().manual_seed(1)).to(dtype)
+            for dtype in dtypes
+        ]
         parts = [flat[begin:end] for flat in flats for begin, end in BOUNDS]
         versions = [flat._version for flat in flats]
         path(Batch([(part,) for part in parts]), number)
-        assert all(flat._version > before for flat, before in zip(flats, versions, strict=True)), "written unnoticed"
+        assert all(flat._version > before for flat, before in zip(flats, versions, strict=True)), (
+            "written unnoticed"
+        )
         results.append(flats)
     for want, got in zip(*results, strict=True):
-        if want.dtype == torch.bfloat16:  # Triton's interpreter cuts off where the device rounds (tests/gpu has exact equality)
+        # Triton's interpreter cuts off where the device rounds (tests/gpu has exact equality)
+        if want.dtype == torch.bfloat16:
             torch.testing.assert_close(got, want, rtol=2.0**-7, atol=0, equal_nan=True)
         else:
-            assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(), want.nan_to_num())
+            assert torch.equal(got.isnan(), want.isnan()) and torch.equal(
+                got.nan_to_num(), want.nan_to_num()
+            )
 
 
 def test_a_factor_of_one_changes_no_bit() -> None:

@@ -18,7 +18,9 @@ def test_kernel_equals_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     want, got = scale_to(tensor, factor, dtype), scale_to_by_triton(tensor, factor, dtype)
     assert want.dtype == got.dtype == dtype and want.shape == got.shape == shape
     # Triton's interpreter cuts bf16 off where the device rounds.
-    torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0, atol=0)
+    torch.testing.assert_close(
+        got, want, rtol=torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0, atol=0
+    )
     assert torch.equal(want, (tensor.double() * factor.double()).to(torch.float32).to(dtype))
 
 

@@ -1,4 +1,6 @@
-"""Sums of squares: the kernel and its twin against exact arithmetic, and what is not finite found anywhere."""
+"""Sums of squares: the kernel and its twin against exact arithmetic, and what is not finite found
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.squares import sum_of_squares, sum_of_squares_reference, sum_of_squares_triton
 
 # The interpreter's numpy tells of the overflow that the kernel reckons with.
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(overflow|invalid value) encountered:RuntimeWarning"
+)
 CPU = torch.device("cpu")
 HALF = [torch.float32, torch.bfloat16, torch.float16]
 Path = Callable[[list[torch.Tensor], torch.device], torch.Tensor]
@@ -35,10 +39,21 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors(dtype: torch.dtype, scale: float = 1.0) -> list[torch.Tensor]:
-    """Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are not."""
+    """Lengths 0, 1, odd, of whole and of several chunks; starts that are aligned and that are
+    not.
+    """
     generator = torch.Generator().manual_seed(0)
     flat = (torch.randn(2000, generator=generator) * scale).to(dtype)
-    bounds = [(0, 64), (64, 64), (64, 65), (65, 66), (66, 399), (400, 1200), (1201, 1329), (1344, 1344 + 640)]
+    bounds = [
+        (0, 64),
+        (64, 64),
+        (64, 65),
+        (65, 66),
+        (66, 399),
+        (400, 1200),
+        (1201, 1329),
+        (1344, 1344 + 640),
+    ]
     return [flat[begin:end] for begin, end in bounds]
 
 
@@ -62,10 +77,16 @@ def test_dtypes_together(path: Path) -> None:
     assert path(parts, CPU).item() == pytest.approx(exactly(parts), rel=1e-6)
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 3e37), (torch.bfloat16, 3e37), (torch.float16, 1e4)])
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 3e37), (torch.bfloat16, 3e37), (torch.float16, 1e4)]
+)
 @pytest.mark.parametrize("path", PATHS)
-def test_squares_may_leave_the_range_of_the_dtype(path: Path, dtype: torch.dtype, scale: float) -> None:
-    """They are finite, as the elements are, and right; also where one large element stands among small ones."""
+def test_squares_may_leave_the_range_of_the_dtype(
+    path: Path, dtype: torch.dtype, scale: float
+) -> None:
+    """They are finite, as the elements are, and right; also where one large element stands among
+    small ones.
+    """
     parts = tensors(dtype, scale)
     assert path(parts, CPU).item() == pytest.approx(exactly(parts), rel=1e-6)
     lonely = tensors(dtype)
@@ -76,7 +97,9 @@ def test_squares_may_leave_the_range_of_the_dtype(path: Path, dtype: torch.dtype
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("path", PATHS)
-def test_not_finite_exactly_if_an_element_is_not(path: Path, dtype: torch.dtype, bad: float) -> None:
+def test_not_finite_exactly_if_an_element_is_not(
+    path: Path, dtype: torch.dtype, bad: float
+) -> None:
     """Wherever it stands: the first and the last element of every tensor."""
     parts = tensors(dtype)
     for part, place in itertools.product(parts, (0, -1)):
@@ -90,7 +113,9 @@ def test_not_finite_exactly_if_an_element_is_not(path: Path, dtype: torch.dtype,
 
 def test_infinities_of_both_signs_and_nan_together() -> None:
     """Nothing cancels."""
-    for path, bad in itertools.product(PATHS, ((math.inf, -math.inf), (math.nan, math.inf), (math.nan, 3e38))):
+    for path, bad in itertools.product(
+        PATHS, ((math.inf, -math.inf), (math.nan, math.inf), (math.nan, 3e38))
+    ):
         assert not math.isfinite(path([torch.tensor(bad)], CPU).item())
 
 
@@ -111,4 +136,6 @@ def test_nothing_to_sum(nothing: list[torch.Tensor]) -> None:
 
 def test_what_the_kernel_does_not_take_is_summed_by_the_twin() -> None:
     """fp64 is squared in fp64."""
-    assert of_batch(sum_of_squares)([torch.tensor([1e100], dtype=torch.float64)], CPU).item() == pytest.approx(1e200)
+    assert of_batch(sum_of_squares)(
+        [torch.tensor([1e100], dtype=torch.float64)], CPU
+    ).item() == pytest.approx(1e200)

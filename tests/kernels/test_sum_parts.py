@@ -14,7 +14,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("wire", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_kernel_equals_twin(num_ranks: int, dtype: torch.dtype, wire: torch.dtype, accumulate: bool) -> None:
+def test_kernel_equals_twin(
+    num_ranks: int, dtype: torch.dtype, wire: torch.dtype, accumulate: bool
+) -> None:
     generator = torch.Generator().manual_seed(num_ranks)
     for numel in (1, 64, 4096, 5000):
         parts = torch.randn(num_ranks, numel, generator=generator).to(wire)
@@ -22,7 +24,8 @@ def test_kernel_equals_twin(num_ranks: int, dtype: torch.dtype, wire: torch.dtyp
         want, got = old.clone(), old.clone()
         sum_parts_reference(want, parts, accumulate=accumulate)
         sum_parts_triton(got, parts, accumulate=accumulate)
-        if dtype == torch.bfloat16:  # Triton's interpreter cuts off where the device rounds (tests/gpu has exact equality)
+        # Triton's interpreter cuts off where the device rounds (tests/gpu has exact equality)
+        if dtype == torch.bfloat16:
             torch.testing.assert_close(got, want, rtol=torch.finfo(dtype).eps, atol=0)
         else:
             assert torch.equal(got, want)
@@ -31,7 +34,9 @@ def test_kernel_equals_twin(num_ranks: int, dtype: torch.dtype, wire: torch.dtyp
 
 
 def test_added_in_fp32_and_in_rank_order() -> None:
-    """In bf16 the small parts would be lost one by one; in another order fp32 would round otherwise."""
+    """In bf16 the small parts would be lost one by one; in another order fp32 would round
+    otherwise.
+    """
     parts = torch.tensor([[1.0], [2.0**-8], [2.0**-8]]).bfloat16()
     total = torch.zeros(1).bfloat16()
     sum_parts(total, parts, accumulate=False)

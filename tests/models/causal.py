@@ -1,4 +1,7 @@
-"""What every decoder-only model is tested for, against its counterpart in transformers. Each takes the pair of models."""
+"""What every decoder-only model is tested for, against its counterpart in transformers.
+
+Each takes the pair of models.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ class Family:
     options: dict[str, Any]
 
     def pair(self, folder: pathlib.Path, **overrides: Any) -> tuple[Any, Any]:
-        """Our model of the weights of a random one of theirs, and that one. `overrides` are of our configuration."""
+        """Our model of the weights of a random one of theirs, and that one.
+
+        `overrides` are of our configuration.
+        """
         model = parity.theirs(self.theirs, self.config(**self.options))
         return parity.loaded(self.ours, model, folder / "theirs", **overrides), model
 
@@ -42,10 +48,15 @@ class Family:
 def inputs_of(side: str, rows: int = 2) -> tuple[dict[str, Any], torch.Tensor]:
     """Ids and mask with padding on this side, and which tokens are valid."""
     ids, mask = parity.token_ids(rows, LENGTH), parity.padding_mask(rows, LENGTH, side)
-    return {"input_ids": ids, **({} if mask is None else {"attention_mask": mask})}, parity.valid_of(mask, ids)
+    return {
+        "input_ids": ids,
+        **({} if mask is None else {"attention_mask": mask}),
+    }, parity.valid_of(mask, ids)
 
 
-def check_values_and_gradients(family: Family, folder: pathlib.Path, side: str, *, extras: bool = True) -> None:
+def check_values_and_gradients(
+    family: Family, folder: pathlib.Path, side: str, *, extras: bool = True
+) -> None:
     """Logits, hidden states and attentions (`extras`), and the gradient of every parameter."""
     ours, model = family.pair(folder)
     inputs, valid = inputs_of(side)
@@ -56,7 +67,9 @@ def check_values_and_gradients(family: Family, folder: pathlib.Path, side: str, 
 
 
 def check_cache(family: Family, folder: pathlib.Path) -> None:
-    """Piece by piece as in one pass, with and without padding; in their format of pairs too; gradients flow through it."""
+    """Piece by piece as in one pass, with and without padding; in their format of pairs too;
+    gradients flow through it.
+    """
     ours, _ = family.pair(folder)
     ids = parity.token_ids(2, LENGTH)
     for side in SIDES[:2]:
@@ -69,11 +82,15 @@ def check_cache(family: Family, folder: pathlib.Path) -> None:
     parity.assert_close(rest.logits, whole, "after a list of pairs")
     found = torch.autograd.grad(rest.logits.square().sum(), ours.input_embedding.weight)[0]
     expected = torch.autograd.grad(whole.square().sum(), ours.input_embedding.weight)[0]
-    parity.assert_close(found / expected.abs().max(), expected / expected.abs().max(), "gradient through the cache")
+    parity.assert_close(
+        found / expected.abs().max(), expected / expected.abs().max(), "gradient through the cache"
+    )
 
 
 def check_masks(family: Family, folder: pathlib.Path) -> None:
-    """`length`, masks of other dtypes and of all pairs, positions, embeddings and int32 ids say the same as what is usual."""
+    """`length`, masks of other dtypes and of all pairs, positions, embeddings and int32 ids say the
+    same as what is usual.
+    """
     ours, _ = family.pair(folder)
     inputs, valid = inputs_of("right")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -90,10 +107,18 @@ def check_masks(family: Family, folder: pathlib.Path) -> None:
         }.items():
             parity.assert_close(ours(**other).logits[valid], want[valid], name)
         first = ours(input_ids=ids[:, :7], use_cache=True, attention_mask=pairs[:, :7, :7])
-        rest = ours(input_ids=ids[:, 7:], past_key_values=first.past_key_values, attention_mask=pairs)
-        parity.assert_close(rest.logits[valid[:, 7:]], want[:, 7:][valid[:, 7:]], "pairs of all tokens, with a cache")
+        rest = ours(
+            input_ids=ids[:, 7:], past_key_values=first.past_key_values, attention_mask=pairs
+        )
+        parity.assert_close(
+            rest.logits[valid[:, 7:]],
+            want[:, 7:][valid[:, 7:]],
+            "pairs of all tokens, with a cache",
+        )
         everything = ours(input_ids=ids, attention_mask=torch.ones(2, LENGTH, LENGTH)).logits
-    assert not torch.allclose(everything[:, 0], want[:, 0], atol=0.01), "a mask of all pairs is used as it is"
+    assert not torch.allclose(everything[:, 0], want[:, 0], atol=0.01), (
+        "a mask of all pairs is used as it is"
+    )
 
 
 def check_saved(family: Family, folder: pathlib.Path) -> None:
@@ -114,7 +139,9 @@ def check_surface(family: Family, folder: pathlib.Path) -> None:
     out = ours(**inputs)
     plain = ours(**inputs, output_logits=False, return_dict=False)
     assert plain[2] is None and len(plain) == 5
-    assert torch.equal(plain[0], out.last_hidden_state) and torch.equal(out[0], out["last_hidden_state"])
+    assert torch.equal(plain[0], out.last_hidden_state) and torch.equal(
+        out[0], out["last_hidden_state"]
+    )
     copied = copy.deepcopy(ours)
     parity.assert_same_parameters(copied, ours)
     with torch.no_grad():
@@ -128,17 +155,24 @@ def check_class_head(family: Family, folder: pathlib.Path) -> None:
     """A head for classes is new, said to be so, and scores every position."""
     ours, _ = family.pair(folder)
     with pytest.warns(UserWarning) as told:
-        classifier = family.ours.from_pretrained(folder / "theirs", cls_head=3, dtype="float32").eval()
+        classifier = family.ours.from_pretrained(
+            folder / "theirs", cls_head=3, dtype="float32"
+        ).eval()
     assert any("does not have cls_projection.weight" in str(one.message) for one in told)
     inputs, _ = inputs_of("none")
     out = classifier(**inputs)
     assert out.logits.shape == (2, LENGTH, 3)
     assert torch.equal(out.last_hidden_state, ours(**inputs).last_hidden_state)
     head = dict(classifier.cls_projection.named_parameters())
-    parity.assert_close(out.logits, torch.nn.functional.linear(out.last_hidden_state, **head), "scores of classes")
+    parity.assert_close(
+        out.logits, torch.nn.functional.linear(out.last_hidden_state, **head), "scores of classes"
+    )
     assert classifier.cls_projection.weight.std() > 0.001
     out.logits.square().sum().backward()
-    assert grad_of(classifier.cls_projection.weight).any() and grad_of(classifier.input_embedding.weight).any()
+    assert (
+        grad_of(classifier.cls_projection.weight).any()
+        and grad_of(classifier.input_embedding.weight).any()
+    )
 
 
 def check_errors(family: Family, folder: pathlib.Path) -> None:
@@ -178,9 +212,13 @@ def check_errors(family: Family, folder: pathlib.Path) -> None:
 
 
 def check_fresh(model_class: type[BaseModel], config: Any) -> None:
-    """A model that is made from a configuration has values everywhere, of the spread that it names, and is trainable."""
+    """A model that is made from a configuration has values everywhere, of the spread that it names,
+    and is trainable.
+    """
     torch.manual_seed(0)
     model = model_class(config)
     for name, param in model.named_parameters():
         assert param.isfinite().all() and (param.std() > 0 or param.dim() == 1), name
-    assert dict(model.named_parameters())["input_embedding.weight"].std().item() == pytest.approx(config.emb_init_std, rel=0.2)
+    assert dict(model.named_parameters())["input_embedding.weight"].std().item() == pytest.approx(
+        config.emb_init_std, rel=0.2
+    )

@@ -1,4 +1,6 @@
-"""Our models against those of transformers: the same random weights, the same inputs, the same answers and gradients."""
+"""Our models against those of transformers: the same random weights, the same inputs, the same
+answers and gradients.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Ours = TypeVar("Ours", bound=BaseModel)
 
 
 def randomized(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> Any:
-    """The model in eval mode, every parameter drawn anew: weights around 0, those of norms (and only those are 1-d) around 1."""
+    """The model in eval mode, every parameter drawn anew: weights around 0, those of norms (and
+    only those are 1-d) around 1.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, param in model.named_parameters():
@@ -36,20 +40,29 @@ def theirs(model_class: Any, config: Any, std: float = 0.2) -> Any:
 
 
 def loaded(model_class: type[Ours], model: Any, folder: pathlib.Path, **overrides: Any) -> Ours:
-    """Our model of the weights that a model of transformers saves into this folder, in fp32 unless overridden."""
+    """Our model of the weights that a model of transformers saves into this folder, in fp32 unless
+    overridden.
+    """
     model.save_pretrained(folder)
     ours = model_class.from_pretrained(folder, **{"dtype": "float32", **overrides})
     return ours.eval()
 
 
 def token_ids(*shape: int, high: int = 60, low: int = 3, seed: int = 1) -> torch.Tensor:
-    """Random token ids from `low` to `high` - 1: special ids are the lowest. The same on every device, on the default one."""
+    """Random token ids from `low` to `high` - 1: special ids are the lowest.
+
+    The same on every device, on the default one.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
-    return torch.randint(low, high, shape, generator=generator, device="cpu").to(torch.get_default_device())
+    return torch.randint(low, high, shape, generator=generator, device="cpu").to(
+        torch.get_default_device()
+    )
 
 
 def padding_mask(batch: int, length: int, side: str, num_padding: int = 4) -> torch.Tensor | None:
-    """int64 (batch, length), 0 for `num_padding` tokens on this side ("left" or "right") of the first row; None for "none"."""
+    """int64 (batch, length), 0 for `num_padding` tokens on this side ("left" or "right") of the
+    first row; None for "none".
+    """
     if side == "none":
         return None
     mask = torch.ones(batch, length, dtype=torch.int64)
@@ -58,7 +71,9 @@ def padding_mask(batch: int, length: int, side: str, num_padding: int = 4) -> to
 
 
 def valid_of(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """bool, the shape of ids or the first two dims of `like`: which tokens are none of the padding."""
+    """bool, the shape of ids or the first two dims of `like`: which tokens are none of the
+    padding.
+    """
     return torch.ones(like.shape[:2], dtype=torch.bool) if mask is None else mask.bool()
 
 
@@ -67,21 +82,27 @@ def logits_of(output: Any) -> torch.Tensor:
     return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
-def assert_close(one: torch.Tensor, other: torch.Tensor, what: str = "", tolerance: float = TOLERANCE) -> None:
+def assert_close(
+    one: torch.Tensor, other: torch.Tensor, what: str = "", tolerance: float = TOLERANCE
+) -> None:
     """The largest difference is within the tolerance; NaN and other shapes are failures."""
     assert one.shape == other.shape, f"{what}: shapes {tuple(one.shape)} and {tuple(other.shape)}"
     worst = (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
     assert worst <= tolerance, f"{what}: {worst} apart"
 
 
-def assert_same_logits(ours: torch.nn.Module, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor) -> None:
+def assert_same_logits(
+    ours: torch.nn.Module, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor
+) -> None:
     """Scores of the tokens `valid` (batch, seq), or with `valid` (batch,) of the samples."""
     with torch.no_grad():
         assert_close(logits_of(ours(**inputs))[valid], logits_of(model(**inputs))[valid], "logits")
 
 
 def loss_of(output: Any, valid: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the valid scores with random targets, summed so that no gradient is small beside the tolerance."""
+    """Cross entropy of the valid scores with random targets, summed so that no gradient is small
+    beside the tolerance.
+    """
     scores = logits_of(output)[valid]
     generator = torch.Generator().manual_seed(2)
     targets = torch.randint(0, scores.shape[-1], scores.shape[:1], generator=generator)
@@ -89,7 +110,8 @@ def loss_of(output: Any, valid: torch.Tensor) -> torch.Tensor:
 
 
 def gradients(model: Any, folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """The gradients of a model under the names that its weights have in files: they are saved as if they were weights.
+    """The gradients of a model under the names that its weights have in files: they are saved as if
+    they were weights.
 
     Works for models of transformers and ours alike, so that ours come through the key map.
     """
@@ -102,53 +124,87 @@ def gradients(model: Any, folder: pathlib.Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(
-    ours: BaseModel, model: Any, inputs: Inputs, valid: torch.Tensor, folder: pathlib.Path, *, without: tuple[str, ...] = ()
+    ours: BaseModel,
+    model: Any,
+    inputs: Inputs,
+    valid: torch.Tensor,
+    folder: pathlib.Path,
+    *,
+    without: tuple[str, ...] = (),
 ) -> None:
-    """The gradient of every parameter that theirs has, within the tolerance; `without` names beginnings of those only they have."""
+    """The gradient of every parameter that theirs has, within the tolerance; `without` names
+    beginnings of those only they have.
+    """
     for one in (ours, model):
         one.zero_grad()
         loss_of(one(**inputs), valid).backward()
     found, expected = gradients(ours, folder / "ours"), gradients(model, folder / "theirs")
     expected = {name: grad for name, grad in expected.items() if not name.startswith(without)}
-    assert expected.keys() <= found.keys(), f"not among ours: {sorted(expected.keys() - found.keys())}"
+    assert expected.keys() <= found.keys(), (
+        f"not among ours: {sorted(expected.keys() - found.keys())}"
+    )
     largest = max(grad.abs().max().item() for grad in expected.values())
     assert largest > 0.01, f"the largest gradient is {largest}: nothing is compared"
     for name, grad in expected.items():
-        assert_close(found[name], grad, f"gradient of {name}", TOLERANCE * max(1.0, grad.abs().max().item()))
+        assert_close(
+            found[name], grad, f"gradient of {name}", TOLERANCE * max(1.0, grad.abs().max().item())
+        )
     for name in found.keys() - expected.keys():
         assert not found[name].any(), f"{name}, which theirs does not have, got a gradient"
 
 
-def assert_same_extras(ours: torch.nn.Module, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor) -> None:
-    """Hidden states and attentions of all layers, of valid tokens; asking for them changes nothing."""
+def assert_same_extras(
+    ours: torch.nn.Module, model: torch.nn.Module, inputs: Inputs, valid: torch.Tensor
+) -> None:
+    """Hidden states and attentions of all layers, of valid tokens; asking for them changes
+    nothing.
+    """
     wanted = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
         plain, found, expected = ours(**inputs), ours(**inputs, **wanted), model(**inputs, **wanted)
     assert_close(logits_of(found)[valid], logits_of(plain)[valid], "logits, with extras asked for")
     assert len(found.hidden_states) == len(expected.hidden_states)
-    for layer, (one, other) in enumerate(zip(found.hidden_states, expected.hidden_states, strict=True)):
+    for layer, (one, other) in enumerate(
+        zip(found.hidden_states, expected.hidden_states, strict=True)
+    ):
         assert_close(one[valid], other[valid], f"hidden states {layer}")
     assert len(found.attentions) == len(expected.attentions)
     for layer, (one, other) in enumerate(zip(found.attentions, expected.attentions, strict=True)):
-        assert_close(one.transpose(1, 2)[valid], other.transpose(1, 2)[valid], f"attentions {layer}")
+        assert_close(
+            one.transpose(1, 2)[valid], other.transpose(1, 2)[valid], f"attentions {layer}"
+        )
 
 
 def assert_saved_alike(
-    ours: BaseModel, model: Any, inputs: Inputs, valid: torch.Tensor, folder: pathlib.Path, *, without: tuple[str, ...] = ()
+    ours: BaseModel,
+    model: Any,
+    inputs: Inputs,
+    valid: torch.Tensor,
+    folder: pathlib.Path,
+    *,
+    without: tuple[str, ...] = (),
 ) -> None:
-    """What we save is bit-equal to what transformers saved, and transformers computes the same with it.
+    """What we save is bit-equal to what transformers saved, and transformers computes the same with
+    it.
 
     `without` names beginnings of what only they have.
     """
     ours.save_pretrained(folder / "saved")
     model.save_pretrained(folder / "reference")
-    found, expected = load_file(folder / "saved" / "model.safetensors"), load_file(folder / "reference" / "model.safetensors")
+    found, expected = (
+        load_file(folder / "saved" / "model.safetensors"),
+        load_file(folder / "reference" / "model.safetensors"),
+    )
     for name, tensor in expected.items():
         assert name.startswith(without) or torch.equal(found[name], tensor), name
-    back, report = type(model).from_pretrained(folder / "saved", attn_implementation="eager", output_loading_info=True)
+    back, report = type(model).from_pretrained(
+        folder / "saved", attn_implementation="eager", output_loading_info=True
+    )
     assert all(name.startswith(without) for name in report["missing_keys"]), report
     with torch.no_grad():
-        assert torch.equal(logits_of(back.eval()(**inputs))[valid], logits_of(model(**inputs))[valid])
+        assert torch.equal(
+            logits_of(back.eval()(**inputs))[valid], logits_of(model(**inputs))[valid]
+        )
     again = type(ours).from_pretrained(folder / "saved", dtype="float32")
     assert again.config == ours.config
     assert_same_parameters(again, ours)
@@ -162,8 +218,12 @@ def assert_same_parameters(one: torch.nn.Module, other: torch.nn.Module) -> None
         assert torch.equal(found[name], tensor), name
 
 
-def assert_cache_agrees(ours: torch.nn.Module, ids: torch.Tensor, split: int, mask: torch.Tensor | None = None) -> None:
-    """A prefix with `use_cache`, a few tokens, and the rest token by token give what one pass gives."""
+def assert_cache_agrees(
+    ours: torch.nn.Module, ids: torch.Tensor, split: int, mask: torch.Tensor | None = None
+) -> None:
+    """A prefix with `use_cache`, a few tokens, and the rest token by token give what one pass
+    gives.
+    """
     valid = valid_of(mask, ids)
 
     def step(start: int, stop: int, past: Any) -> Any:
@@ -181,8 +241,12 @@ def assert_cache_agrees(ours: torch.nn.Module, ids: torch.Tensor, split: int, ma
     assert_close(torch.cat(pieces, 1)[valid], whole.logits[valid], "logits with a cache")
 
 
-def assert_trains_in(dtype: torch.dtype, ours: BaseModel, inputs: Inputs, valid: torch.Tensor) -> None:
-    """Forward and backward run in this dtype, every gradient is finite, and scores are near those of fp32."""
+def assert_trains_in(
+    dtype: torch.dtype, ours: BaseModel, inputs: Inputs, valid: torch.Tensor
+) -> None:
+    """Forward and backward run in this dtype, every gradient is finite, and scores are near those
+    of fp32.
+    """
     half = type(ours)(type(ours.config)(**{**vars(ours.config), "dtype": dtype}))
     half.load_state_dict(ours.state_dict())
     half.eval()

@@ -16,14 +16,21 @@ from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.model.bert import Bert, BertConfig
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
 SIDES = ("none", "left", "right")
-OTHER_LOSSES = ("cls.seq_relationship", "bert.pooler")  # parts of theirs that the language model's loss does not reach
+# parts of theirs that the language model's loss does not reach
+OTHER_LOSSES = ("cls.seq_relationship", "bert.pooler")
 
 
 def hugging_face(model_class: Any = transformers.BertForPreTraining, **options: Any) -> Any:
-    return parity.theirs(model_class, transformers.BertConfig(**SIZES, max_position_embeddings=20, **options))
+    return parity.theirs(
+        model_class, transformers.BertConfig(**SIZES, max_position_embeddings=20, **options)
+    )
 
 
 def inputs_of(side: str, **more: Any) -> tuple[dict[str, Any], torch.Tensor]:
@@ -47,12 +54,16 @@ def test_scores_hidden_states_attentions(pair: tuple[Bert, Any], side: str) -> N
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_gradients_of_every_parameter(pair: tuple[Bert, Any], side: str, tmp_path: pathlib.Path) -> None:
+def test_gradients_of_every_parameter(
+    pair: tuple[Bert, Any], side: str, tmp_path: pathlib.Path
+) -> None:
     inputs, valid = inputs_of(side)
     parity.assert_same_gradients(*pair, inputs, valid, tmp_path, without=OTHER_LOSSES)
 
 
-def test_gradients_of_padding_ids_without_a_mask(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -> None:
+def test_gradients_of_padding_ids_without_a_mask(
+    pair: tuple[Bert, Any], tmp_path: pathlib.Path
+) -> None:
     """The embedding of the padding token learns from the head only, as there."""
     inputs, valid = inputs_of("none", input_ids=parity.token_ids(2, 12, low=0, high=3))
     parity.assert_same_gradients(*pair, inputs, valid, tmp_path, without=OTHER_LOSSES)
@@ -66,7 +77,9 @@ def test_pooler(pair: tuple[Bert, Any]) -> None:
     parity.assert_close(out, expected)
     weight, other = ours.pooler.dense.weight, theirs.bert.pooler.dense.weight
     found = torch.autograd.grad(out.sin().sum(), [weight, ours.input_embedding.weight])
-    wanted = torch.autograd.grad(expected.sin().sum(), [other, theirs.bert.embeddings.word_embeddings.weight])
+    wanted = torch.autograd.grad(
+        expected.sin().sum(), [other, theirs.bert.embeddings.word_embeddings.weight]
+    )
     for one, reference in zip(found, wanted, strict=True):
         parity.assert_close(one, reference)
     assert ours(**inputs, output_pooler_output=False).pooler_output is None
@@ -78,14 +91,21 @@ def test_untied_with_another_activation(tmp_path: pathlib.Path) -> None:
     ours = parity.loaded(Bert, model, tmp_path)
     inputs, valid = inputs_of("left")
     parity.assert_same_logits(ours, model, inputs, valid)
-    unused = ("cls.predictions.bias",)  # the head there has a second bias then, which it does not add
-    parity.assert_same_gradients(ours, model, inputs, valid, tmp_path, without=(*unused, *OTHER_LOSSES))
-    parity.assert_saved_alike(ours, model, inputs, valid, tmp_path, without=(*unused, *OTHER_LOSSES[:1]))
+    # the head there has a second bias then, which it does not add
+    unused = ("cls.predictions.bias",)
+    parity.assert_same_gradients(
+        ours, model, inputs, valid, tmp_path, without=(*unused, *OTHER_LOSSES)
+    )
+    parity.assert_saved_alike(
+        ours, model, inputs, valid, tmp_path, without=(*unused, *OTHER_LOSSES[:1])
+    )
 
 
 def test_saved_for_transformers_and_for_us(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -> None:
     ours, model = pair
-    parity.assert_saved_alike(ours, model, *inputs_of("right"), tmp_path, without=("cls.seq_relationship",))
+    parity.assert_saved_alike(
+        ours, model, *inputs_of("right"), tmp_path, without=("cls.seq_relationship",)
+    )
     ours.save_pretrained(tmp_path / "own", format="model_center")
     again = Bert.from_pretrained(tmp_path / "own", dtype="float32")
     parity.assert_same_parameters(again, ours)
@@ -98,7 +118,10 @@ def test_inputs_embeds_positions_and_length(pair: tuple[Bert, Any]) -> None:
     ids = parity.token_ids(2, 12)
     reversed_positions = torch.arange(12).flip(0)[None]
     parity.assert_same_logits(
-        ours, theirs, {"input_ids": ids, "position_ids": reversed_positions}, torch.ones(2, 12, dtype=torch.bool)
+        ours,
+        theirs,
+        {"input_ids": ids, "position_ids": reversed_positions},
+        torch.ones(2, 12, dtype=torch.bool),
     )
     length = torch.tensor([7, 12])
     mask = torch.arange(12) < length[:, None]
@@ -108,7 +131,9 @@ def test_inputs_embeds_positions_and_length(pair: tuple[Bert, Any]) -> None:
         parity.assert_close(ours(ids.int(), attention_mask=mask.half()).logits, expected)
         pairs = mask[:, None, :].expand(-1, 12, -1)
         parity.assert_close(ours(ids, attention_mask=pairs).logits, expected)
-        parity.assert_close(ours(inputs_embeds=ours.input_embedding(ids), attention_mask=mask).logits, expected)
+        parity.assert_close(
+            ours(inputs_embeds=ours.input_embedding(ids), attention_mask=mask).logits, expected
+        )
 
 
 def test_cache_with_a_mask_of_pairs(pair: tuple[Bert, Any]) -> None:
@@ -120,9 +145,13 @@ def test_cache_with_a_mask_of_pairs(pair: tuple[Bert, Any]) -> None:
         past, pieces = None, []
         for start, stop in ((0, 5), (5, 6), (6, 12)):
             out = ours(
-                ids[:, start:stop], attention_mask=causal[:, :stop, :stop], token_type_ids=(ids % 2)[:, :stop],
-                position_ids=torch.arange(stop)[None], past_key_values=past, use_cache=True,
-            )  # fmt: skip
+                ids[:, start:stop],
+                attention_mask=causal[:, :stop, :stop],
+                token_type_ids=(ids % 2)[:, :stop],
+                position_ids=torch.arange(stop)[None],
+                past_key_values=past,
+                use_cache=True,
+            )
             past = out.past_key_values
             pieces.append(out.logits)
     parity.assert_close(torch.cat(pieces, 1), whole.logits)
@@ -154,7 +183,9 @@ def test_a_classification_head(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -
         model = Bert.from_pretrained(tmp_path, dtype="float32", cls_head=3).eval()
     ids = parity.token_ids(2, 5)
     assert model(ids).logits.shape == (2, 5, 3)
-    expected = model(ids).last_hidden_state @ model.cls_projection.weight.T + model.cls_projection.bias
+    expected = (
+        model(ids).last_hidden_state @ model.cls_projection.weight.T + model.cls_projection.bias
+    )
     parity.assert_close(model(ids).logits, expected)
 
 
@@ -169,7 +200,14 @@ def test_a_deep_copy_is_independent(pair: tuple[Bert, Any]) -> None:
 
 
 def test_dropout_is_for_training_only() -> None:
-    sizes: dict[str, Any] = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "dim_model": 32,
+        "num_heads": 4,
+        "dim_head": 8,
+        "dim_ff": 48,
+        "num_layers": 1,
+    }
     model = Bert(BertConfig(**sizes, dropout_p=0.5, half=False))
     ids = parity.token_ids(1, 6)
     assert not torch.equal(model(ids).logits, model(ids).logits)
@@ -204,8 +242,17 @@ def test_bad_configurations(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -> N
     with pytest.raises(ConfigError, match=r"'dim_modl' .nearest: 'dim_model'"):
         BertConfig.from_dict({"dim_modl": 3})
     with pytest.raises(ConfigError, match=r"position_embedding_type"):
-        BertConfig.from_dict({**transformers.BertConfig(**SIZES).to_dict(), "position_embedding_type": "relative_key"})
-    odd = Bert(BertConfig(vocab_size=8, dim_model=8, num_heads=2, dim_head=6, dim_ff=8, num_layers=1, half=False))
+        BertConfig.from_dict(
+            {
+                **transformers.BertConfig(**SIZES).to_dict(),
+                "position_embedding_type": "relative_key",
+            }
+        )
+    odd = Bert(
+        BertConfig(
+            vocab_size=8, dim_model=8, num_heads=2, dim_head=6, dim_ff=8, num_layers=1, half=False
+        )
+    )
     with pytest.raises(ConfigError, match=r"dim_model is 8, there it is 12.*model_center"):
         odd.save_pretrained(tmp_path / "odd")
     assert not (tmp_path / "odd" / "config.json").exists()

@@ -1,4 +1,6 @@
-"""The cache with masks of all pairs, which describe the whole sequence or the new queries alone, and with gradients."""
+"""The cache with masks of all pairs, which describe the whole sequence or the new queries alone,
+and with gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.llama import Llama, LlamaConfig
 from model_center.model.t5 import T5, T5Config
 
-SIZES: dict[str, Any] = {"vocab_size": 61, "dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 20, "half": False}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "dim_model": 16,
+    "num_heads": 2,
+    "dim_head": 8,
+    "dim_ff": 20,
+    "half": False,
+}
 LAYERS = SIZES | {"num_layers": 2}
 DEPTHS = SIZES | {"num_encoder_layers": 1, "num_decoder_layers": 2}
 MODELS: list[tuple[type[BaseModel], Any]] = [
@@ -26,7 +35,12 @@ MODELS: list[tuple[type[BaseModel], Any]] = [
     (GPT2, GPT2Config(**LAYERS, position_size=9)),
     (Llama, LlamaConfig(**LAYERS, num_heads_kv=1)),
     (CPM1, CPM1Config(**LAYERS)),
-    (CPM3, CPM3Config(**LAYERS, prompt_types=2, prompt_length=2, segment_types=3, position_bias_num_buckets=8)),
+    (
+        CPM3,
+        CPM3Config(
+            **LAYERS, prompt_types=2, prompt_length=2, segment_types=3, position_bias_num_buckets=8
+        ),
+    ),
     (T5, T5Config(**DEPTHS)),
     (CPM2, CPM2Config(**DEPTHS)),
 ]
@@ -36,7 +50,9 @@ PARTS = ((0, 4), (4, 5), (5, 8))
 
 
 @pytest.mark.parametrize("of_new", [False, True])
-@pytest.mark.parametrize(("kind", "config"), MODELS, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "config"), MODELS, ids=lambda value: getattr(value, "__name__", "")
+)
 def test_in_parts_as_at_once(kind: type[BaseModel], config: Any, of_new: bool) -> None:
     """Causal, but one row has a token that only it sees itself."""
     model = parity.randomized(kind(config))
@@ -47,7 +63,10 @@ def test_in_parts_as_at_once(kind: type[BaseModel], config: Any, of_new: bool) -
 
     def logits(begin: int, end: int, past: Any) -> Any:
         mask = seen[:, begin if of_new else 0 : end, :end]
-        arguments = inputs | {f"{start}input_ids": IDS[:, begin:end], f"{start}attention_mask": mask}
+        arguments = inputs | {
+            f"{start}input_ids": IDS[:, begin:end],
+            f"{start}attention_mask": mask,
+        }
         return model(**arguments, use_cache=True, past_key_values=past)
 
     with torch.no_grad():
@@ -58,32 +77,45 @@ def test_in_parts_as_at_once(kind: type[BaseModel], config: Any, of_new: bool) -
             found.append(out.logits)
     parity.assert_close(torch.cat(found, 1), whole, "in parts")
     with torch.no_grad():
-        causal = model(**inputs | {f"{start}input_ids": IDS, f"{start}attention_mask": torch.ones(2, 8, 8).tril()}).logits
+        causal = model(
+            **inputs
+            | {f"{start}input_ids": IDS, f"{start}attention_mask": torch.ones(2, 8, 8).tril()}
+        ).logits
     assert torch.equal(causal[0], whole[0]) and not torch.equal(causal[1], whole[1])
 
 
 def test_a_mask_of_pairs_of_the_encoder_is_none_of_the_decoder() -> None:
     model = parity.randomized(T5(T5Config(**DEPTHS)))
     pairs = torch.ones(2, 8, 8).tril()
-    with pytest.raises(InputError, match=r"shape \(2, 8, 8\): expected \(batch, keys\).*encode\(\)"):
+    with pytest.raises(
+        InputError, match=r"shape \(2, 8, 8\): expected \(batch, keys\).*encode\(\)"
+    ):
         model(IDS, decoder_input_ids=IDS[:, :3], attention_mask=pairs)
     with torch.no_grad():
         states = model.encode(IDS, attention_mask=pairs).last_hidden_state
         short = model.encode(IDS[:, :5], attention_mask=pairs[:, :5, :5]).last_hidden_state
         parity.assert_close(states[:, :5], short, "what the mask hides is not seen")
-        out = model(encoder_outputs=states, decoder_input_ids=IDS[:, :3], attention_mask=torch.ones(2, 3, 8))
-        parity.assert_close(out.logits, model(encoder_outputs=states, decoder_input_ids=IDS[:, :3]).logits)
+        out = model(
+            encoder_outputs=states, decoder_input_ids=IDS[:, :3], attention_mask=torch.ones(2, 3, 8)
+        )
+        parity.assert_close(
+            out.logits, model(encoder_outputs=states, decoder_input_ids=IDS[:, :3]).logits
+        )
 
 
 @pytest.mark.parametrize("trained", ["project_q", "project_k", "project_v", "prompt"])
 def test_gradients_through_a_cache_that_grows(trained: str) -> None:
-    """Of one weight of the first layer, or of a prompt, alone: what is behind it in the cache may be without gradient."""
+    """Of one weight of the first layer, or of a prompt, alone: what is behind it in the cache may
+    be without gradient.
+    """
     model = parity.randomized(Llama(LlamaConfig(**LAYERS, num_heads_kv=1))).requires_grad_(False)
     prompt = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
     if trained == "prompt":
         leaf = prompt.requires_grad_()
     else:
-        leaf = getattr(model.encoder.layers[0].self_att.self_attention, trained).weight.requires_grad_()
+        leaf = getattr(
+            model.encoder.layers[0].self_att.self_attention, trained
+        ).weight.requires_grad_()
     out = model(inputs_embeds=prompt, use_cache=True)
     found = [out.logits]
     for begin, end in (*PARTS[:2], (5, 6), (6, 8)):
@@ -91,13 +123,17 @@ def test_gradients_through_a_cache_that_grows(trained: str) -> None:
         found.append(out.logits)
     whole = model(inputs_embeds=torch.cat([prompt, model.input_embedding(IDS)], 1)).logits
     parity.assert_close(torch.cat(found, 1), whole, "scores")
-    (grad,), (expected,) = (torch.autograd.grad(scores.square().mean(), leaf) for scores in (torch.cat(found, 1), whole))
+    (grad,), (expected,) = (
+        torch.autograd.grad(scores.square().mean(), leaf) for scores in (torch.cat(found, 1), whole)
+    )
     assert expected.abs().max() > 1e-3
     parity.assert_close(grad, expected, "gradient")
 
 
 def test_what_was_given_as_a_cache_does_not_change() -> None:
-    """Nor do keys that autograd keeps, when a program goes back to them and on without gradients."""
+    """Nor do keys that autograd keeps, when a program goes back to them and on without
+    gradients.
+    """
     model = parity.randomized(Llama(LlamaConfig(**LAYERS, num_heads_kv=1)))
     first = model(IDS[:, :5], use_cache=True)
     pairs = [(keys.detach(), values.detach()) for keys, values in first.past_key_values]

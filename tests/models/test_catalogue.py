@@ -1,4 +1,6 @@
-"""The surface that programs written for ModelCenter use: keys and defaults of configurations, order of forward arguments."""
+"""The surface that programs written for ModelCenter use: keys and defaults of configurations, order
+of forward arguments.
+"""
 
 from __future__ import annotations
 
@@ -86,29 +88,50 @@ absolute_inner_segment     .      .       .     .      .      .        .     .  
 """
 
 GPT = (
-    "input_ids length attention_mask token_type_ids position_ids head_mask inputs_embeds use_cache past_key_values output_logits "
+    "input_ids length attention_mask token_type_ids position_ids head_mask "
+    "inputs_embeds use_cache past_key_values output_logits "
     "output_attentions output_hidden_states return_dict"
 )
 CPM = GPT.replace("head_mask", "context span head_mask")
 BERT = GPT.replace("output_logits", "output_logits output_pooler_output")
 SEQ2SEQ = (
-    "input_ids length decoder_input_ids decoder_length attention_mask decoder_attention_mask head_mask decoder_head_mask "
-    "cross_attn_head_mask encoder_outputs inputs_embeds decoder_inputs_embeds use_cache past_key_values output_attentions "
-    "output_hidden_states output_decoder_attentions output_decoder_hidden_states output_logits return_dict"
+    "input_ids length decoder_input_ids decoder_length attention_mask "
+    "decoder_attention_mask head_mask decoder_head_mask "
+    "cross_attn_head_mask encoder_outputs inputs_embeds decoder_inputs_embeds "
+    "use_cache past_key_values output_attentions "
+    "output_hidden_states output_decoder_attentions output_decoder_hidden_states "
+    "output_logits return_dict"
 )
 LLAMA = (
-    "input_ids length attention_mask inputs_embeds use_cache past_key_values output_logits output_attentions output_hidden_states "
+    "input_ids length attention_mask inputs_embeds use_cache past_key_values "
+    "output_logits output_attentions output_hidden_states "
     "return_dict"
 )
 FORWARD: dict[type[BaseModel], str] = {
-    GPT2: GPT, GPTj: GPT, OPT: GPT, Llama: LLAMA, T5: SEQ2SEQ, CPM1: CPM, CPM2: SEQ2SEQ, CPM3: CPM, Bert: BERT, Roberta: BERT,
+    GPT2: GPT,
+    GPTj: GPT,
+    OPT: GPT,
+    Llama: LLAMA,
+    T5: SEQ2SEQ,
+    CPM1: CPM,
+    CPM2: SEQ2SEQ,
+    CPM3: CPM,
+    Bert: BERT,
+    Roberta: BERT,
     GLM: "input_ids position_ids block_position_ids sep",
     Longformer: (
-        "input_ids length attention_mask global_attention_mask token_type_ids position_ids inputs_embeds return_dict return_logits"
+        "input_ids length attention_mask global_attention_mask token_type_ids "
+        "position_ids inputs_embeds return_dict return_logits"
     ),
-}  # fmt: skip
+}
 NAMES = DEFAULTS.split()[1 : 1 + 12]
-WORDS = {"yes": True, "no": False, "g_gelu": "gated_gelu", "g_silu": "gated_silu", "-inf": -float("inf")}
+WORDS = {
+    "yes": True,
+    "no": False,
+    "g_gelu": "gated_gelu",
+    "g_silu": "gated_silu",
+    "-inf": -float("inf"),
+}
 
 
 def value_of(text: str) -> object:
@@ -134,35 +157,72 @@ def test_defaults(name: str) -> None:
 def test_order_of_forward_arguments(model: type[BaseModel]) -> None:
     """What may be passed by position, and nothing else."""
     parameters = inspect.signature(model.forward).parameters.values()
-    positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"]
+    positional = [
+        one.name
+        for one in parameters
+        if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"
+    ]
     assert positional == FORWARD[model].split()
 
 
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("layer", "Conv2d Attention LayerNorm FeedForward RelativePositionEmbedding RotaryEmbedding SegmentPositionEmbedding"),
-        ("layer", "RotaryEmbeddingESM SelfAttentionBlock CrossAttentionBlock FFNBlock TransformerBlock Encoder Decoder Embedding"),
+        (
+            "layer",
+            "Conv2d Attention LayerNorm FeedForward RelativePositionEmbedding "
+            "RotaryEmbedding SegmentPositionEmbedding",
+        ),
+        (
+            "layer",
+            "RotaryEmbeddingESM SelfAttentionBlock CrossAttentionBlock FFNBlock "
+            "TransformerBlock Encoder Decoder Embedding",
+        ),
         ("layer", "PatchEmbedding Linear"),
         ("layer.attention", "Attention SparseSelfAttention"),
         ("layer.feedforward", "DenseACT DenseGatedACT gelu_new"),
         ("layer.conv", "Identity"),
         ("layer.layernorm", "rms_layernorm"),
-        ("layer.position_embedding", "RelativePositionEmbedding RotaryEmbedding SegmentPositionEmbedding RotaryEmbeddingESM"),
-        ("model", "BaseModel ModelOutput BaseModelOutput BaseModelOutputWithPooling Seq2SeqModelOutput Bert Roberta GPT2 GPTj T5"),
+        (
+            "layer.position_embedding",
+            "RelativePositionEmbedding RotaryEmbedding SegmentPositionEmbedding RotaryEmbeddingESM",
+        ),
+        (
+            "model",
+            "BaseModel ModelOutput BaseModelOutput BaseModelOutputWithPooling "
+            "Seq2SeqModelOutput Bert Roberta GPT2 GPTj T5",
+        ),
         ("model", "CPM1 CPM2 CPM3 GLM Longformer ViT OPT Llama BertConfig VitConfig"),
-        ("model.config", "Config CPM1Config CPM2Config CPM3Config T5Config GPT2Config GPTjConfig BertConfig RobertaConfig"),
+        (
+            "model.config",
+            "Config CPM1Config CPM2Config CPM3Config T5Config GPT2Config GPTjConfig "
+            "BertConfig RobertaConfig",
+        ),
         ("model.config", "VitConfig LongformerConfig GLMConfig OPTConfig LlamaConfig"),
-        ("tokenizer", "CPM1Tokenizer CPM2Tokenizer BertTokenizer RobertaTokenizer T5Tokenizer GPT2Tokenizer GPTjTokenizer"),
+        (
+            "tokenizer",
+            "CPM1Tokenizer CPM2Tokenizer BertTokenizer RobertaTokenizer T5Tokenizer "
+            "GPT2Tokenizer GPTjTokenizer",
+        ),
         ("tokenizer", "GLMTokenizer OPTTokenizer LlamaTokenizer"),
-        ("dataset", "MMapIndexedDataset DistributedMMapIndexedDataset DistributedDataLoader DistributedDataset SimpleDataset"),
+        (
+            "dataset",
+            "MMapIndexedDataset DistributedMMapIndexedDataset DistributedDataLoader "
+            "DistributedDataset SimpleDataset",
+        ),
         ("dataset", "build_dataset shuffle_dataset compact_dataset mask_dataset"),
-        *((f"dataset.{name}dataset", "DATASET") for name in ("bert", "gpt2", "llama", "t5", "cpm1", "cpm2")),
+        *(
+            (f"dataset.{name}dataset", "DATASET")
+            for name in ("bert", "gpt2", "llama", "t5", "cpm1", "cpm2")
+        ),
         ("dataset.cpm1", "CPM1_Dataset CPM1_Dataset_Merge"),
         ("dataset.cpm2", "CPM2_Dataset"),
         ("generation.llama", "LlamaGeneration LlamaBeamSearch LlamaRandomSampling"),
         ("generation.t5", "T5Generation T5BeamSearch T5RandomSampling"),
-        ("generation.generation_utils", "pad top_k_top_p_filtering apply_repetition_penalty BeamHypotheses"),
+        (
+            "generation.generation_utils",
+            "pad top_k_top_p_filtering apply_repetition_penalty BeamHypotheses",
+        ),
         ("arguments", "add_model_config_args add_training_args get_args"),
         ("utils", "print_inspect check_web_and_convert_path"),
         ("tools.indexed_dataset", "make_builder make_dataset"),

@@ -1,4 +1,6 @@
-"""Values and arguments that cannot work, or that Hugging Face does not have: refused, and never written as something else."""
+"""Values and arguments that cannot work, or that Hugging Face does not have: refused, and never
+written as something else.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,24 @@ from model_center.model.roberta import Roberta, RobertaConfig
 from model_center.model.t5 import T5, T5Config
 from model_center.model.vit import ViT, VitConfig
 
-SIZES: dict[str, Any] = {"vocab_size": 61, "dim_model": 18, "num_heads": 3, "dim_head": 6, "dim_ff": 20, "half": False}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "dim_model": 18,
+    "num_heads": 3,
+    "dim_head": 6,
+    "dim_ff": 20,
+    "half": False,
+}
 LAYERS = SIZES | {"num_layers": 2}
 SMALL_VIT: dict[str, Any] = {
-    "img_size": 6, "patch_size": 2, "hidden_size": 18, "num_heads": 3, "mlp_size": 20, "num_layers": 1, "half": False,
-}  # fmt: skip
+    "img_size": 6,
+    "patch_size": 2,
+    "hidden_size": 18,
+    "num_heads": 3,
+    "mlp_size": 20,
+    "num_layers": 1,
+    "half": False,
+}
 IDS = parity.token_ids(2, 8)
 
 
@@ -43,8 +58,14 @@ def llama(**values: Any) -> Llama:
 @pytest.mark.parametrize(
     ("values", "complaint"),
     [
-        *(({"num_layers": value}, rf"num_layers is {value!r}: expected a positive integer") for value in (-1, 0, "2", 2.5, True)),
-        *(({"cls_head": value}, rf"cls_head is {value!r}: expected the number of classes") for value in (-2, "3", 2.0, True)),
+        *(
+            ({"num_layers": value}, rf"num_layers is {value!r}: expected a positive integer")
+            for value in (-1, 0, "2", 2.5, True)
+        ),
+        *(
+            ({"cls_head": value}, rf"cls_head is {value!r}: expected the number of classes")
+            for value in (-2, "3", 2.0, True)
+        ),
         ({"pos_bias_type": "none"}, r"pos_bias_type is 'none': this model has 'rotary'"),
         ({"dtype": torch.int64}, r"dtype is torch\.int64: expected one of float32"),
         ({"dtype": 16}, r"dtype is 16: expected one of float32"),
@@ -77,7 +98,10 @@ def test_half_names_a_dtype_in_place_of_the_file(tmp_path: pathlib.Path) -> None
     LlamaConfig(**LAYERS, dtype="bfloat16").to_json_file(tmp_path / "config.json")
     read = LlamaConfig.from_pretrained
     assert read(tmp_path).dtype == torch.bfloat16
-    assert read(tmp_path, half=True).dtype == torch.float16 and read(tmp_path, half=False).dtype == torch.float32
+    assert (
+        read(tmp_path, half=True).dtype == torch.float16
+        and read(tmp_path, half=False).dtype == torch.float32
+    )
     assert read(tmp_path, half=True, dtype="float32").dtype == torch.float32
 
 
@@ -85,13 +109,29 @@ def test_half_names_a_dtype_in_place_of_the_file(tmp_path: pathlib.Path) -> None
     ("kind", "config", "complaint"),
     [
         *(
-            (kind, config(**LAYERS, ffn_activate_fn="gated_silu"), "ffn_activate_fn is 'gated_silu', there it is 'silu'")
+            (
+                kind,
+                config(**LAYERS, ffn_activate_fn="gated_silu"),
+                "ffn_activate_fn is 'gated_silu', there it is 'silu'",
+            )
             for kind, config in ((Bert, BertConfig), (GPT2, GPT2Config), (OPT, OPTConfig))
         ),
-        (GPTj, GPTjConfig(**LAYERS, pos_rotary_dim=4, ffn_activate_fn="gated_relu"), "'gated_relu', there it is 'relu'"),
-        (ViT, VitConfig(**SMALL_VIT, ffn_activate_fn="gated_gelu"), "'gated_gelu', there it is 'gelu'"),
+        (
+            GPTj,
+            GPTjConfig(**LAYERS, pos_rotary_dim=4, ffn_activate_fn="gated_relu"),
+            "'gated_relu', there it is 'relu'",
+        ),
+        (
+            ViT,
+            VitConfig(**SMALL_VIT, ffn_activate_fn="gated_gelu"),
+            "'gated_gelu', there it is 'gelu'",
+        ),
         (Llama, LlamaConfig(**LAYERS, ffn_activate_fn="silu"), "'silu', there it is 'gated_silu'"),
-        (T5, T5Config(**SIZES, ffn_activate_fn="gated_gelu"), "'gated_gelu', there it is 'gated_gelu_new'"),
+        (
+            T5,
+            T5Config(**SIZES, ffn_activate_fn="gated_gelu"),
+            "'gated_gelu', there it is 'gated_gelu_new'",
+        ),
         (Llama, LlamaConfig(**LAYERS, sliding_window=3), "sliding_window is 3, there it is None"),
         *(
             (kind, config(**LAYERS | {"dim_model": 20}), "dim_model is 20, there it is 18")
@@ -99,7 +139,9 @@ def test_half_names_a_dtype_in_place_of_the_file(tmp_path: pathlib.Path) -> None
         ),
     ],
 )
-def test_what_their_model_cannot_be(kind: type[BaseModel], config: Any, complaint: str, tmp_path: pathlib.Path) -> None:
+def test_what_their_model_cannot_be(
+    kind: type[BaseModel], config: Any, complaint: str, tmp_path: pathlib.Path
+) -> None:
     """transformers would read such a folder as another model, or not at all."""
     with pytest.raises(ConfigError, match=complaint), torch.device("meta"):
         kind(config).save_pretrained(tmp_path / "out")
@@ -110,11 +152,15 @@ def test_a_window_of_mistral_is_written(tmp_path: pathlib.Path) -> None:
     ours = parity.randomized(Mistral(MistralConfig(**LAYERS, num_heads_kv=1, sliding_window=3)))
     ours.save_pretrained(tmp_path)
     theirs = transformers.MistralForCausalLM.from_pretrained(tmp_path)
-    parity.assert_same_logits(ours, theirs, {"input_ids": IDS}, torch.ones_like(IDS, dtype=torch.bool))
+    parity.assert_same_logits(
+        ours, theirs, {"input_ids": IDS}, torch.ones_like(IDS, dtype=torch.bool)
+    )
 
 
 def test_the_dtype_that_is_written_is_that_of_the_tensors(tmp_path: pathlib.Path) -> None:
-    """transformers loads in the dtype of config.json: a model that was cast, or converted, must not be rounded by it."""
+    """transformers loads in the dtype of config.json: a model that was cast, or converted, must not
+    be rounded by it.
+    """
     model = llama()
     parser = argparse.ArgumentParser()
     convert.add_arguments(parser)
@@ -122,7 +168,9 @@ def test_the_dtype_that_is_written_is_that_of_the_tensors(tmp_path: pathlib.Path
         folders = [tmp_path / f"{dtype}" / name for name in ("saved", "ours", "back")]
         model.to(dtype).save_pretrained(folders[0])
         convert.run(parser.parse_args([str(folders[0]), str(folders[1]), "--to", "model_center"]))
-        convert.run(parser.parse_args([str(folders[1]), str(folders[2]), "--to", "hf", "--model", "llama"]))
+        convert.run(
+            parser.parse_args([str(folders[1]), str(folders[2]), "--to", "hf", "--model", "llama"])
+        )
         for folder in (folders[0], folders[2]):
             theirs = transformers.LlamaForCausalLM.from_pretrained(folder)
             assert theirs.dtype == dtype == next(model.parameters()).dtype
@@ -137,12 +185,17 @@ def test_the_widest_dtype_holds_all(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_model_with_another_layer_inside_is_not_written(tmp_path: pathlib.Path) -> None:
-    """Adapters that were not merged: transformers would draw the weights at random that it does not find."""
+    """Adapters that were not merged: transformers would draw the weights at random that it does not
+    find.
+    """
     model = llama()
     attention: Any = model.get_submodule("encoder.layers.1.self_att.self_attention")
     original, attention.project_q = attention.project_q, torch.nn.Sequential(attention.project_q)
     name = r"encoder\.layers\.1\.self_att\.self_attention\.project_q\.weight"
-    with pytest.raises(WeightsError, match=rf"no '{name}' to be written as 'model\.layers\.1\.self_attn\.q_proj.*merge"):
+    with pytest.raises(
+        WeightsError,
+        match=rf"no '{name}' to be written as 'model\.layers\.1\.self_attn\.q_proj.*merge",
+    ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.iterdir())
     attention.project_q = original
@@ -150,7 +203,9 @@ def test_a_model_with_another_layer_inside_is_not_written(tmp_path: pathlib.Path
 
 
 def refused_on_all(folder: str) -> list[str]:
-    """What every rank is told of a configuration that rank 1 alone cannot read, or asks for with a misspelt name."""
+    """What every rank is told of a configuration that rank 1 alone cannot read, or asks for with a
+    misspelt name.
+    """
     own: dict[str, Any] = {"half_": True} if bmt.rank() == 1 else {}
     messages = []
     for call in (
@@ -164,13 +219,15 @@ def refused_on_all(folder: str) -> list[str]:
     return messages
 
 
-def test_a_configuration_that_one_rank_cannot_read_is_an_error_on_all(tmp_path: pathlib.Path) -> None:
+def test_a_configuration_that_one_rank_cannot_read_is_an_error_on_all(
+    tmp_path: pathlib.Path,
+) -> None:
     llama().save_pretrained(tmp_path / "0")
     (tmp_path / "1").mkdir()
     for messages in run_ranks(refused_on_all, 2, str(tmp_path)):
-        assert [("no config.json" in text, "'half_' (nearest: 'half')" in text) for text in messages] == [
-            (True, False), (False, True), (True, False),
-        ]  # fmt: skip
+        assert [
+            ("no config.json" in text, "'half_' (nearest: 'half')" in text) for text in messages
+        ] == [(True, False), (False, True), (True, False)]
 
 
 def test_arguments_that_would_be_taken_for_others() -> None:
@@ -197,9 +254,13 @@ def test_a_cache_of_one_row_can_be_that_of_several() -> None:
         past = model(IDS[:1, :5], use_cache=True).past_key_values
         past.select(torch.zeros(2, dtype=torch.long))
         found = model(IDS[:, 5:], use_cache=True, past_key_values=past).logits
-        parity.assert_close(found, model(torch.cat([IDS[:1, :5].expand(2, -1), IDS[:, 5:]], 1)).logits[:, 5:])
+        parity.assert_close(
+            found, model(torch.cat([IDS[:1, :5].expand(2, -1), IDS[:, 5:]], 1)).logits[:, 5:]
+        )
     with pytest.raises(InputError, match=r"holds 2 rows"):
-        LayerCache.of(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4)).append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+        LayerCache.of(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4)).append(
+            torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4)
+        )
 
 
 def test_positions_that_count_from_the_padding_need_it() -> None:
@@ -209,12 +270,20 @@ def test_positions_that_count_from_the_padding_need_it() -> None:
 
 
 def test_ids_of_special_tokens_survive(tmp_path: pathlib.Path) -> None:
-    """Through our configuration and back, by `save_pretrained` and by conversion to ModelCenter's format and on."""
+    """Through our configuration and back, by `save_pretrained` and by conversion to ModelCenter's
+    format and on.
+    """
     ids: dict[str, Any] = {"bos_token_id": 7, "eos_token_id": [9, 11], "pad_token_id": 5}
     sizes: dict[str, Any] = {
-        "vocab_size": 61, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2,
-    }  # fmt: skip
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)).save_pretrained(tmp_path / "start")
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ids)).save_pretrained(
+        tmp_path / "start"
+    )
     Llama.from_pretrained(tmp_path / "start", dtype="float32").save_pretrained(tmp_path / "saved")
     convert_to(tmp_path / "start", tmp_path / "ours", "model_center")
     convert_to(tmp_path / "ours", tmp_path / "back", "hf", "Llama")
@@ -226,11 +295,16 @@ def test_ids_of_special_tokens_survive(tmp_path: pathlib.Path) -> None:
 def test_ids_of_special_tokens_of_a_new_model_are_those_of_its_tokenizer() -> None:
     tokenizer = argparse.Namespace(bos_token_id=3, eos_token_id=4, pad_token_id=None)
     content = LlamaConfig(**LAYERS).hugging_face_content(tokenizer)
-    assert (content["bos_token_id"], content["eos_token_id"]) == (3, 4) and "pad_token_id" not in content
+    assert (content["bos_token_id"], content["eos_token_id"]) == (
+        3,
+        4,
+    ) and "pad_token_id" not in content
     assert "special_ids" not in LlamaConfig(**LAYERS).to_dict()
 
 
-def convert_to(source: pathlib.Path, target: pathlib.Path, kind: str, model: str | None = None) -> None:
+def convert_to(
+    source: pathlib.Path, target: pathlib.Path, kind: str, model: str | None = None
+) -> None:
     parser = argparse.ArgumentParser()
     convert.add_arguments(parser)
     named = [] if model is None else ["--model", model]

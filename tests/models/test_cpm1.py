@@ -27,7 +27,12 @@ CASES: dict[str, dict[str, torch.Tensor]] = {
     "context": {"context": CONTEXT.bool()},
     "context and length": {"context": CONTEXT, "length": MASK.sum(1)},
     "span": {"span": SPAN},
-    "all of it": {"context": CONTEXT, "span": SPAN, "attention_mask": MASK, "position_ids": POSITIONS},
+    "all of it": {
+        "context": CONTEXT,
+        "span": SPAN,
+        "attention_mask": MASK,
+        "position_ids": POSITIONS,
+    },
 }
 
 
@@ -36,18 +41,27 @@ def made(folder: pathlib.Path, **options: Any) -> tuple[CPM1, dict[str, torch.Te
     shapes: cpm.Shapes = {"input_embedding.weight": (cpm.VOCAB, cpm.DIM)}
     for layer in range(DEPTH):
         shapes |= cpm.layer_shapes(f"encoder.layers.{layer}.")
-    shapes |= {"encoder.output_layernorm.weight": (cpm.DIM,), "position_bias.relative_attention_bias": (cpm.BUCKETS, cpm.HEADS)}
+    shapes |= {
+        "encoder.output_layernorm.weight": (cpm.DIM,),
+        "position_bias.relative_attention_bias": (cpm.BUCKETS, cpm.HEADS),
+    }
     if not options.get("tied", False):
         shapes["output_projection.weight"] = (cpm.VOCAB, cpm.DIM)
     # What is divided by its length is drawn so much larger.
-    weights = cpm.write_files(folder, shapes, {**cpm.SIZES, "num_layers": DEPTH, **options}, 1.0 if options else 0.15)
+    weights = cpm.write_files(
+        folder, shapes, {**cpm.SIZES, "num_layers": DEPTH, **options}, 1.0 if options else 0.15
+    )
     return CPM1.from_pretrained(folder).eval(), weights
 
 
-def reference(model: CPM1, weights: dict[str, torch.Tensor], ids: torch.Tensor, case: dict[str, torch.Tensor]) -> torch.Tensor:
+def reference(
+    model: CPM1, weights: dict[str, torch.Tensor], ids: torch.Tensor, case: dict[str, torch.Tensor]
+) -> torch.Tensor:
     config = model.config
     answer = cpm.Reference(weights, config.length_scale, config.attn_scale)
-    length, mask, context, span = (case.get(name) for name in ("length", "attention_mask", "context", "span"))
+    length, mask, context, span = (
+        case.get(name) for name in ("length", "attention_mask", "context", "span")
+    )
     positions = case.get("position_ids", torch.arange(LENGTH).expand(2, -1))
 
     def seen(row: int, query: int, key: int) -> bool:
@@ -61,7 +75,9 @@ def reference(model: CPM1, weights: dict[str, torch.Tensor], ids: torch.Tensor, 
 
     def bias(row: int, query: int, key: int) -> torch.Tensor:
         distance = int(positions[row, key] - positions[row, query])
-        return weights["position_bias.relative_attention_bias"][cpm.bucket(distance, both_ways=True)]
+        return weights["position_bias.relative_attention_bias"][
+            cpm.bucket(distance, both_ways=True)
+        ]
 
     x = answer.rows("input_embedding.weight", ids, scaled=config.length_scale)
     x = answer.stack(x, "encoder", DEPTH, seen, bias)
@@ -80,14 +96,18 @@ def test_values_and_gradients(options: dict[str, Any], name: str, tmp_path: path
     model, weights = made(tmp_path, **options)
     ids, case = parity.token_ids(2, LENGTH, high=cpm.VOCAB).int(), CASES[name]
     scores = model(ids, **case).logits
-    cpm.assert_same_answers(model, weights, scores, reference(model, weights, ids, case), valid_of(case))
+    cpm.assert_same_answers(
+        model, weights, scores, reference(model, weights, ids, case), valid_of(case)
+    )
 
 
 def test_arguments_by_position(tmp_path: pathlib.Path) -> None:
     """In the order in which programs for ModelCenter pass them."""
     model, _ = made(tmp_path)
     ids = parity.token_ids(2, LENGTH, high=cpm.VOCAB)
-    named = model(input_ids=ids, length=MASK.sum(1), position_ids=POSITIONS, context=CONTEXT, span=SPAN).logits
+    named = model(
+        input_ids=ids, length=MASK.sum(1), position_ids=POSITIONS, context=CONTEXT, span=SPAN
+    ).logits
     assert torch.equal(model(ids, MASK.sum(1), None, None, POSITIONS, CONTEXT, SPAN).logits, named)
 
 
@@ -114,7 +134,9 @@ def test_masks_of_all_pairs(tmp_path: pathlib.Path) -> None:
     ids = parity.token_ids(2, LENGTH, high=cpm.VOCAB)
     with torch.no_grad():
         pairs = torch.ones(2, LENGTH, LENGTH).tril()
-        parity.assert_close(model(ids, attention_mask=pairs).logits, model(ids).logits, "causal pairs")
+        parity.assert_close(
+            model(ids, attention_mask=pairs).logits, model(ids).logits, "causal pairs"
+        )
     for extra in ({"context": CONTEXT}, {"span": SPAN}):
         with pytest.raises(InputError, match="context or span"):
             model(ids, attention_mask=pairs, **extra)
@@ -129,40 +151,59 @@ def test_surface(tmp_path: pathlib.Path) -> None:
     parity.assert_same_parameters(again, model)
     assert again.config == model.config
     out = model(ids, output_hidden_states=True, output_attentions=True)
-    assert len(out.hidden_states) == DEPTH + 1 and torch.equal(out.hidden_states[-1], out.last_hidden_state)
-    parity.assert_close(torch.stack(out.attentions).sum(-1), torch.ones(DEPTH, 2, cpm.HEADS, LENGTH), "probabilities")
+    assert len(out.hidden_states) == DEPTH + 1 and torch.equal(
+        out.hidden_states[-1], out.last_hidden_state
+    )
+    parity.assert_close(
+        torch.stack(out.attentions).sum(-1),
+        torch.ones(DEPTH, 2, cpm.HEADS, LENGTH),
+        "probabilities",
+    )
     for dtype in (torch.bfloat16, torch.float16):
-        parity.assert_trains_in(dtype, model, {"input_ids": ids, "context": CONTEXT}, torch.ones(2, LENGTH, dtype=torch.bool))
+        parity.assert_trains_in(
+            dtype,
+            model,
+            {"input_ids": ids, "context": CONTEXT},
+            torch.ones(2, LENGTH, dtype=torch.bool),
+        )
     embedded = model(inputs_embeds=model.input_embedding(ids)).logits
     parity.assert_close(embedded, model(ids).logits, "embeddings")
 
 
 def test_all_buckets_learn(tmp_path: pathlib.Path) -> None:
     model, _ = made(tmp_path)
-    model(parity.token_ids(2, 30, high=cpm.VOCAB), context=torch.ones(2, 30)).logits.square().sum().backward()
+    model(
+        parity.token_ids(2, 30, high=cpm.VOCAB), context=torch.ones(2, 30)
+    ).logits.square().sum().backward()
     learns = grad_of(model.get_parameter("position_bias.relative_attention_bias")).any(-1).tolist()
-    assert learns == [row != cpm.BUCKETS // 2 for row in range(cpm.BUCKETS)]  # that row is for keys 0 tokens after the query
+    # that row is for keys 0 tokens after the query
+    assert learns == [row != cpm.BUCKETS // 2 for row in range(cpm.BUCKETS)]
 
 
 def test_errors(tmp_path: pathlib.Path) -> None:
     model, weights = made(tmp_path)
     ids = parity.token_ids(2, LENGTH, high=cpm.VOCAB)
     for name in ("position_ids", "context", "span"):
-        with pytest.raises(InputError, match=f"{name} has shape \\(2, 3\\): expected \\(batch, 9\\)"):
+        with pytest.raises(
+            InputError, match=f"{name} has shape \\(2, 3\\): expected \\(batch, 9\\)"
+        ):
             model(ids, **{name: torch.ones(2, 3)})
     with pytest.raises(InputError, match="token_type_ids: not supported"):
         model(ids, token_type_ids=ids)
     with pytest.raises(InputError, match="head_mask"):
         model(ids, head_mask=torch.ones(1))
     past = model(ids, use_cache=True).past_key_values
-    with pytest.raises(InputError, match="position_ids has shape \\(2, 1\\): expected \\(batch, 10\\)"):
+    with pytest.raises(
+        InputError, match="position_ids has shape \\(2, 1\\): expected \\(batch, 10\\)"
+    ):
         model(ids[:, :1], past_key_values=past, position_ids=torch.ones(2, 1))
     with pytest.raises(ConfigError, match="no counterpart in Hugging Face"):
         model.save_pretrained(tmp_path / "out")
     with pytest.raises(ConfigError, match="'position_size'"):
         CPM1Config.from_dict({"position_size": 3})
     torch.save(
-        {name: tensor for name, tensor in weights.items() if "layers.1.ffn.ffn.w_out" not in name}, tmp_path / "pytorch_model.pt"
+        {name: tensor for name, tensor in weights.items() if "layers.1.ffn.ffn.w_out" not in name},
+        tmp_path / "pytorch_model.pt",
     )
     with pytest.raises(WeightsError, match=r"layers\.1\.ffn\.ffn\.w_out\.weight"):
         CPM1.from_pretrained(tmp_path)

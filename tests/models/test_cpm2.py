@@ -33,7 +33,9 @@ def made(folder: pathlib.Path, **options: Any) -> tuple[CPM2, dict[str, torch.Te
     return CPM2.from_pretrained(folder).eval(), weights
 
 
-def reference(model: CPM2, weights: dict[str, torch.Tensor], ids: torch.Tensor, decoder_ids: torch.Tensor) -> torch.Tensor:
+def reference(
+    model: CPM2, weights: dict[str, torch.Tensor], ids: torch.Tensor, decoder_ids: torch.Tensor
+) -> torch.Tensor:
     config = model.config
     answer = cpm.Reference(weights, config.length_scale, config.attn_scale)
 
@@ -42,33 +44,62 @@ def reference(model: CPM2, weights: dict[str, torch.Tensor], ids: torch.Tensor, 
         return lambda _, query, key: table[cpm.bucket(key - query, both_ways=both_ways)]
 
     x = answer.rows("input_embedding.weight", ids, scaled=False)
-    states = answer.stack(x, "encoder", DEPTH, lambda row, _, key: key < LENGTH[row], bias("enc", True))
+    states = answer.stack(
+        x, "encoder", DEPTH, lambda row, _, key: key < LENGTH[row], bias("enc", True)
+    )
     x = answer.rows("input_embedding.weight", decoder_ids, scaled=False)
     x = answer.stack(
-        x, "decoder", DEPTH, lambda _, query, key: key <= query, bias("dec", False), states, lambda row, _, key: key < LENGTH[row]
+        x,
+        "decoder",
+        DEPTH,
+        lambda _, query, key: key <= query,
+        bias("dec", False),
+        states,
+        lambda row, _, key: key < LENGTH[row],
     )
     # The embedding is not scaled, as a head neither.
-    return x @ weights["input_embedding.weight"].T if config.tied else answer.linear(x, "output_projection")
+    return (
+        x @ weights["input_embedding.weight"].T
+        if config.tied
+        else answer.linear(x, "output_projection")
+    )
 
 
-@pytest.mark.parametrize("options", [{}, SCALED, {"length_scale": True}], ids=["plain", "scaled", "scaled with a head"])
+@pytest.mark.parametrize(
+    "options", [{}, SCALED, {"length_scale": True}], ids=["plain", "scaled", "scaled with a head"]
+)
 def test_values_and_gradients(options: dict[str, Any], tmp_path: pathlib.Path) -> None:
     model, weights = made(tmp_path, **options)
-    ids, decoder_ids = parity.token_ids(2, SOURCE, high=cpm.VOCAB).int(), parity.token_ids(2, TARGET, high=cpm.VOCAB, seed=5).int()
+    ids, decoder_ids = (
+        parity.token_ids(2, SOURCE, high=cpm.VOCAB).int(),
+        parity.token_ids(2, TARGET, high=cpm.VOCAB, seed=5).int(),
+    )
     scores = model(ids, LENGTH, decoder_ids, DECODER_LENGTH).logits
     valid = torch.arange(TARGET) < DECODER_LENGTH[:, None]
-    cpm.assert_same_answers(model, weights, scores, reference(model, weights, ids, decoder_ids), valid)
+    cpm.assert_same_answers(
+        model, weights, scores, reference(model, weights, ids, decoder_ids), valid
+    )
 
 
 def test_cache(tmp_path: pathlib.Path) -> None:
     model, _ = made(tmp_path)
-    ids, decoder_ids = parity.token_ids(2, SOURCE, high=cpm.VOCAB), parity.token_ids(2, TARGET, high=cpm.VOCAB, seed=5)
+    ids, decoder_ids = (
+        parity.token_ids(2, SOURCE, high=cpm.VOCAB),
+        parity.token_ids(2, TARGET, high=cpm.VOCAB, seed=5),
+    )
     with torch.no_grad():
         whole = model(ids, LENGTH, decoder_ids).logits
         states = model.encode(ids, length=LENGTH).last_hidden_state
         past, pieces = None, []
         for start, stop in ((0, 3), (3, 5), (5, 6)):
-            out = model(None, LENGTH, decoder_ids[:, start:stop], encoder_outputs=states, past_key_values=past, use_cache=True)
+            out = model(
+                None,
+                LENGTH,
+                decoder_ids[:, start:stop],
+                encoder_outputs=states,
+                past_key_values=past,
+                use_cache=True,
+            )
             past = out.past_key_values
             pieces.append(out.logits)
     parity.assert_close(torch.cat(pieces, 1), whole, "with a cache")
@@ -85,7 +116,9 @@ def test_surface(tmp_path: pathlib.Path) -> None:
     inputs = {"input_ids": ids, "length": LENGTH, "decoder_input_ids": ids}
     for dtype in (torch.bfloat16, torch.float16):
         parity.assert_trains_in(dtype, model, inputs, torch.ones(2, SOURCE, dtype=torch.bool))
-    classifier = CPM2(CPM2Config(**cpm.SIZES, num_encoder_layers=1, num_decoder_layers=1, cls_head=4))
+    classifier = CPM2(
+        CPM2Config(**cpm.SIZES, num_encoder_layers=1, num_decoder_layers=1, cls_head=4)
+    )
     assert classifier(**inputs).logits.shape == (2, SOURCE, 4)
 
 

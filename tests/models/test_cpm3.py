@@ -15,9 +15,13 @@ from model_center.model.cpm3 import CPM3, CPM3Config
 
 DEPTH, LENGTH, PROMPT, PROMPTS, SEGMENTS = 2, 10, 3, 2, 4
 OPTIONS: dict[str, Any] = {
-    "num_layers": DEPTH, "prompt_types": PROMPTS, "prompt_length": PROMPT, "segment_types": SEGMENTS,
-    "position_bias_num_buckets": cpm.BUCKETS, "position_bias_max_distance": cpm.FAR,
-}  # fmt: skip
+    "num_layers": DEPTH,
+    "prompt_types": PROMPTS,
+    "prompt_length": PROMPT,
+    "segment_types": SEGMENTS,
+    "position_bias_num_buckets": cpm.BUCKETS,
+    "position_bias_max_distance": cpm.FAR,
+}
 TYPES = torch.tensor([[0] * 3 + [2] * 3 + [1] * 4, [0] * 3 + [3] * 5 + [2] * 2])
 MASK = torch.tensor([[1] * 10, [1] * 7 + [0] * 3])
 CONTEXT = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 1, 0, 0], [1, 1, 1, 1, 0, 1, 0, 0, 0, 0]])
@@ -26,8 +30,18 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4], [5, 3, 0, 17, 2, 2, 30
 CASES: dict[str, dict[str, torch.Tensor]] = {
     "plain": {},
     "segments": {"token_type_ids": TYPES},
-    "segments and context": {"token_type_ids": TYPES, "context": CONTEXT.bool(), "attention_mask": MASK},
-    "all of it": {"token_type_ids": TYPES, "context": CONTEXT, "span": SPAN, "attention_mask": MASK, "position_ids": POSITIONS},
+    "segments and context": {
+        "token_type_ids": TYPES,
+        "context": CONTEXT.bool(),
+        "attention_mask": MASK,
+    },
+    "all of it": {
+        "token_type_ids": TYPES,
+        "context": CONTEXT,
+        "span": SPAN,
+        "attention_mask": MASK,
+        "position_ids": POSITIONS,
+    },
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "usual": {},
@@ -38,7 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def made(folder: pathlib.Path, **options: Any) -> tuple[CPM3, dict[str, torch.Tensor]]:
     """The model of a folder that is written by hand, and the weights in it."""
-    shapes: cpm.Shapes = {"input_embedding.weight": (cpm.VOCAB, cpm.DIM), "prompt_embedding.weight": (PROMPTS * PROMPT, cpm.DIM)}
+    shapes: cpm.Shapes = {
+        "input_embedding.weight": (cpm.VOCAB, cpm.DIM),
+        "prompt_embedding.weight": (PROMPTS * PROMPT, cpm.DIM),
+    }
     for layer in range(DEPTH):
         shapes |= cpm.layer_shapes(f"encoder.layers.{layer}.")
     shapes["encoder.output_layernorm.weight"] = (cpm.DIM,)
@@ -46,7 +63,10 @@ def made(folder: pathlib.Path, **options: Any) -> tuple[CPM3, dict[str, torch.Te
     if not options.get("tied", True):
         shapes["output_projection.weight"] = (cpm.VOCAB, cpm.DIM)
     weights = cpm.write_files(
-        folder, shapes, {**cpm.SIZES, **OPTIONS, **options}, 1.0 if options.get("length_scale", True) else 0.15
+        folder,
+        shapes,
+        {**cpm.SIZES, **OPTIONS, **options},
+        1.0 if options.get("length_scale", True) else 0.15,
     )
     return CPM3.from_pretrained(folder).eval(), weights
 
@@ -58,7 +78,9 @@ def ids_of() -> torch.Tensor:
     return ids
 
 
-def reference(model: CPM3, weights: dict[str, torch.Tensor], ids: torch.Tensor, case: dict[str, torch.Tensor]) -> torch.Tensor:
+def reference(
+    model: CPM3, weights: dict[str, torch.Tensor], ids: torch.Tensor, case: dict[str, torch.Tensor]
+) -> torch.Tensor:
     config = model.config
     answer = cpm.Reference(weights, config.length_scale, config.attn_scale)
     mask, context, span = (case.get(name) for name in ("attention_mask", "context", "span"))
@@ -67,7 +89,9 @@ def reference(model: CPM3, weights: dict[str, torch.Tensor], ids: torch.Tensor, 
     table = weights["position_bias.relative_attention_bias"]
 
     def seen(row: int, query: int, key: int) -> bool:
-        if (mask is not None and not mask[row, key]) or (span is not None and span[row, query] != span[row, key]):
+        if (mask is not None and not mask[row, key]) or (
+            span is not None and span[row, query] != span[row, key]
+        ):
             return False
         if context is None:
             return key <= query
@@ -76,7 +100,9 @@ def reference(model: CPM3, weights: dict[str, torch.Tensor], ids: torch.Tensor, 
     def bias(row: int, query: int, key: int) -> torch.Tensor:
         one, other = int(types[row, query]), int(types[row, key])
         if one == other and config.absolute_inner_segment:
-            return table[cpm.bucket(int(positions[row, key] - positions[row, query]), both_ways=True)]
+            return table[
+                cpm.bucket(int(positions[row, key] - positions[row, query]), both_ways=True)
+            ]
         return table[cpm.BUCKETS + one * SEGMENTS + other]
 
     prompt = answer.rows("prompt_embedding.weight", ids[:, :PROMPT], scaled=config.length_scale)
@@ -120,11 +146,19 @@ def test_surface(tmp_path: pathlib.Path) -> None:
     again = CPM3.from_pretrained(tmp_path / "again")
     parity.assert_same_parameters(again, model)
     assert again.config == model.config
-    embeddings = torch.cat([model.prompt_embedding(ids_of()[:, :PROMPT]), model.input_embedding(ids_of()[:, PROMPT:])], 1)
-    parity.assert_close(model(inputs_embeds=embeddings).logits, model(ids_of()).logits, "embeddings")
+    embeddings = torch.cat(
+        [model.prompt_embedding(ids_of()[:, :PROMPT]), model.input_embedding(ids_of()[:, PROMPT:])],
+        1,
+    )
+    parity.assert_close(
+        model(inputs_embeds=embeddings).logits, model(ids_of()).logits, "embeddings"
+    )
     for dtype in (torch.bfloat16, torch.float16):
         parity.assert_trains_in(
-            dtype, model, {"input_ids": ids_of(), "token_type_ids": TYPES}, torch.ones(2, LENGTH, dtype=torch.bool)
+            dtype,
+            model,
+            {"input_ids": ids_of(), "token_type_ids": TYPES},
+            torch.ones(2, LENGTH, dtype=torch.bool),
         )
     classifier = CPM3(CPM3Config(**cpm.SIZES | OPTIONS, cls_head=4))
     assert classifier(ids_of()).logits.shape == (2, LENGTH, 4)
@@ -146,7 +180,9 @@ def test_errors(tmp_path: pathlib.Path) -> None:
         model(ids_of() + 6)
     with pytest.raises(InputError, match="segments of 4 rows got ids from 0 to 7"):
         model(ids_of(), token_type_ids=TYPES * 7 // 3)
-    with pytest.raises(InputError, match="token_type_ids has shape \\(2, 4\\): expected \\(batch, 10\\)"):
+    with pytest.raises(
+        InputError, match="token_type_ids has shape \\(2, 4\\): expected \\(batch, 10\\)"
+    ):
         model(ids_of(), token_type_ids=TYPES[:, :4])
     with pytest.raises(ConfigError, match=r"max_exact_rate=0\.5"):
         CPM3Config(max_exact_rate=0.5)

@@ -1,4 +1,6 @@
-"""ModelCenter's generation classes and helpers: the behaviour of `generate(list of texts, ...)` of each family."""
+"""ModelCenter's generation classes and helpers: the behaviour of `generate(list of texts, ...)` of
+each family.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,12 @@ from model_center.generation.causal import CausalBeamSearch, CausalRandomSamplin
 from model_center.generation.cpm1 import CPM1BeamSearch, CPM1RandomSampling
 from model_center.generation.cpm2 import CPM2BeamSearch, CPM2RandomSampling
 from model_center.generation.engine import generate
-from model_center.generation.generation_utils import BeamHypotheses, apply_repetition_penalty, pad, top_k_top_p_filtering
+from model_center.generation.generation_utils import (
+    BeamHypotheses,
+    apply_repetition_penalty,
+    pad,
+    top_k_top_p_filtering,
+)
 from model_center.generation.glm import GLMBeamSearch, GLMRandomSampling
 from model_center.generation.llama import LlamaBeamSearch, LlamaGeneration, LlamaRandomSampling
 from model_center.generation.t5 import T5BeamSearch, T5Generation, T5RandomSampling
@@ -31,10 +38,17 @@ from model_center.tokenizer.glm import GLMTokenizer
 from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T5Tokenizer
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
-SIZES: dict[str, Any] = {"dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "dtype": "float32"}
+SIZES: dict[str, Any] = {
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "dtype": "float32",
+}
 LAYERS: dict[str, Any] = {"num_layers": 2}
 BOTH: dict[str, Any] = {"num_encoder_layers": 2, "num_decoder_layers": 2}
-GLM_SIZES: dict[str, Any] = LAYERS | {"mask_tok_id": 267, "sop_tok_id": 265, "eop_tok_id": 266}  # the small tokenizer's
+# the small tokenizer's
+GLM_SIZES: dict[str, Any] = LAYERS | {"mask_tok_id": 267, "sop_tok_id": 265, "eop_tok_id": 266}
 FAMILIES: dict[str, tuple[Any, ...]] = {
     "llama": (Llama, LlamaConfig, LAYERS, LlamaTokenizer, LlamaBeamSearch, LlamaRandomSampling),
     "gpt2": (GPT2, GPT2Config, LAYERS, GPT2Tokenizer, CausalBeamSearch, CausalRandomSampling),
@@ -53,7 +67,9 @@ def made(name: str) -> tuple[Any, Any]:
     tokenizer = tokenizer_class.from_pretrained(FOLDER / name)
     torch.manual_seed(0)
     size = max(tokenizer.get_vocab().values()) + 1
-    return parity.randomized(model_class(config(vocab_size=size, **SIZES, **sizes)), std=0.3), tokenizer
+    return parity.randomized(
+        model_class(config(vocab_size=size, **SIZES, **sizes)), std=0.3
+    ), tokenizer
 
 
 def classes(name: str) -> list[Any]:
@@ -62,18 +78,24 @@ def classes(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_to_texts(name: str) -> None:
-    """New tokens only, at most `max_length` in both classes; a batch is each text alone; unknown arguments are errors."""
+    """New tokens only, at most `max_length` in both classes; a batch is each text alone; unknown
+    arguments are errors.
+    """
     beams, sampling = classes(name)
     found = beams.generate(TEXTS, max_length=8)
     assert len(found) == 3 and all(isinstance(text, str) for text in found) and any(found)
     assert found == [beams.generate([text], max_length=8)[0] for text in TEXTS]
-    assert beams.generate(TEXTS, beam_size=1, max_length=8) == sampling.generate(TEXTS, max_length=8, top_k=1)
+    assert beams.generate(TEXTS, beam_size=1, max_length=8) == sampling.generate(
+        TEXTS, max_length=8, top_k=1
+    )
     torch.manual_seed(3)
     drawn = sampling.generate(TEXTS, max_length=8, top_p=1.0, temperature=1.5)
     torch.manual_seed(3)
     assert sampling.generate(TEXTS, max_length=8, top_p=1.0, temperature=1.5) == drawn != found
     for one in (beams, sampling):
-        assert one.generate(TEXTS, max_length=6, repetition_penalty=3.0, repetition_window=2) != one.generate(TEXTS, max_length=6)
+        assert one.generate(
+            TEXTS, max_length=6, repetition_penalty=3.0, repetition_window=2
+        ) != one.generate(TEXTS, max_length=6)
         with pytest.raises(TypeError, match="max_lenght"):
             one.generate(TEXTS, max_lenght=3)
         with pytest.raises(ConfigError, match="max_new_tokens is 0"):
@@ -81,14 +103,24 @@ def test_texts_to_texts(name: str) -> None:
 
 
 def test_llama_is_the_engine_with_these_options() -> None:
-    """The end is forbidden at first, the penalty is for generated tokens, scores are divided by length."""
+    """The end is forbidden at first, the penalty is for generated tokens, scores are divided by
+    length.
+    """
     model, tokenizer = made("llama")
-    assert isinstance(LlamaBeamSearch(model.train(), tokenizer), LlamaGeneration) and not model.training
+    assert (
+        isinstance(LlamaBeamSearch(model.train(), tokenizer), LlamaGeneration)
+        and not model.training
+    )
     ids = [tokenizer.encode(text) for text in TEXTS]
     length = max(map(len, ids))
     padded = torch.tensor([[0] * (length - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids])
-    options: dict[str, Any] = {"max_new_tokens": 9, "eos_token_id": 2, "min_new_tokens": 1, "num_beams": 3}
+    options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "eos_token_id": 2,
+        "min_new_tokens": 1,
+        "num_beams": 3,
+    }
     options |= {"repetition_penalty": 1.5, "penalize_prompt": False, "length_penalty": 1.0}
     rows = generate(model, padded, mask, **options).rows()
     expected = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
@@ -96,12 +128,16 @@ def test_llama_is_the_engine_with_these_options() -> None:
     assert [text.strip() for text in found] == [text.strip() for text in expected]
 
 
-def decoded_by(model: Any, ids: list[int], start: list[int], ends: list[int], forbidden: list[int]) -> list[int]:
+def decoded_by(
+    model: Any, ids: list[int], start: list[int], ends: list[int], forbidden: list[int]
+) -> list[int]:
     """Greedy search over whole passes, the ends of the sequence cut off."""
     out = list(start)
     for step in range(10):
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([out])).logits[0, -1]
+            logits = model(
+                input_ids=torch.tensor([ids]), decoder_input_ids=torch.tensor([out])
+            ).logits[0, -1]
         logits[forbidden] = -torch.inf
         if step == 0:
             logits[ends] = -torch.inf
@@ -113,7 +149,8 @@ def decoded_by(model: Any, ids: list[int], start: list[int], ends: list[int], fo
 
 @pytest.mark.parametrize("name", ["t5", "cpm2"])
 def test_the_gap_of_a_text_is_filled(name: str) -> None:
-    """The gap is where the first sentinel is, or at the end; the second one or the end token ends; others are not generated.
+    """The gap is where the first sentinel is, or at the end; the second one or the end token ends;
+    others are not generated.
 
     The sentinels' ids do not follow one another in the order of T5's list of special tokens.
     """
@@ -131,9 +168,13 @@ def test_the_gap_of_a_text_is_filled(name: str) -> None:
         ids = ids if sentinels[0] in ids else [*ids, sentinels[0]]
         if name == "t5":
             assert ids.count(sentinels[0]) == 1
-        ids, start = ([*ids, end], [pad_id, sentinels[0]]) if name == "t5" else (ids, [sentinels[0]])
+        ids, start = (
+            ([*ids, end], [pad_id, sentinels[0]]) if name == "t5" else (ids, [sentinels[0]])
+        )
         row = decoded_by(model, ids, start, [sentinels[1], end], [sentinels[0], *sentinels[2:]])
-        expected = tokenizer.decode([token for token in row if token not in sentinels], skip_special_tokens=True)
+        expected = tokenizer.decode(
+            [token for token in row if token not in sentinels], skip_special_tokens=True
+        )
         assert beams.generate([text], beam_size=1, max_length=10)[0].strip() == expected.strip()
 
 
@@ -141,7 +182,9 @@ def test_sentinels_are_found_by_name() -> None:
     """Whatever the order of the tokenizer's special tokens is; a tokenizer without any is told."""
     model, tokenizer = made("t5")
     writer: Any = T5Generation(model, tokenizer).writer
-    assert writer.sentinels[:3] == tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_1>", "<extra_id_2>"])
+    assert writer.sentinels[:3] == tokenizer.convert_tokens_to_ids(
+        ["<extra_id_0>", "<extra_id_1>", "<extra_id_2>"]
+    )
     gpt2 = made("gpt2")[1]
     with pytest.raises(ConfigError, match="no sentinels 0 and 1"):
         T5BeamSearch(model, gpt2).generate(["a"])
@@ -151,10 +194,16 @@ def test_cpm1_sees_the_whole_text() -> None:
     """It begins with token 1 and is the context of what follows."""
     model, tokenizer = made("cpm1")
     ids = torch.tensor([[1, *tokenizer.encode("the cat")]])
-    options: dict[str, Any] = {"max_new_tokens": 9, "min_new_tokens": 1, "eos_token_id": tokenizer.eod_id}
+    options: dict[str, Any] = {
+        "max_new_tokens": 9,
+        "min_new_tokens": 1,
+        "eos_token_id": tokenizer.eod_id,
+    }
     out = generate(model, ids, inputs={"context": torch.ones_like(ids)}, **options)
     text = tokenizer.decode(out.rows()[0], skip_special_tokens=True)
-    assert CPM1BeamSearch(model, tokenizer).generate(["the cat"], beam_size=1, max_length=9) == [text]
+    assert CPM1BeamSearch(model, tokenizer).generate(["the cat"], beam_size=1, max_length=9) == [
+        text
+    ]
     causal = generate(model, ids, **options)
     assert causal.rows() != out.rows()
 
@@ -162,12 +211,24 @@ def test_cpm1_sees_the_whole_text() -> None:
 def test_glm_writes_a_span_for_the_mask() -> None:
     """[CLS], the text with its [MASK] or one at the end, [S]; until [E]; no other special token."""
     model, tokenizer = made("glm")
-    cls, mask, sop, eop = (tokenizer.convert_tokens_to_ids(name) for name in ("[CLS]", "[MASK]", "[S]", "[E]"))
-    for text, ids in (("好小", [*tokenizer.encode("好小"), mask]), ("好[MASK]小", tokenizer.encode("好[MASK]小"))):
+    cls, mask, sop, eop = (
+        tokenizer.convert_tokens_to_ids(name) for name in ("[CLS]", "[MASK]", "[S]", "[E]")
+    )
+    for text, ids in (
+        ("好小", [*tokenizer.encode("好小"), mask]),
+        ("好[MASK]小", tokenizer.encode("好[MASK]小")),
+    ):
         prompt = torch.tensor([[cls, *ids, sop]])
         assert prompt[0].tolist().count(mask) == 1
         forbidden = [token for token in range(259, 268) if token != eop] + [0]
-        out = generate(model, prompt, max_new_tokens=9, min_new_tokens=1, eos_token_id=eop, forbidden_tokens=forbidden)
+        out = generate(
+            model,
+            prompt,
+            max_new_tokens=9,
+            min_new_tokens=1,
+            eos_token_id=eop,
+            forbidden_tokens=forbidden,
+        )
         expected = tokenizer.decode([token for token in out.rows()[0] if token != eop])
         found = GLMBeamSearch(model, tokenizer).generate([text], beam_size=1, max_length=9)[0]
         assert found.strip() == expected.strip() and found
@@ -176,7 +237,10 @@ def test_glm_writes_a_span_for_the_mask() -> None:
 def test_pad() -> None:
     items = [{"ids": torch.tensor([[1, 2, 3]])}, {"ids": torch.tensor([[4]])}]
     assert pad(items, "ids").tolist() == [[1, 2, 3], [0, 0, 4]]
-    assert pad(items, "ids", padding_value=9, padding_side="right").tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert pad(items, "ids", padding_value=9, padding_side="right").tolist() == [
+        [1, 2, 3],
+        [4, 9, 9],
+    ]
     with pytest.raises(InputError, match="expected 'left' or 'right'"):
         pad(items, "ids", padding_side="top")
     with pytest.raises(InputError, match="item 1 has ids of shape \\(1,\\)"):
@@ -185,7 +249,10 @@ def test_pad() -> None:
 
 def test_top_k_top_p_filtering() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.35, 0.25, 0.15]]).log()
-    assert top_k_top_p_filtering(logits, top_k=2).isfinite().tolist() == [[False, True, False, True], [True, True, True, False]]
+    assert top_k_top_p_filtering(logits, top_k=2).isfinite().tolist() == [
+        [False, True, False, True],
+        [True, True, True, False],
+    ]
     assert top_k_top_p_filtering(logits, top_p=0.6).isfinite().sum(1).tolist() == [2, 2]
     assert torch.equal(top_k_top_p_filtering(logits), logits)
     assert (top_k_top_p_filtering(logits, top_k=1, filter_value=-9.0) == -9.0).sum() == 6
@@ -203,7 +270,9 @@ def test_apply_repetition_penalty() -> None:
         apply_repetition_penalty(logits, 1, 2, tokens, 2.0, **options)
         plain = [2.0, -2.0, 4.0, -4.0, 1.0]
         changed = [1.0, -4.0, 2.0, -8.0, 0.5]
-        assert logits.tolist() == [[(changed if token in row else plain)[token] for token in range(5)] for row in counted]
+        assert logits.tolist() == [
+            [(changed if token in row else plain)[token] for token in range(5)] for row in counted
+        ]
     with pytest.raises(InputError, match="expected at least 1"):
         apply_repetition_penalty(logits, 1, 2, tokens, 0.5)
     with pytest.raises(InputError, match="batch_size \\* num_beams = 4"):

@@ -1,4 +1,6 @@
-"""The engine: the cache changes nothing but the work, streaming gives what a whole run does, bad arguments are told."""
+"""The engine: the cache changes nothing but the work, streaming gives what a whole run does, bad
+arguments are told.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ CAUSAL: dict[str, Any] = {
     "opt": (OPT, OPTConfig, LAYERS | {"position_size": 40}),
     "llama": (Llama, LlamaConfig, LAYERS | {"num_heads_kv": 2, "sliding_window": 6}),
     "cpm1": (CPM1, CPM1Config, LAYERS),
-    "cpm3": (CPM3, CPM3Config, LAYERS | {"prompt_types": 15, "prompt_length": 3, "segment_types": 4}),
+    "cpm3": (
+        CPM3,
+        CPM3Config,
+        LAYERS | {"prompt_types": 15, "prompt_length": 3, "segment_types": 4},
+    ),
 }
 SEQ2SEQ: dict[str, Any] = {"t5": (T5, T5Config, BOTH), "cpm2": (CPM2, CPM2Config, BOTH)}
 
@@ -48,11 +54,17 @@ def made(name: str, **overrides: Any) -> Any:
     """A small random model."""
     model_class, config, sizes = (CAUSAL | SEQ2SEQ)[name]
     torch.manual_seed(0)
-    return parity.randomized(model_class(config(vocab_size=VOCAB, dtype="float32", **SIZES, **sizes, **overrides)), std=0.3)
+    return parity.randomized(
+        model_class(config(vocab_size=VOCAB, dtype="float32", **SIZES, **sizes, **overrides)),
+        std=0.3,
+    )
 
 
 def uncached(model: Any, ids: torch.Tensor, num_new: int, **inputs: torch.Tensor) -> torch.Tensor:
-    """Greedy search as it is defined: the whole sequence through the model for each token. `inputs` have a column per token."""
+    """Greedy search as it is defined: the whole sequence through the model for each token.
+
+    `inputs` have a column per token.
+    """
     prefix = ids.shape[1]
     with torch.no_grad():
         for _ in range(num_new):
@@ -63,7 +75,9 @@ def uncached(model: Any, ids: torch.Tensor, num_new: int, **inputs: torch.Tensor
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_cached_is_uncached(name: str) -> None:
-    """Token for token, whatever the model's positions are; padding in front of a prompt makes no difference."""
+    """Token for token, whatever the model's positions are; padding in front of a prompt makes no
+    difference.
+    """
     model, ids = made(name), parity.token_ids(4, 6, high=45)
     expected = uncached(model, ids, 12)
     assert len(set(expected.flatten().tolist())) > 4
@@ -97,10 +111,14 @@ def test_cached_is_uncached_with_an_encoder(name: str) -> None:
 
 
 def test_a_span_of_glm_goes_on() -> None:
-    """Prompts get the token that starts a span; positions are those of one pass; padding makes no difference."""
+    """Prompts get the token that starts a span; positions are those of one pass; padding makes no
+    difference.
+    """
     torch.manual_seed(0)
     special: dict[str, Any] = {"mask_tok_id": 40, "sop_tok_id": 41, "eop_tok_id": 42}
-    config = GLMConfig(vocab_size=VOCAB, num_layers=2, position_size=40, dtype="float32", **SIZES, **special)
+    config = GLMConfig(
+        vocab_size=VOCAB, num_layers=2, position_size=40, dtype="float32", **SIZES, **special
+    )
     model = parity.randomized(GLM(config), std=0.3)
     ids = parity.token_ids(3, 6, high=40)
     ids[:, 3] = 40
@@ -113,7 +131,9 @@ def test_a_span_of_glm_goes_on() -> None:
     mask = (torch.arange(10) >= 4).expand(3, 10)
     assert torch.equal(generate(model, padded, mask, max_new_tokens=8).new_tokens, expected)
     beams = generate(model, padded, mask, max_new_tokens=8, num_beams=3)
-    assert torch.equal(generate(model, ids, max_new_tokens=8, num_beams=3).new_tokens, beams.new_tokens)
+    assert torch.equal(
+        generate(model, ids, max_new_tokens=8, num_beams=3).new_tokens, beams.new_tokens
+    )
 
 
 def test_context_and_segments_go_on() -> None:
@@ -127,7 +147,9 @@ def test_context_and_segments_go_on() -> None:
         assert not torch.equal(found, generate(made(name), ids, max_new_tokens=9).new_tokens), name
     segments = torch.tensor([[0, 0, 0, 1, 1, 2]] * 3)
     whole = torch.cat([segments, torch.full((3, 9), 2)], 1)
-    found = generate(made("cpm3"), ids, max_new_tokens=9, inputs={"token_type_ids": segments}).new_tokens
+    found = generate(
+        made("cpm3"), ids, max_new_tokens=9, inputs={"token_type_ids": segments}
+    ).new_tokens
     assert torch.equal(found, uncached(made("cpm3"), ids, 9, token_type_ids=whole))
     spans = torch.tensor([[0, 0, 0, 1, 1, 1]] * 3)
     found = generate(made("cpm1"), ids, max_new_tokens=9, inputs={"span": spans}).new_tokens
@@ -135,8 +157,12 @@ def test_context_and_segments_go_on() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}])
-def test_each_token_is_computed_once_in_memory_that_is_allocated_once(options: dict[str, Any]) -> None:
-    """One new token a pass; keys and values stay where they are, in room for the whole sequence, while beams change places."""
+def test_each_token_is_computed_once_in_memory_that_is_allocated_once(
+    options: dict[str, Any],
+) -> None:
+    """One new token a pass; keys and values stay where they are, in room for the whole sequence,
+    while beams change places.
+    """
     model, ids = made("llama"), parity.token_ids(2, 6, high=VOCAB)
     widths, places, reordered = [], set(), []
     plain, reorder = LayerCache.append, KeyValueCache.reorder
@@ -152,13 +178,18 @@ def test_each_token_is_computed_once_in_memory_that_is_allocated_once(options: d
         reordered.append((rows.tolist(), start))
         reorder(self, rows, start)
 
-    with mock.patch.object(LayerCache, "append", append), mock.patch.object(KeyValueCache, "reorder", counted):
+    with (
+        mock.patch.object(LayerCache, "append", append),
+        mock.patch.object(KeyValueCache, "reorder", counted),
+    ):
         generate(model, ids, max_new_tokens=10, **options)
     assert widths == [6, 6] + [1, 1] * 9
     rows = 2 * options.get("num_beams", 1)
     assert len(places) == 2 and {size for *_, size in places} == {rows * 2 * 16 * 8 * 4}
     assert len(reordered) == (9 if options else 0) and all(start == 6 for _, start in reordered)
-    assert not options or any(moved != sorted(moved) or len(set(moved)) < rows for moved, _ in reordered)
+    assert not options or any(
+        moved != sorted(moved) or len(set(moved)) < rows for moved, _ in reordered
+    )
 
 
 def test_the_encoder_and_its_keys_are_computed_once() -> None:
@@ -168,7 +199,9 @@ def test_the_encoder_and_its_keys_are_computed_once() -> None:
     hooks = [
         model.encoder.register_forward_hook(lambda _, args, out: encoded.append(args[0].shape[:2])),
         *(
-            layer.cross_att.self_attention.project_k.register_forward_hook(lambda _, args, out: projected.append(args[0].shape[:2]))
+            layer.cross_att.self_attention.project_k.register_forward_hook(
+                lambda _, args, out: projected.append(args[0].shape[:2])
+            )
             for layer in model.decoder.layers
         ),
     ]
@@ -186,9 +219,17 @@ def test_the_head_scores_only_last_tokens() -> None:
 
 
 class Looks(TorchDispatchMode):
-    """Counts the operations that bring numbers of a tensor to Python, or sizes that depend on them: on a GPU each is a wait."""
+    """Counts the operations that bring numbers of a tensor to Python, or sizes that depend on them:
+    on a GPU each is a wait.
+    """
 
-    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2")
+    NAMES = (
+        "aten::_local_scalar_dense",
+        "aten::nonzero",
+        "aten::equal",
+        "aten::masked_select",
+        "aten::_unique2",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,15 +242,28 @@ class Looks(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "cpm1"])
 def test_one_look_at_the_device_for_each_token(name: str) -> None:
-    """Whether all rows have ended; greedily, drawn, by beams, with all filters, stop strings and padding."""
-    tokenizer = mock.Mock(all_special_ids=[], get_vocab=lambda: {chr(65 + token): token for token in range(VOCAB)})
+    """Whether all rows have ended; greedily, drawn, by beams, with all filters, stop strings and
+    padding.
+    """
+    tokenizer = mock.Mock(
+        all_special_ids=[], get_vocab=lambda: {chr(65 + token): token for token in range(VOCAB)}
+    )
     tokenizer.convert_tokens_to_string = "".join
     model, ids, counts = made(name), parity.token_ids(3, 6, high=VOCAB), {}
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    common: dict[str, Any] = {"eos_token_id": [1, 2], "min_new_tokens": 99, "repetition_penalty": 1.5, "forbidden_tokens": [3]}
+    common: dict[str, Any] = {
+        "eos_token_id": [1, 2],
+        "min_new_tokens": 99,
+        "repetition_penalty": 1.5,
+        "forbidden_tokens": [3],
+    }
     common |= {"stop_strings": "~~", "tokenizer": tokenizer, "return_scores": True}
-    for search in ({}, {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0}, {"num_beams": 3}):
+    for search in (
+        {},
+        {"do_sample": True, "top_k": 9, "top_p": 0.9, "temperature": 2.0},
+        {"num_beams": 3},
+    ):
         for num_new in (5, 15):
             # On the CPU ids are compared with the size of the table, which looks at them.
             with mock.patch("model_center.layer.embedding.check_range"), Looks() as looks:
@@ -221,13 +275,22 @@ def test_one_look_at_the_device_for_each_token(name: str) -> None:
 def test_one_row_is_that_row_of_a_batch() -> None:
     """Rows that have ended, or other beams, do not change the others."""
     ids = parity.token_ids(5, 6, high=VOCAB)
-    ways: tuple[dict[str, Any], ...] = ({}, {"num_beams": 3, "early_stopping": True}, {"num_beams": 2, "num_return_sequences": 2})
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"num_beams": 3, "early_stopping": True},
+        {"num_beams": 2, "num_return_sequences": 2},
+    )
     for name in ("gpt2", "t5"):
         model = made(name)
         eos = int(generate(model, ids, max_new_tokens=9).new_tokens[0, 4])
         for options in ways:
             batch = generate(model, ids, max_new_tokens=9, eos_token_id=eos, **options).rows()
-            alone = [generate(model, ids[row : row + 1], max_new_tokens=9, eos_token_id=eos, **options).rows() for row in range(5)]
+            alone = [
+                generate(
+                    model, ids[row : row + 1], max_new_tokens=9, eos_token_id=eos, **options
+                ).rows()
+                for row in range(5)
+            ]
             assert batch == [row for rows in alone for row in rows]
             assert len(set(map(len, batch))) > 1 or options
 
@@ -236,11 +299,16 @@ def test_a_stream_gives_what_a_whole_run_gives() -> None:
     """Greedy and drawn; None after the end of a row; nothing is computed before it is asked for."""
     model, ids = made("gpt2"), parity.token_ids(4, 6, high=VOCAB)
     eos = int(generate(model, ids, max_new_tokens=9).new_tokens[0, 4])
-    ways: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "seed": 3, "num_return_sequences": 2})
+    ways: tuple[dict[str, Any], ...] = (
+        {},
+        {"do_sample": True, "seed": 3, "num_return_sequences": 2},
+    )
     for options in ways:
         whole = generate(model, ids, max_new_tokens=9, eos_token_id=eos, **options).rows()
         steps = list(stream(model, ids, max_new_tokens=9, eos_token_id=eos, **options))
-        assert [[token for token in row if token is not None] for row in zip(*steps, strict=True)] == whole
+        assert [
+            [token for token in row if token is not None] for row in zip(*steps, strict=True)
+        ] == whole
         assert len(steps) == max(map(len, whole))
     assert any(None in step for step in steps)
     with mock.patch.object(model, "forward", wraps=model.forward) as forward:
@@ -253,7 +321,9 @@ def test_a_stream_gives_what_a_whole_run_gives() -> None:
 
 
 def test_modules_train_again_afterwards() -> None:
-    """Dropout is off for the time; what was in evaluation mode before stays so; after an error and a stream left early too."""
+    """Dropout is off for the time; what was in evaluation mode before stays so; after an error and
+    a stream left early too.
+    """
     model = made("gpt2", dropout_p=0.5)
     ids = parity.token_ids(3, 6, high=VOCAB)
     expected = generate(model, ids, max_new_tokens=9).sequences
@@ -266,7 +336,10 @@ def test_modules_train_again_afterwards() -> None:
         assert not model.training
         break
     assert [module.training for module in model.modules()] == before
-    with mock.patch.object(model, "logits", side_effect=RuntimeError("out of memory")), pytest.raises(RuntimeError, match="memory"):
+    with (
+        mock.patch.object(model, "logits", side_effect=RuntimeError("out of memory")),
+        pytest.raises(RuntimeError, match="memory"),
+    ):
         generate(model, ids)
     assert [module.training for module in model.modules()] == before
     assert torch.is_grad_enabled()
@@ -276,7 +349,9 @@ def test_modules_train_again_afterwards() -> None:
 def test_no_prompts_give_no_rows() -> None:
     for options in ({}, {"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True}):
         for name in ("gpt2", "t5", "cpm3"):
-            out = generate(made(name), torch.zeros(0, 5, dtype=torch.long), max_new_tokens=4, **options)
+            out = generate(
+                made(name), torch.zeros(0, 5, dtype=torch.long), max_new_tokens=4, **options
+            )
             assert out.rows() == [] and len(out.sequences) == 0
     assert list(stream(made("gpt2"), torch.zeros(0, 5, dtype=torch.long))) == []
 
@@ -285,11 +360,18 @@ def test_other_dtypes() -> None:
     """bf16 weights, int32 ids, masks of numbers."""
     model, ids = made("llama", use_checkpoint=False), parity.token_ids(3, 6, high=VOCAB)
     expected = generate(model, ids, torch.ones(3, 6), max_new_tokens=5)
-    assert torch.equal(generate(model, ids.int(), torch.ones(3, 6).bool(), max_new_tokens=5).sequences, expected.sequences)
+    assert torch.equal(
+        generate(model, ids.int(), torch.ones(3, 6).bool(), max_new_tokens=5).sequences,
+        expected.sequences,
+    )
     half = made("llama").to(torch.bfloat16)
     made.cache_clear()
     out = generate(half, ids, max_new_tokens=5, num_beams=2, return_scores=True)
-    assert out.sequences.shape == (3, 11) and out.scores is not None and out.scores.dtype == torch.float32
+    assert (
+        out.sequences.shape == (3, 11)
+        and out.scores is not None
+        and out.scores.dtype == torch.float32
+    )
 
 
 def test_the_default_number_of_new_tokens() -> None:
@@ -337,17 +419,32 @@ def test_bad_configurations_are_told(options: dict[str, Any], message: str) -> N
     ("arguments", "message"),
     [
         ({"input_ids": torch.zeros(2, 3)}, "input_ids is torch.float32 of shape \\(2, 3\\)"),
-        ({"input_ids": torch.ones(3, dtype=torch.long)}, "expected integers \\(batch, at least 1\\)"),
-        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "expected integers \\(batch, at least 1\\)"),
-        ({"input_ids": torch.tensor([[1, 48]])}, "input_ids has the token 48: expected ids from 0 to 47"),
+        (
+            {"input_ids": torch.ones(3, dtype=torch.long)},
+            "expected integers \\(batch, at least 1\\)",
+        ),
+        (
+            {"input_ids": torch.ones(2, 0, dtype=torch.long)},
+            "expected integers \\(batch, at least 1\\)",
+        ),
+        (
+            {"input_ids": torch.tensor([[1, 48]])},
+            "input_ids has the token 48: expected ids from 0 to 47",
+        ),
         ({"input_ids": torch.tensor([[1, -3]])}, "input_ids has the token -3"),
         ({"eos_token_id": 50}, "eos_token_id has the token 50"),
         ({"forbidden_tokens": [1, 50]}, "forbidden_tokens has the token 50"),
         ({"pad_token_id": 50}, "pad_token_id has the token 50"),
-        ({"attention_mask": torch.ones(2, 5)}, "attention_mask has shape \\(2, 5\\): expected that of input_ids, \\(2, 6\\)"),
+        (
+            {"attention_mask": torch.ones(2, 5)},
+            "attention_mask has shape \\(2, 5\\): expected that of input_ids, \\(2, 6\\)",
+        ),
         ({"attention_mask": torch.tensor([[1] * 6, [1] * 5 + [0]])}, "pad prompts on the left"),
         ({"attention_mask": torch.tensor([[1] * 6, [0] * 6])}, "prompt 1 has no token"),
-        ({"inputs": {"context": torch.ones(2, 6)}}, "GPT2 does not take the inputs context in generation: expected none"),
+        (
+            {"inputs": {"context": torch.ones(2, 6)}},
+            "GPT2 does not take the inputs context in generation: expected none",
+        ),
         ({"stop_strings": "a"}, "give it as tokenizer="),
     ],
 )
@@ -358,7 +455,9 @@ def test_bad_inputs_are_told(arguments: dict[str, Any], message: str) -> None:
 
 def test_inputs_that_do_not_fit_a_model_are_told() -> None:
     ids = parity.token_ids(2, 6, high=45)
-    with pytest.raises(InputError, match="context has shape \\(2, 5\\): expected that of input_ids"):
+    with pytest.raises(
+        InputError, match="context has shape \\(2, 5\\): expected that of input_ids"
+    ):
         generate(made("cpm1"), ids, inputs={"context": torch.ones(2, 5)})
     with pytest.raises(InputError, match="the prompt has 3 tokens: expected at least 4"):
         generate(made("cpm3"), ids[:, :3])
@@ -366,7 +465,9 @@ def test_inputs_that_do_not_fit_a_model_are_told() -> None:
         generate(made("cpm3"), torch.tensor([[1, 2, 44, 46], [0, 46, 3, 3]]))
     with pytest.raises(InputError, match="token_type_ids has 4: expected 0 to 3"):
         generate(made("cpm3"), ids.clamp(max=44), inputs={"token_type_ids": torch.full((2, 6), 4)})
-    with pytest.raises(InputError, match="decoder_input_ids has shape \\(1, 2\\): expected \\(2, at least 1\\)"):
+    with pytest.raises(
+        InputError, match="decoder_input_ids has shape \\(1, 2\\): expected \\(2, at least 1\\)"
+    ):
         generate(made("t5"), ids, inputs={"decoder_input_ids": ids[:1, :2]})
     with pytest.raises(InputError, match="decoder_input_ids has the token 99"):
         generate(made("t5"), ids, inputs={"decoder_input_ids": torch.full((2, 1), 99)})
@@ -393,4 +494,7 @@ def test_weights_of_transformers_are_no_condition(tmp_path: pathlib.Path) -> Non
     model, ids = made("gpt2"), parity.token_ids(2, 6, high=VOCAB)
     model.save_pretrained(tmp_path, format="model_center")
     again = GPT2.from_pretrained(tmp_path, dtype="float32")
-    assert torch.equal(generate(again, ids, max_new_tokens=5).sequences, generate(model, ids, max_new_tokens=5).sequences)
+    assert torch.equal(
+        generate(again, ids, max_new_tokens=5).sequences,
+        generate(model, ids, max_new_tokens=5).sequences,
+    )

@@ -1,4 +1,6 @@
-"""What is drawn from: the filters against those of transformers; that it is drawn so: statistics, seeds."""
+"""What is drawn from: the filters against those of transformers; that it is drawn so: statistics,
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from model_center.model.llama import Llama, LlamaConfig
 def tiny(vocab_size: int = 12) -> Llama:
     """A small random model whose next tokens are neither certain nor all alike."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"dim_model": 16, "num_heads": 2, "dim_head": 8, "dim_ff": 24, "num_layers": 1}
+    sizes: dict[str, Any] = {
+        "dim_model": 16,
+        "num_heads": 2,
+        "dim_head": 8,
+        "dim_ff": 24,
+        "num_layers": 1,
+    }
     return parity.randomized(Llama(LlamaConfig(vocab_size=vocab_size, dtype="float32", **sizes)))
 
 
@@ -45,7 +53,13 @@ def test_top_p_is_that_of_transformers(p: float) -> None:
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     probabilities = torch.tensor([[0.1, 0.4, 0.2, 0.3]])
-    for p, kept in ((0.39, [1]), (0.41, [1, 3]), (0.69, [1, 3]), (0.71, [1, 2, 3]), (0.95, [0, 1, 2, 3])):
+    for p, kept in (
+        (0.39, [1]),
+        (0.41, [1, 3]),
+        (0.69, [1, 3]),
+        (0.71, [1, 2, 3]),
+        (0.95, [0, 1, 2, 3]),
+    ):
         assert top_p(probabilities.log(), p)[0].isfinite().nonzero().flatten().tolist() == kept
 
 
@@ -56,8 +70,12 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     assert torch.equal(repetition_penalty(scores, occurred, penalty), expected)
 
 
-def penalized(ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> list[list[int]]:
-    """Which tokens each row's filters penalise after these ids, of which the first four are the prompt."""
+def penalized(
+    ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any
+) -> list[list[int]]:
+    """Which tokens each row's filters penalise after these ids, of which the first four are the
+    prompt.
+    """
     config = GenerationConfig(repetition_penalty=2.0, **options)
     scores = Filters(config, 4, mask, ids.device)(torch.ones(len(ids), 20), ids)
     return [(row != 1).nonzero().flatten().tolist() for row in scores]
@@ -79,9 +97,15 @@ def test_what_counts_as_repeated() -> None:
 def test_the_filters_of_a_configuration_are_those_of_transformers_in_their_order() -> None:
     """All at once, before and after the least number of new tokens."""
     config = GenerationConfig(
-        repetition_penalty=1.4, min_new_tokens=3, eos_token_id=[4, 9], forbidden_tokens=[2, 3], do_sample=True, temperature=0.7,
-        top_k=20, top_p=0.8,
-    )  # fmt: skip
+        repetition_penalty=1.4,
+        min_new_tokens=3,
+        eos_token_id=[4, 9],
+        forbidden_tokens=[2, 3],
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        top_p=0.8,
+    )
     ids = parity.token_ids(6, 12, high=50, low=0)
     for length in (8, 10, 11, 12):
         seen, scores = ids[:, :length], scores_of()
@@ -99,7 +123,9 @@ def test_the_filters_of_a_configuration_are_those_of_transformers_in_their_order
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
-    """4000 drawn tokens have the frequencies of the filtered distribution (chi-squared: 0.999 quantile)."""
+    """4000 drawn tokens have the frequencies of the filtered distribution (chi-squared: 0.999
+    quantile).
+    """
     model, ids = tiny(), torch.tensor([[3, 5, 7]])
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.5, "top_k": 8, "top_p": 0.95}
     out = generate(model, ids, max_new_tokens=1, num_return_sequences=4000, seed=5, **options)
@@ -114,7 +140,9 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
 
 
 def test_a_seed_fixes_what_is_drawn() -> None:
-    """Equal seeds, equal tokens; others differ; without one torch's own state decides; a generator is advanced."""
+    """Equal seeds, equal tokens; others differ; without one torch's own state decides; a generator
+    is advanced.
+    """
     model, ids = tiny(), torch.tensor([[3, 5, 7], [1, 2, 3]])
 
     def draw(**options: Any) -> torch.Tensor:
@@ -136,15 +164,33 @@ def test_a_seed_fixes_what_is_drawn() -> None:
 
 
 def test_several_are_drawn_for_each_prompt() -> None:
-    """Next to each other; with scores those of the filtered distribution; the likeliest only is greedy search."""
+    """Next to each other; with scores those of the filtered distribution; the likeliest only is
+    greedy search.
+    """
     model, ids = tiny(), torch.tensor([[3, 5, 7], [1, 2, 3]])
-    out = generate(model, ids, max_new_tokens=6, do_sample=True, seed=0, num_return_sequences=3, top_k=4, return_scores=True)
+    out = generate(
+        model,
+        ids,
+        max_new_tokens=6,
+        do_sample=True,
+        seed=0,
+        num_return_sequences=3,
+        top_k=4,
+        return_scores=True,
+    )
     assert out.token_scores is not None and out.scores is not None
-    assert out.sequences.shape == (6, 9) and torch.equal(out.sequences[:, :3], ids.repeat_interleave(3, 0))
+    assert out.sequences.shape == (6, 9) and torch.equal(
+        out.sequences[:, :3], ids.repeat_interleave(3, 0)
+    )
     assert len(set(map(str, out.rows()[:3]))) == 3
     with torch.no_grad():
         logits = model(input_ids=out.sequences).logits[:, 2:-1]
-    expected = top_k(logits.flatten(0, 1), 4).log_softmax(-1).gather(1, out.new_tokens.reshape(-1, 1)).view(6, 6)
+    expected = (
+        top_k(logits.flatten(0, 1), 4)
+        .log_softmax(-1)
+        .gather(1, out.new_tokens.reshape(-1, 1))
+        .view(6, 6)
+    )
     parity.assert_close(out.token_scores, expected)
     parity.assert_close(out.scores, expected.sum(1))
     drawn = generate(model, ids, max_new_tokens=6, do_sample=True, top_k=1)

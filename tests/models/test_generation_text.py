@@ -1,4 +1,6 @@
-"""From texts to texts: stop strings, pieces of text, chat templates, with small tokenizers of every kind."""
+"""From texts to texts: stop strings, pieces of text, chat templates, with small tokenizers of every
+kind.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,19 @@ from model_center.tokenizer.hugging_face import GPT2Tokenizer, LlamaTokenizer, T
 
 FOLDER = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 TOKENIZERS: dict[str, Any] = {
-    "gpt2": GPT2Tokenizer, "llama": LlamaTokenizer, "t5": T5Tokenizer, "cpm1": CPM1Tokenizer, "glm": GLMTokenizer,
-}  # fmt: skip
-SIZES: dict[str, Any] = {"dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "dtype": "float32"}
+    "gpt2": GPT2Tokenizer,
+    "llama": LlamaTokenizer,
+    "t5": T5Tokenizer,
+    "cpm1": CPM1Tokenizer,
+    "glm": GLMTokenizer,
+}
+SIZES: dict[str, Any] = {
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "dtype": "float32",
+}
 
 
 @functools.cache
@@ -35,7 +47,9 @@ def tokenizer_of(name: str) -> Any:
 
 @functools.cache
 def generator_of(name: str) -> TextGenerator:
-    """A random model with a vocabulary for this tokenizer, and both as a generator, which writes plain text without end."""
+    """A random model with a vocabulary for this tokenizer, and both as a generator, which writes
+    plain text without end.
+    """
     torch.manual_seed(0)
     tokenizer = tokenizer_of(name)
     size = max(tokenizer.get_vocab().values()) + 5
@@ -44,9 +58,14 @@ def generator_of(name: str) -> TextGenerator:
         model = T5(T5Config(vocab_size=size, num_encoder_layers=2, num_decoder_layers=2, **SIZES))
     else:
         model = GPT2(GPT2Config(vocab_size=size, num_layers=2, position_size=120, **SIZES))
-    strange = [token for name, token in tokenizer.get_vocab().items() if name.startswith("<")]  # bytes, <unused 260>
+    # bytes, <unused 260>
+    strange = [token for name, token in tokenizer.get_vocab().items() if name.startswith("<")]
     forbidden = [*tokenizer.all_special_ids, *strange]
-    options: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": (), "forbidden_tokens": forbidden}
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "eos_token_id": (),
+        "forbidden_tokens": forbidden,
+    }
     return TextGenerator(parity.randomized(model, std=0.3), tokenizer, **options)
 
 
@@ -56,10 +75,15 @@ def test_the_bytes_of_tokens_make_up_their_text(name: str) -> None:
     tokenizer = tokenizer_of(name)
     found = bytes_of_tokens(tokenizer, 2000)
     special = set(tokenizer.all_special_ids)
-    vocabulary = {token: name for name, token in tokenizer.get_vocab().items() if token not in special}
+    vocabulary = {
+        token: name for name, token in tokenizer.get_vocab().items() if token not in special
+    }
     assert all(found[token] == b"" for token in range(2000) if token not in vocabulary)
-    # Of single bytes ("<0xE4>") the decoder makes one U+FFFD each unless all in a row are characters.
-    known = torch.tensor([token for token, name in vocabulary.items() if not name.startswith(("<0x", "<unused "))])
+    # Of single bytes ("<0xE4>") the decoder makes one U+FFFD each unless all in a row are
+    # characters.
+    known = torch.tensor(
+        [token for token, name in vocabulary.items() if not name.startswith(("<0x", "<unused "))]
+    )
     plain = [token for token in known.tolist() if found[token].decode(errors="ignore").isalpha()]
     drawn = torch.Generator().manual_seed(0)
     for _ in range(200):
@@ -75,11 +99,24 @@ def test_characters_of_several_tokens_have_their_bytes() -> None:
         tokenizer = tokenizer_of(name)
         ids = tokenizer.encode("hello 你好 ß", add_special_tokens=False)
         assert "\ufffd" in tokenizer.decode([ids[-6]]) or len(ids) > 8
-        assert b"".join(bytes_of_tokens(tokenizer, len(tokenizer))[token] for token in ids).decode().strip() == "hello 你好 ß"
+        assert (
+            b"".join(bytes_of_tokens(tokenizer, len(tokenizer))[token] for token in ids)
+            .decode()
+            .strip()
+            == "hello 你好 ß"
+        )
 
 
 @pytest.mark.parametrize(
-    "patterns", [["abab"], ["aab", "ab", "bb"], ["a"], ["abcab", "bca", "cc", "abca"], ["aaa", "aab"], ["abca", "bc"]]
+    "patterns",
+    [
+        ["abab"],
+        ["aab", "ab", "bb"],
+        ["a"],
+        ["abcab", "bca", "cc", "abca"],
+        ["aaa", "aab"],
+        ["abca", "bc"],
+    ],
 )
 def test_the_automaton_finds_what_a_search_finds(patterns: list[str]) -> None:
     """In random texts cut into random tokens, at the same token."""
@@ -104,18 +141,25 @@ def test_no_patterns_are_never_found() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "cpm1", "t5"])
 def test_stop_strings_end_rows_where_their_text_has_them(name: str) -> None:
-    """Across tokens, greedily and by beams; the text ends before them, the tokens with the one that completes them."""
+    """Across tokens, greedily and by beams; the text ends before them, the tokens with the one that
+    completes them.
+    """
     writer = generator_of(name)
     texts = ["hello world", "the cat", "he"]
     plain = writer(texts)
     assert all(len(text) > 8 for text in plain)
     stops = [plain[0][3:6], plain[1][2:7]]
-    expected = [min((text[: text.find(stop)] for stop in stops if stop in text), key=len, default=text) for text in plain]
+    expected = [
+        min((text[: text.find(stop)] for stop in stops if stop in text), key=len, default=text)
+        for text in plain
+    ]
     assert writer(texts, stop_strings=stops) == expected != plain
     beams = writer(texts, num_beams=3, stop_strings=stops)
     assert not any(stop in text for stop in stops for text in beams)
     ids = torch.tensor([writer.encode(texts[0])])
-    out = generate(writer.model, ids, max_new_tokens=20, stop_strings=stops[0], tokenizer=writer.tokenizer)
+    out = generate(
+        writer.model, ids, max_new_tokens=20, stop_strings=stops[0], tokenizer=writer.tokenizer
+    )
     (row,) = out.rows()
     whole = generate(writer.model, ids, max_new_tokens=20).rows()[0]
     assert row == whole[: len(row)] and len(row) < 20
@@ -126,36 +170,61 @@ def test_stop_strings_end_rows_where_their_text_has_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "cpm1", "t5", "glm"])
 def test_pieces_make_up_the_text(name: str) -> None:
-    """Of one text and of several; no piece has half a character, none has the beginning of what stops it."""
+    """Of one text and of several; no piece has half a character, none has the beginning of what
+    stops it.
+    """
     writer = generator_of(name)
     texts = ["hello world", "好", "the"]
     for options in ({}, {"do_sample": True, "seed": 1, "temperature": 2.0}):
         whole = writer(texts, **options)
         pieces = list(writer.stream_batch(texts, **options))
-        assert ["".join(piece for row, piece in pieces if row == place) for place in range(3)] == whole
+        assert [
+            "".join(piece for row, piece in pieces if row == place) for place in range(3)
+        ] == whole
         assert len(pieces) > 6 and all(piece for _, piece in pieces)
     stop = writer(texts[:1])[0][4:8]
-    assert "".join(writer.stream(texts[0], stop_strings=stop)) == writer(texts[:1], stop_strings=[stop])[0]
+    assert (
+        "".join(writer.stream(texts[0], stop_strings=stop))
+        == writer(texts[:1], stop_strings=[stop])[0]
+    )
 
 
 def test_half_characters_and_beginnings_of_stops_wait() -> None:
     tokenizer = tokenizer_of("gpt2")
     reader = Detokenizer(tokenizer)
     pieces = [reader.add(token) for token in tokenizer.encode("a 你 b")]
-    assert "".join(pieces) == "a 你 b" and "" in pieces and not any("\ufffd" in piece for piece in pieces)
+    assert (
+        "".join(pieces) == "a 你 b"
+        and "" in pieces
+        and not any("\ufffd" in piece for piece in pieces)
+    )
     reader = Detokenizer(tokenizer, stops=["world", "wor!"])
-    assert [reader.add(*tokenizer.encode(text)) for text in ("a w", "o", "r", "k wor", "l")] == ["a ", "", "", "work ", ""]
+    assert [reader.add(*tokenizer.encode(text)) for text in ("a w", "o", "r", "k wor", "l")] == [
+        "a ",
+        "",
+        "",
+        "work ",
+        "",
+    ]
     assert reader.rest() == "worl" and reader.rest() == ""
     reader = Detokenizer(tokenizer, stops=["world", "wor!"])
-    assert [reader.add(*tokenizer.encode(text)) for text in ("a wor", "ld, and", "more")] == ["a ", "", ""]
+    assert [reader.add(*tokenizer.encode(text)) for text in ("a wor", "ld, and", "more")] == [
+        "a ",
+        "",
+        "",
+    ]
     assert reader.rest() == ""
 
 
 @pytest.mark.parametrize("prompt", ["你好", "é好", "a你", "好😀"])
 def test_half_a_character_in_the_context_hides_nothing(prompt: str) -> None:
-    """The context is four tokens, of which the first may be the middle of a character: new characters are read all the same."""
+    """The context is four tokens, of which the first may be the middle of a character: new
+    characters are read all the same.
+    """
     vocab = tokenizer_of("llama").get_vocab()
-    before, after = ([vocab[f"<0x{byte:02X}>"] for byte in text.encode()] for text in (prompt, "世界"))
+    before, after = (
+        [vocab[f"<0x{byte:02X}>"] for byte in text.encode()] for text in (prompt, "世界")
+    )
     reader = Detokenizer(tokenizer_of("llama"), before[-4:])
     assert [reader.add(token) for token in after] == ["", "", "世", "", "", "界"]
 
@@ -163,11 +232,17 @@ def test_half_a_character_in_the_context_hides_nothing(prompt: str) -> None:
 def test_what_follows_a_token_without_text_keeps_its_blank() -> None:
     """A blank alone, and special tokens, which are left out; read one by one as all at once."""
     tokenizer = tokenizer_of("t5")
-    ids = tokenizer.convert_tokens_to_ids(["▁h", "ell", "▁", "o", "<unk>", "▁w", "</s>", "<unk>", "▁", "or", "▁w"])
+    ids = tokenizer.convert_tokens_to_ids(
+        ["▁h", "ell", "▁", "o", "<unk>", "▁w", "</s>", "<unk>", "▁", "or", "▁w"]
+    )
     reader = Detokenizer(tokenizer)
     expected = tokenizer.decode(ids, skip_special_tokens=True)
     assert expected.count(" ") > 3
-    assert "".join([*map(reader.add, ids), reader.rest()]) == Detokenizer(tokenizer).add(*ids) == expected
+    assert (
+        "".join([*map(reader.add, ids), reader.rest()])
+        == Detokenizer(tokenizer).add(*ids)
+        == expected
+    )
 
 
 def test_the_blank_before_the_first_word_is_kept() -> None:
@@ -191,7 +266,11 @@ def test_texts_end_with_the_tokenizers_end_token() -> None:
         third = int(whole[3])
         head[[eos, third]] = head[[third, eos]]
     try:
-        assert 1 <= len(generate(writer.model, ids, eos_token_id=eos, max_new_tokens=20).rows()[0]) < 20
+        assert (
+            1
+            <= len(generate(writer.model, ids, eos_token_id=eos, max_new_tokens=20).rows()[0])
+            < 20
+        )
         ended, endless = writer(["hello"])[0], writer(["hello"], eos_token_id=())[0]
         assert endless.startswith(ended) and len(ended) < len(endless)
         assert len(writer(["hello", "a"], num_beams=3, num_return_sequences=3)) == 6
@@ -211,11 +290,15 @@ def test_a_text_does_not_depend_on_those_beside_it() -> None:
 def test_conversations_go_through_the_chat_template() -> None:
     writer = generator_of("llama")
     conversation = [{"role": "user", "content": "hello"}]
-    text = writer.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    text = writer.tokenizer.apply_chat_template(
+        conversation, tokenize=False, add_generation_prompt=True
+    )
     ids = writer.tokenizer.encode(text, add_special_tokens=False)
     assert ids.count(writer.tokenizer.bos_token_id) == 1
     expected = generate(writer.model, torch.tensor([ids]), config=writer.settled(writer.config))
-    found = writer.chat([conversation, [*conversation, {"role": "assistant", "content": "a"}, *conversation]])
+    found = writer.chat(
+        [conversation, [*conversation, {"role": "assistant", "content": "a"}, *conversation]]
+    )
     assert found[0] == Detokenizer(writer.tokenizer, ids[-4:]).add(*expected.rows()[0])
     assert len(found) == 2
     with pytest.raises(InputError, match="no chat template"):

@@ -14,15 +14,29 @@ from transformers import GPT2LMHeadModel
 from model_center.errors import ConfigError, InputError
 from model_center.model.gpt2 import GPT2, GPT2Config
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 16}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "n_positions": 16,
+}
 FAMILY = causal.Family(GPT2, GPT2LMHeadModel, TheirConfig, SIZES)
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "position_size": 16,
-}  # fmt: skip
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 2,
+    "position_size": 16,
+}
 VARIANTS = {
     "usual": FAMILY,
     "untied": FAMILY.variant(tie_word_embeddings=False, n_inner=40),
-    "unscaled, erf": FAMILY.variant(scale_attn_weights=False, activation_function="gelu", layer_norm_epsilon=0.1),
+    "unscaled, erf": FAMILY.variant(
+        scale_attn_weights=False, activation_function="gelu", layer_norm_epsilon=0.1
+    ),
 }
 
 
@@ -64,18 +78,30 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InputError, match="head_mask"):
         ours(input_ids=parity.token_ids(1, 3), head_mask=torch.ones(2, 4))
     with pytest.raises(ConfigError, match="inverse_layer_idx"):
-        GPT2Config.from_dict({**TheirConfig(**SIZES).to_dict(), "scale_attn_by_inverse_layer_idx": True})
+        GPT2Config.from_dict(
+            {**TheirConfig(**SIZES).to_dict(), "scale_attn_by_inverse_layer_idx": True}
+        )
 
 
 def test_positions_and_types(tmp_path: pathlib.Path) -> None:
     ours, model = FAMILY.pair(tmp_path)
-    ids, positions, types = parity.token_ids(2, 9), parity.token_ids(2, 9, low=0, high=16, seed=5), parity.token_ids(2, 9, seed=6)
+    ids, positions, types = (
+        parity.token_ids(2, 9),
+        parity.token_ids(2, 9, low=0, high=16, seed=5),
+        parity.token_ids(2, 9, seed=6),
+    )
     inputs = {"input_ids": ids, "position_ids": positions, "token_type_ids": types}
     parity.assert_same_logits(ours, model, inputs, parity.valid_of(None, ids))
     with torch.no_grad():
-        past = ours(**{name: value[:, :4] for name, value in inputs.items()}, use_cache=True).past_key_values
-        rest = ours(input_ids=ids[:, 4:], position_ids=positions, token_type_ids=types, past_key_values=past)
-        parity.assert_close(rest.logits, ours(**inputs).logits[:, 4:], "numbers of all tokens, with a cache")
+        past = ours(
+            **{name: value[:, :4] for name, value in inputs.items()}, use_cache=True
+        ).past_key_values
+        rest = ours(
+            input_ids=ids[:, 4:], position_ids=positions, token_type_ids=types, past_key_values=past
+        )
+        parity.assert_close(
+            rest.logits, ours(**inputs).logits[:, 4:], "numbers of all tokens, with a cache"
+        )
 
 
 def test_weights_of_the_class_without_head(tmp_path: pathlib.Path) -> None:

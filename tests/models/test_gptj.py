@@ -1,4 +1,6 @@
-"""GPT-J against transformers: one norm a layer, interleaved rotary positions on a part of the channels."""
+"""GPT-J against transformers: one norm a layer, interleaved rotary positions on a part of the
+channels.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,24 @@ from transformers import GPTJForCausalLM
 from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.model.gptj import GPTj, GPTjConfig
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 32, "rotary_dim": 8}
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "n_embd": 32,
+    "n_head": 2,
+    "n_layer": 2,
+    "n_positions": 32,
+    "rotary_dim": 8,
+}
 FAMILY = causal.Family(GPTj, GPTJForCausalLM, TheirConfig, SIZES)
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "pos_rotary_dim": 4,
-}  # fmt: skip
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 2,
+    "pos_rotary_dim": 4,
+}
 NORMS = [
     (
         f"encoder.layers.{layer}.self_att.layernorm_before_attention.{kind}",
@@ -30,7 +45,9 @@ NORMS = [
 ]
 VARIANTS = {
     "usual": FAMILY,
-    "all channels, erf": FAMILY.variant(rotary_dim=16, n_inner=40, activation_function="gelu", layer_norm_epsilon=0.1),
+    "all channels, erf": FAMILY.variant(
+        rotary_dim=16, n_inner=40, activation_function="gelu", layer_norm_epsilon=0.1
+    ),
 }
 
 
@@ -66,7 +83,13 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InputError, match="head_mask"):
         ours(input_ids=parity.token_ids(1, 3), head_mask=torch.ones(2, 4))
     with pytest.raises(ConfigError, match="lacks 'rotary_dim'"):
-        GPTjConfig.from_dict({name: value for name, value in TheirConfig(**SIZES).to_dict().items() if name != "rotary_dim"})
+        GPTjConfig.from_dict(
+            {
+                name: value
+                for name, value in TheirConfig(**SIZES).to_dict().items()
+                if name != "rotary_dim"
+            }
+        )
     with pytest.raises(ConfigError, match="expected an even number"):
         GPTj(GPTjConfig(**{**SMALL, "pos_rotary_dim": 3}))
     with pytest.raises(ConfigError, match=r"att_bias is True, there it is False"):
@@ -75,17 +98,31 @@ def test_errors(tmp_path: pathlib.Path) -> None:
 
 def test_positions_and_types(tmp_path: pathlib.Path) -> None:
     ours, model = FAMILY.pair(tmp_path)
-    ids, positions, types = parity.token_ids(2, 9), parity.token_ids(2, 9, low=0, high=30, seed=5), parity.token_ids(2, 9, seed=6)
+    ids, positions, types = (
+        parity.token_ids(2, 9),
+        parity.token_ids(2, 9, low=0, high=30, seed=5),
+        parity.token_ids(2, 9, seed=6),
+    )
     inputs = {"input_ids": ids, "position_ids": positions, "token_type_ids": types}
     parity.assert_same_logits(ours, model, inputs, parity.valid_of(None, ids))
     with torch.no_grad():
-        past = ours(**{name: value[:, :4] for name, value in inputs.items()}, use_cache=True).past_key_values
-        rest = ours(input_ids=ids[:, 4:], position_ids=positions, token_type_ids=types, past_key_values=past)
-        parity.assert_close(rest.logits, ours(**inputs).logits[:, 4:], "numbers of all tokens, with a cache")
+        past = ours(
+            **{name: value[:, :4] for name, value in inputs.items()}, use_cache=True
+        ).past_key_values
+        rest = ours(
+            input_ids=ids[:, 4:], position_ids=positions, token_type_ids=types, past_key_values=past
+        )
+        parity.assert_close(
+            rest.logits, ours(**inputs).logits[:, 4:], "numbers of all tokens, with a cache"
+        )
 
 
 def test_the_norms_of_a_layer_are_one_parameter() -> None:
-    for model in (GPTj(GPTjConfig(**SMALL)), copy.deepcopy(GPTj(GPTjConfig(**SMALL))), GPTj.without_values(GPTjConfig(**SMALL))):
+    for model in (
+        GPTj(GPTjConfig(**SMALL)),
+        copy.deepcopy(GPTj(GPTjConfig(**SMALL))),
+        GPTj.without_values(GPTjConfig(**SMALL)),
+    ):
         own = dict(model.named_parameters(remove_duplicate=False))
         for one, other in NORMS:
             assert own[one] is own[other]
@@ -101,7 +138,10 @@ def test_files_of_model_center_have_both_norms(tmp_path: pathlib.Path) -> None:
     torch.save(weights, tmp_path / "pytorch_model.pt")
     parity.assert_same_parameters(GPTj.from_pretrained(tmp_path), model)
     one, other = NORMS[-1]
-    torch.save({name: tensor for name, tensor in weights.items() if name != other}, tmp_path / "pytorch_model.pt")
+    torch.save(
+        {name: tensor for name, tensor in weights.items() if name != other},
+        tmp_path / "pytorch_model.pt",
+    )
     parity.assert_same_parameters(GPTj.from_pretrained(tmp_path), model)
     weights[other][3] += 0.5
     torch.save(weights, tmp_path / "pytorch_model.pt")

@@ -1,4 +1,6 @@
-"""Layers that work on each token by itself, against plain torch; first values; constructors as ModelCenter's."""
+"""Layers that work on each token by itself, against plain torch; first values; constructors as
+ModelCenter's.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,18 @@ from model_center.layer.transformer_block import TransformerBlock
 HALF = torch.half
 REQUIRED = object()  # no default
 NORM = [("norm_init_var", 1.0), ("norm_bias", False), ("norm_eps", 1e-5)]
-ATTENTION = [("att_init_mean", 0.0), ("att_init_std", 0.02), ("att_bias", False), ("att_mask_value", -math.inf)]
-FFN = [("ffn_init_mean", 0.0), ("ffn_init_std", 0.02), ("ffn_bias", False), ("ffn_activate_fn", "gated_gelu")]
+ATTENTION = [
+    ("att_init_mean", 0.0),
+    ("att_init_std", 0.02),
+    ("att_bias", False),
+    ("att_mask_value", -math.inf),
+]
+FFN = [
+    ("ffn_init_mean", 0.0),
+    ("ffn_init_std", 0.02),
+    ("ffn_bias", False),
+    ("ffn_activate_fn", "gated_gelu"),
+]
 DTYPE = [("dtype", HALF), ("int8", False)]
 SCALES = [("length_scale", False), ("attn_scale", False), ("dropout_p", 0)]
 SPARSE = [("sparse_attention", False), ("attention_window", 512)]
@@ -48,62 +60,158 @@ def needed(*names: str) -> list[tuple[str, Any]]:
 # Names, order and defaults of ModelCenter's constructors.
 CONSTRUCTORS: dict[Callable[..., Any], list[tuple[str, Any]]] = {
     Linear: [
-        *needed("dim_in", "dim_out"), ("length_scale", False), ("length_scale_before", False), *DTYPE, ("init_mean", 0.0),
-        ("init_std", 1), ("bias", False),
+        *needed("dim_in", "dim_out"),
+        ("length_scale", False),
+        ("length_scale_before", False),
+        *DTYPE,
+        ("init_mean", 0.0),
+        ("init_std", 1),
+        ("bias", False),
     ],
     Embedding: [
-        *needed("vocab_size", "embedding_size"), ("length_scale", False), *DTYPE, ("init_mean", 0.0), ("init_std", 1),
+        *needed("vocab_size", "embedding_size"),
+        ("length_scale", False),
+        *DTYPE,
+        ("init_mean", 0.0),
+        ("init_std", 1),
         ("padding_idx", None),
     ],
-    LayerNorm: [*needed("dim_norm"), ("dtype", HALF), ("bias", True), ("eps", 1e-5), ("init_var", 1.0)],
+    LayerNorm: [
+        *needed("dim_norm"),
+        ("dtype", HALF),
+        ("bias", True),
+        ("eps", 1e-5),
+        ("init_var", 1.0),
+    ],
     Conv2d: [
-        *needed("in_channels", "out_channels", "kernel_size"), ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1),
-        ("dtype", torch.float), ("int8", False), ("init_mean", 0.0), ("init_std", 1), ("bias", True), ("padding_mode", "zeros"),
+        *needed("in_channels", "out_channels", "kernel_size"),
+        ("stride", 1),
+        ("padding", 0),
+        ("dilation", 1),
+        ("groups", 1),
+        ("dtype", torch.float),
+        ("int8", False),
+        ("init_mean", 0.0),
+        ("init_std", 1),
+        ("bias", True),
+        ("padding_mode", "zeros"),
     ],
     PatchEmbedding: [
-        ("img_size", 224), ("patch_size", 16), ("in_chans", 3), ("embed_dim", 768), ("flatten", True), ("dtype", HALF),
+        ("img_size", 224),
+        ("patch_size", 16),
+        ("in_chans", 3),
+        ("embed_dim", 768),
+        ("flatten", True),
+        ("dtype", HALF),
     ],
     FeedForward: [
-        *needed("dim_in", "dim_ff"), ("dim_out", None), *DTYPE, ("init_mean", 0.0), ("init_std", 0.02), ("bias", False),
-        ("activate_fn", "gated_gelu"), ("length_scale", False), ("dropout_p", 0),
+        *needed("dim_in", "dim_ff"),
+        ("dim_out", None),
+        *DTYPE,
+        ("init_mean", 0.0),
+        ("init_std", 0.02),
+        ("bias", False),
+        ("activate_fn", "gated_gelu"),
+        ("length_scale", False),
+        ("dropout_p", 0),
     ],
     Attention: [
-        *needed("dim_in", "dim_head", "num_heads"), ("dim_out", None), *DTYPE, ("init_mean", 0.0), ("init_std", 0.02),
-        ("bias", False), ("mask_value", -math.inf), ("pos_bias_type", "none"), *SCALES, ("num_heads_kv", -1),
+        *needed("dim_in", "dim_head", "num_heads"),
+        ("dim_out", None),
+        *DTYPE,
+        ("init_mean", 0.0),
+        ("init_std", 0.02),
+        ("bias", False),
+        ("mask_value", -math.inf),
+        ("pos_bias_type", "none"),
+        *SCALES,
+        ("num_heads_kv", -1),
     ],
     RelativePositionEmbedding: [
-        *needed("num_heads"), ("num_buckets", 32), ("max_distance", 128), ("bidirectional", False), ("dtype", HALF),
-        ("init_mean", 0.0), ("init_std", 1),
+        *needed("num_heads"),
+        ("num_buckets", 32),
+        ("max_distance", 128),
+        ("bidirectional", False),
+        ("dtype", HALF),
+        ("init_mean", 0.0),
+        ("init_std", 1),
     ],
     RotaryEmbedding: needed("rotary_dim"),
     RotaryEmbeddingESM: [*needed("dim"), ("base", 10000), ("distance_scale", 1), ("dtype", HALF)],
     SegmentPositionEmbedding: [
-        *needed("num_heads"), ("num_segments", 1), ("num_buckets", 32), ("max_distance", 128), ("bidirectional", False),
-        ("dtype", HALF), ("absolute_inner_segment", True), ("init_mean", 0.0), ("init_std", 1),
+        *needed("num_heads"),
+        ("num_segments", 1),
+        ("num_buckets", 32),
+        ("max_distance", 128),
+        ("bidirectional", False),
+        ("dtype", HALF),
+        ("absolute_inner_segment", True),
+        ("init_mean", 0.0),
+        ("init_std", 1),
     ],
     SelfAttentionBlock: [
-        *needed("dim_model", "num_heads", "dim_head"), *DTYPE, *NORM, *ATTENTION, ("pos_bias_type", "none"),
-        ("post_layer_norm", False), *SCALES, *SPARSE, ("num_heads_kv", -1),
+        *needed("dim_model", "num_heads", "dim_head"),
+        *DTYPE,
+        *NORM,
+        *ATTENTION,
+        ("pos_bias_type", "none"),
+        ("post_layer_norm", False),
+        *SCALES,
+        *SPARSE,
+        ("num_heads_kv", -1),
     ],
     FFNBlock: [
-        *needed("dim_model", "dim_ff"), *DTYPE, *NORM, *FFN, ("post_layer_norm", False), ("length_scale", False),
+        *needed("dim_model", "dim_ff"),
+        *DTYPE,
+        *NORM,
+        *FFN,
+        ("post_layer_norm", False),
+        ("length_scale", False),
         ("dropout_p", 0),
     ],
     Encoder: [
-        *needed("num_layers", "dim_model", "dim_ff", "num_heads", "dim_head"), *DTYPE, *NORM, *ATTENTION, *FFN,
-        ("pos_bias_type", "none"), ("post_layer_norm", False), *SCALES, ("parallel_ffn", False), *SPARSE,
-        ("mask_modules", None), ("num_heads_kv", -1),
+        *needed("num_layers", "dim_model", "dim_ff", "num_heads", "dim_head"),
+        *DTYPE,
+        *NORM,
+        *ATTENTION,
+        *FFN,
+        ("pos_bias_type", "none"),
+        ("post_layer_norm", False),
+        *SCALES,
+        ("parallel_ffn", False),
+        *SPARSE,
+        ("mask_modules", None),
+        ("num_heads_kv", -1),
     ],
     Decoder: [
-        *needed("num_layers", "dim_model", "dim_ff", "num_heads", "dim_head"), *DTYPE, *NORM, *ATTENTION, *FFN,
-        ("pos_bias_type", "none"), *SCALES, ("parallel_ffn", False), ("mask_modules", None),
+        *needed("num_layers", "dim_model", "dim_ff", "num_heads", "dim_head"),
+        *DTYPE,
+        *NORM,
+        *ATTENTION,
+        *FFN,
+        ("pos_bias_type", "none"),
+        *SCALES,
+        ("parallel_ffn", False),
+        ("mask_modules", None),
     ],
     TransformerBlock: [
-        *needed("dim_model", "dim_ff", "num_heads", "dim_head"), ("is_decoder", False), *DTYPE, *NORM, *ATTENTION, *FFN,
-        ("pos_bias_type", "none"), ("post_layer_norm", False), ("parallel_ffn", False), *SCALES, *SPARSE, ("mask_att", False),
-        ("mask_cross", False), ("mask_ffn", False), ("num_heads_kv", -1),
+        *needed("dim_model", "dim_ff", "num_heads", "dim_head"),
+        ("is_decoder", False),
+        *DTYPE,
+        *NORM,
+        *ATTENTION,
+        *FFN,
+        ("pos_bias_type", "none"),
+        ("post_layer_norm", False),
+        ("parallel_ffn", False),
+        *SCALES,
+        *SPARSE,
+        ("mask_att", False),
+        ("mask_cross", False),
+        ("mask_ffn", False),
+        ("num_heads_kv", -1),
     ],
-}  # fmt: skip
+}
 # Arguments of forward passes that programs give by position.
 FORWARDS: dict[Callable[..., Any], str] = {
     Attention: "query key_value attention_mask position_bias use_cache past_key_value",
@@ -111,19 +219,28 @@ FORWARDS: dict[Callable[..., Any], str] = {
     RelativePositionEmbedding: "query key",
     SegmentPositionEmbedding: "key_pos query_pos key_segment query_segment",
     SelfAttentionBlock: "hidden_states attention_mask position_bias use_cache past_key_value",
-    CrossAttentionBlock: "hidden_states key_value_states attention_mask position_bias use_cache past_key_value",
-    TransformerBlock: "self_hidden_states self_attention_mask self_position_bias cross_hidden_states cross_attention_mask "
+    CrossAttentionBlock: "hidden_states key_value_states attention_mask position_bias use_cache "
+    "past_key_value",
+    TransformerBlock: "self_hidden_states self_attention_mask self_position_bias cross_hidden_states "
+    "cross_attention_mask "
     "cross_position_bias use_cache past_key_value",
     Encoder: "hidden_states attention_mask position_bias use_cache past_key_values",
-    Decoder: "hidden_states attention_mask position_bias cross_hidden_states cross_attention_mask cross_position_bias use_cache "
+    Decoder: "hidden_states attention_mask position_bias cross_hidden_states "
+    "cross_attention_mask cross_position_bias use_cache "
     "past_key_values",
 }
 
 
 def positional(function: Callable[..., Any]) -> list[tuple[str, Any]]:
     """Names and defaults of the arguments that can be given by position."""
-    found = [param for param in inspect.signature(function).parameters.values() if param.kind is param.POSITIONAL_OR_KEYWORD]
-    return [(param.name, REQUIRED if param.default is param.empty else param.default) for param in found]
+    found = [
+        param
+        for param in inspect.signature(function).parameters.values()
+        if param.kind is param.POSITIONAL_OR_KEYWORD
+    ]
+    return [
+        (param.name, REQUIRED if param.default is param.empty else param.default) for param in found
+    ]
 
 
 @pytest.mark.parametrize("layer", CONSTRUCTORS, ids=lambda layer: layer.__name__)
@@ -143,7 +260,10 @@ def test_the_cross_attention_block_takes_what_the_other_does_but_for_its_variant
 
 
 def test_sparse_attention_takes_what_attention_does() -> None:
-    found = {param.name: param.default for param in inspect.signature(SparseSelfAttention).parameters.values()}
+    found = {
+        param.name: param.default
+        for param in inspect.signature(SparseSelfAttention).parameters.values()
+    }
     assert found.pop("attention_window") == 512
     for name, default in CONSTRUCTORS[Attention]:
         if name != "num_heads_kv":
@@ -187,7 +307,15 @@ def noise(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(("scale", "before"), [(False, False), (True, False), (True, True)])
 def test_linear(bias: bool, scale: bool, before: bool) -> None:
     """Scaled before or after: the same value; the bias is never scaled."""
-    layer = Linear(5, 3, length_scale=scale, length_scale_before=before, dtype=torch.float32, bias=bias, init_mean=0.5)
+    layer = Linear(
+        5,
+        3,
+        length_scale=scale,
+        length_scale_before=before,
+        dtype=torch.float32,
+        bias=bias,
+        init_mean=0.5,
+    )
     x = noise(2, 4, 5)
     expected = x @ layer.weight.T / (math.sqrt(5) if scale else 1)
     leaves = [x, layer.weight]
@@ -202,7 +330,9 @@ def test_linear(bias: bool, scale: bool, before: bool) -> None:
 
 def test_scaling_before_the_product_is_safe_in_fp16() -> None:
     """A product that overflows fp16 before it is scaled."""
-    layer = Linear(4096, 1, length_scale=True, length_scale_before=True, init_mean=10.0, init_std=0.0)
+    layer = Linear(
+        4096, 1, length_scale=True, length_scale_before=True, init_mean=10.0, init_std=0.0
+    )
     assert layer(torch.full((1, 4096), 10.0).half()).item() == pytest.approx(6400)
 
 
@@ -248,7 +378,9 @@ def test_layer_norm() -> None:
         layer.bias.normal_()
     x = noise(2, 3, 6)
     centred = x - x.mean(-1, keepdim=True)
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt() * layer.weight + layer.bias
+    expected = (
+        centred / (centred.square().mean(-1, keepdim=True) + 0.1).sqrt() * layer.weight + layer.bias
+    )
     assert_alike(layer(x), expected, x, layer.weight, layer.bias)
 
 
@@ -261,7 +393,9 @@ def test_rms_norm() -> None:
     expected = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * layer.weight
     assert_alike(layer(x), expected, x, layer.weight)
     wide = torch.full((1, 6), 300.0).half()  # whose squares overflow fp16
-    assert_close(rms_layernorm(wide, torch.ones(6).half(), 1e-6).float(), torch.ones(1, 6), tolerance=1e-2)
+    assert_close(
+        rms_layernorm(wide, torch.ones(6).half(), 1e-6).float(), torch.ones(1, 6), tolerance=1e-2
+    )
 
 
 def test_conv() -> None:
@@ -275,7 +409,10 @@ def test_conv() -> None:
     plain.load_state_dict(layer.state_dict())
     assert plain.bias is not None
     assert_close(layer(x), plain(x))
-    found, expected = grads(layer(x), x, layer.weight, layer.bias), grads(plain(x), x, plain.weight, plain.bias)
+    found, expected = (
+        grads(layer(x), x, layer.weight, layer.bias),
+        grads(plain(x), x, plain.weight, plain.bias),
+    )
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
     assert Conv2d(1, 1, 1, bias=False).bias is None
@@ -287,7 +424,9 @@ def test_conv() -> None:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": lambda x: x.clamp(min=0),
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
-    "gelu_new": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu_new": lambda x: (
+        0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
     "silu": lambda x: x / (1 + (-x).exp()),
 }
 
@@ -296,7 +435,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [*ACTIVATIONS, *(f"gated_{name}" for name in ACTIVATIONS)])
 def test_feed_forward(name: str, bias: bool, scale: bool) -> None:
-    layer = FeedForward(4, 6, 5, dtype=torch.float32, init_std=1.0, bias=bias, activate_fn=name, length_scale=scale)
+    layer = FeedForward(
+        4, 6, 5, dtype=torch.float32, init_std=1.0, bias=bias, activate_fn=name, length_scale=scale
+    )
     with torch.no_grad():
         for param in layer.parameters():
             param.normal_()
@@ -321,7 +462,11 @@ def test_feed_forward_defaults_and_errors() -> None:
     layer = FeedForward(4, 6)
     assert layer.w_out.weight.shape == (4, 6)
     assert layer.w_out.weight.dtype == torch.half
-    assert sorted(name for name, _ in layer.named_parameters()) == ["w_in.w_0.weight", "w_in.w_1.weight", "w_out.weight"]
+    assert sorted(name for name, _ in layer.named_parameters()) == [
+        "w_in.w_0.weight",
+        "w_in.w_1.weight",
+        "w_out.weight",
+    ]
     with pytest.raises(ConfigError, match="unknown activation 'gleu': expected one of relu, gelu"):
         FeedForward(4, 6, activate_fn="gated_gleu")
 
@@ -348,8 +493,12 @@ def test_half_precision(dtype: torch.dtype) -> None:
         lambda kind: LayerNorm(8, kind),
         lambda kind: LayerNorm(8, kind, bias=False),
         lambda kind: FeedForward(8, 16, dtype=kind, init_std=1.0, length_scale=True),
-        lambda kind: Attention(8, 4, 2, dtype=kind, init_std=1.0, attn_scale=True, length_scale=True),
-        lambda kind: SparseSelfAttention(2, dim_in=8, dim_head=4, num_heads=2, dtype=kind, init_std=1.0, attn_scale=True),
+        lambda kind: Attention(
+            8, 4, 2, dtype=kind, init_std=1.0, attn_scale=True, length_scale=True
+        ),
+        lambda kind: SparseSelfAttention(
+            2, dim_in=8, dim_head=4, num_heads=2, dtype=kind, init_std=1.0, attn_scale=True
+        ),
     ]
     for make in made:
         wide, narrow = make(torch.float32), make(dtype)
@@ -387,17 +536,27 @@ def test_first_values() -> None:
     assert not layer.bias.any()
     attention = Attention(64, 16, 4, dtype=torch.float32, init_std=0.3)
     for name in ("project_q", "project_k", "project_v", "attention_out"):
-        assert attention.get_parameter(f"{name}.weight").std().item() == pytest.approx(0.3, abs=0.02)
-    block = TransformerBlock(64, 128, 4, 16, dtype=torch.float32, norm_init_var=0.7, att_init_std=0.3, ffn_init_std=0.1)
+        assert attention.get_parameter(f"{name}.weight").std().item() == pytest.approx(
+            0.3, abs=0.02
+        )
+    block = TransformerBlock(
+        64, 128, 4, 16, dtype=torch.float32, norm_init_var=0.7, att_init_std=0.3, ffn_init_std=0.1
+    )
     assert block.self_att is not None
     assert block.ffn is not None
-    assert block.ffn.get_parameter("layernorm_before_ffn.weight").unique().item() == pytest.approx(0.7)
+    assert block.ffn.get_parameter("layernorm_before_ffn.weight").unique().item() == pytest.approx(
+        0.7
+    )
     assert block.ffn.ffn.w_out.weight.std().item() == pytest.approx(0.1, abs=0.01)
-    assert block.self_att.get_parameter("self_attention.project_v.weight").std().item() == pytest.approx(0.3, abs=0.02)
+    assert block.self_att.get_parameter(
+        "self_attention.project_v.weight"
+    ).std().item() == pytest.approx(0.3, abs=0.02)
 
 
 def test_meta_device_copies_and_pickles(tmp_path: pathlib.Path) -> None:
-    """On the meta device nothing is allocated; `materialize` makes room; copies and state dicts are ordinary."""
+    """On the meta device nothing is allocated; `materialize` makes room; copies and state dicts are
+    ordinary.
+    """
     with torch.device("meta"):
         layer = Encoder(2, 8, 12, 2, 4, dtype=torch.float32)
     assert all(param.is_meta for param in layer.parameters())
@@ -407,5 +566,9 @@ def test_meta_device_copies_and_pickles(tmp_path: pathlib.Path) -> None:
     layer.load_state_dict(source.state_dict())
     torch.save(source, tmp_path / "whole.pt")
     x = torch.randn(1, 3, 8)
-    for other in (layer, copy.deepcopy(source), torch.load(tmp_path / "whole.pt", weights_only=False)):
+    for other in (
+        layer,
+        copy.deepcopy(source),
+        torch.load(tmp_path / "whole.pt", weights_only=False),
+    ):
         assert torch.equal(other(x), source(x))

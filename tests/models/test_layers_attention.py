@@ -42,16 +42,27 @@ def linear(layer: Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(
-    layer: Attention, query: torch.Tensor, keys: torch.Tensor, sees: Sees = everything, bias: torch.Tensor | None = None
+    layer: Attention,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    sees: Sees = everything,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of each row, head and query by itself."""
-    q, k, v = linear(layer.project_q, query), linear(layer.project_k, keys), linear(layer.project_v, keys)
+    q, k, v = (
+        linear(layer.project_q, query),
+        linear(layer.project_k, keys),
+        linear(layer.project_v, keys),
+    )
     dim, shared = layer.dim_head, layer.num_heads // layer.num_heads_kv
     out = []
     for row in range(query.shape[0]):
         for place in range(query.shape[1]):
             for head in range(layer.num_heads):
-                mine, theirs = slice(head * dim, head * dim + dim), slice(head // shared * dim, head // shared * dim + dim)
+                mine, theirs = (
+                    slice(head * dim, head * dim + dim),
+                    slice(head // shared * dim, head // shared * dim + dim),
+                )
                 scores = k[row, :, theirs] @ q[row, place, mine] * layer.scale
                 scores = scores if bias is None else scores + bias[head, place]
                 seen = torch.tensor([sees(row, place, key) for key in range(keys.shape[1])])
@@ -61,13 +72,21 @@ def by_hand(
     return linear(layer.attention_out, mixed)
 
 
-def assert_alike(layer: torch.nn.Module, out: torch.Tensor, expected: torch.Tensor, *leaves: torch.Tensor) -> None:
+def assert_alike(
+    layer: torch.nn.Module, out: torch.Tensor, expected: torch.Tensor, *leaves: torch.Tensor
+) -> None:
     """Values, and gradients of all parameters and of `leaves`, are the same."""
     assert_close(out, expected)
     weight = torch.randn(out.shape)
     of_all = [*leaves, *layer.parameters()]
     found, wanted = (
-        torch.autograd.grad((one * weight).sum(), of_all, retain_graph=True, allow_unused=True, materialize_grads=True)
+        torch.autograd.grad(
+            (one * weight).sum(),
+            of_all,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
         for one in (out, expected)
     )
     for one, other in zip(found, wanted, strict=True):
@@ -80,7 +99,13 @@ def noise(*shape: int) -> torch.Tensor:
 
 def attention(**options: Any) -> Attention:
     """A layer of 4 heads in fp32 whose biases are not 0."""
-    sizes: dict[str, Any] = {"dim_in": 6, "dim_head": 4, "num_heads": 4, "dtype": torch.float32, "init_std": 0.5}
+    sizes: dict[str, Any] = {
+        "dim_in": 6,
+        "dim_head": 4,
+        "num_heads": 4,
+        "dtype": torch.float32,
+        "init_std": 0.5,
+    }
     layer = Attention(**{**sizes, **options})
     with torch.no_grad():
         for name, param in layer.named_parameters():
@@ -104,7 +129,9 @@ def test_attention(options: dict[str, Any], causal: bool) -> None:
     """Scales, biases, shared heads; with and without probabilities asked for."""
     layer, x = attention(**options), noise(2, 5, 6)
     mask = AttentionMask(causal)
-    expected = by_hand(layer, x, x, (lambda row, query, key: key <= query) if causal else everything)
+    expected = by_hand(
+        layer, x, x, (lambda row, query, key: key <= query) if causal else everything
+    )
     assert_alike(layer, layer(x, x, mask), expected, x)
     out, probabilities = layer(x, x, mask, output_attentions=True)
     assert_alike(layer, out, expected, x)
@@ -134,18 +161,31 @@ BOTH = PAIRS & VALID[:, None]
         (PAIRS.long(), lambda row, query, key: PAIRS[row, query, key]),
         (PAIRS[:, None], lambda row, query, key: PAIRS[row, query, key]),
         (AttentionMask(True, VALID), lambda row, query, key: VALID[row, key] and key <= query),
-        (AttentionMask(True, VALID, PAIRS[:, None]), lambda row, query, key: BOTH[row, query, key] and key <= query),
+        (
+            AttentionMask(True, VALID, PAIRS[:, None]),
+            lambda row, query, key: BOTH[row, query, key] and key <= query,
+        ),
         (AttentionMask(True, window=2), lambda row, query, key: query - 2 < key <= query),
-        (AttentionMask(True, VALID, window=3), lambda row, query, key: VALID[row, key] and query - 3 < key <= query),
+        (
+            AttentionMask(True, VALID, window=3),
+            lambda row, query, key: VALID[row, key] and query - 3 < key <= query,
+        ),
         (AttentionMask(True, window=9), lambda row, query, key: key <= query),
         (AttentionMask(pairs=PAIRS[:1, None]), lambda row, query, key: PAIRS[0, query, key]),
     ],
-)  # fmt: skip
+)
 def test_masks(mask: Any, sees: Sees) -> None:
     """Every form of a mask; queries that see nothing see everything, so that there is no NaN."""
     layer, x = attention(attn_scale=True), noise(2, 5, 6)
-    blind = {(row, query) for row in range(2) for query in range(5) if not any(sees(row, query, key) for key in range(5))}
-    expected = by_hand(layer, x, x, lambda row, query, key: (row, query) in blind or bool(sees(row, query, key)))
+    blind = {
+        (row, query)
+        for row in range(2)
+        for query in range(5)
+        if not any(sees(row, query, key) for key in range(5))
+    }
+    expected = by_hand(
+        layer, x, x, lambda row, query, key: (row, query) in blind or bool(sees(row, query, key))
+    )
     assert_alike(layer, layer(x, x, mask), expected, x)
     assert_alike(layer, layer(x, x, mask, output_attentions=True)[0], expected, x)
 
@@ -156,7 +196,11 @@ def test_masks_from_arguments() -> None:
     assert not mask_from(PAIRS, causal=True).causal
     given = AttentionMask(True, VALID)
     assert mask_from(given) is given
-    assert mask_of_lengths(torch.tensor([2, 0, 3]), 3).tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert mask_of_lengths(torch.tensor([2, 0, 3]), 3).tolist() == [
+        [True, True, False],
+        [False] * 3,
+        [True] * 3,
+    ]
     with pytest.raises(InputError, match=r"shape \(5,\)"):
         mask_from(torch.ones(5))
     tail = last_queries(mask_from(PAIRS), 2)
@@ -177,7 +221,9 @@ def test_relative_bias(batch: bool) -> None:
     given = bias.expand(2, -1, -1, -1) if batch else bias
     expected = by_hand(layer, x, x, lambda row, query, key: key <= query, bias)
     assert_alike(layer, layer(x, x, AttentionMask(True), given), expected, x, bias)
-    assert_alike(layer, layer(x, x, AttentionMask(True), given, output_attentions=True)[0], expected, x, bias)
+    assert_alike(
+        layer, layer(x, x, AttentionMask(True), given, output_attentions=True)[0], expected, x, bias
+    )
     ignoring = attention()
     assert torch.equal(ignoring(x, x, None, bias), ignoring(x, x))
 
@@ -206,7 +252,9 @@ def test_cache(kind: str, grad: bool) -> None:
 
     def bias(start: int, stop: int) -> Any:
         places = torch.arange(start, stop)
-        return {"none": None, "relative": relative(places, stop), "rotary": rotary.tables(places)}[kind]
+        return {"none": None, "relative": relative(places, stop), "rotary": rotary.tables(places)}[
+            kind
+        ]
 
     with torch.set_grad_enabled(grad):
         whole = layer(x, x, AttentionMask(True), bias(0, 7))
@@ -219,7 +267,12 @@ def test_cache(kind: str, grad: bool) -> None:
         joined = torch.cat(pieces, 1)
         if kind == "rotary":  # the module itself counts from the cached tokens on
             first, kept = layer(x[:, :3], x[:, :3], AttentionMask(True), rotary, True)
-            assert_close(torch.cat([first, layer(x[:, 3:], x[:, 3:], AttentionMask(True), rotary, False, kept)], 1), whole)
+            assert_close(
+                torch.cat(
+                    [first, layer(x[:, 3:], x[:, 3:], AttentionMask(True), rotary, False, kept)], 1
+                ),
+                whole,
+            )
     assert_close(joined, whole)
     assert [part.shape for part in past] == [(2, 2, 7, 4)] * 2
     if grad:
@@ -231,9 +284,13 @@ def test_a_pair_of_tensors_is_a_cache_too() -> None:
     with torch.no_grad():
         _, cache = layer(x[:, :3], x[:, :3], AttentionMask(True), use_cache=True)
         keys, values = cache
-        out = layer(x[:, 3:], x[:, 3:], AttentionMask(True), past_key_value=(keys.clone(), values.clone()))
+        out = layer(
+            x[:, 3:], x[:, 3:], AttentionMask(True), past_key_value=(keys.clone(), values.clone())
+        )
         assert_close(out, layer(x, x, AttentionMask(True))[:, 3:])
-        assert_close(layer(x[:, :1], None, past_key_value=(keys, values)), by_hand(layer, x[:, :1], x[:, :3]))
+        assert_close(
+            layer(x[:, :1], None, past_key_value=(keys, values)), by_hand(layer, x[:, :1], x[:, :3])
+        )
     with pytest.raises(InputError, match="neither key_value nor past_key_value"):
         layer(x, None)
 
@@ -295,9 +352,20 @@ def dense_sparse(layer: SparseSelfAttention, x: torch.Tensor, kinds: torch.Tenso
     """Longformer's attention over all pairs of tokens, token by token."""
     reach = layer.attention_window // 2
     local = by_hand(
-        layer, x, x, lambda row, query, key: bool(kinds[row, key] >= 0 and (abs(query - key) <= reach or kinds[row, key] > 0))
+        layer,
+        x,
+        x,
+        lambda row, query, key: bool(
+            kinds[row, key] >= 0 and (abs(query - key) <= reach or kinds[row, key] > 0)
+        ),
     )
-    twin = Attention(x.shape[-1], layer.dim_head, layer.num_heads, dtype=x.dtype, bias=layer.project_q.bias is not None)
+    twin = Attention(
+        x.shape[-1],
+        layer.dim_head,
+        layer.num_heads,
+        dtype=x.dtype,
+        bias=layer.project_q.bias is not None,
+    )
     twin.scale = layer.scale
     for name in ("project_q", "project_k", "project_v"):
         twin.__dict__["_modules"][name] = layer.get_submodule(name + "_global")
@@ -311,7 +379,14 @@ def dense_sparse(layer: SparseSelfAttention, x: torch.Tensor, kinds: torch.Tenso
 def test_sparse_attention(length: int, scale: bool) -> None:
     """Window and global tokens, for lengths of any kind; what padding says makes no difference."""
     layer = SparseSelfAttention(
-        4, dim_in=6, dim_head=4, num_heads=2, dtype=torch.float32, init_std=0.5, bias=True, attn_scale=scale
+        4,
+        dim_in=6,
+        dim_head=4,
+        num_heads=2,
+        dtype=torch.float32,
+        init_std=0.5,
+        bias=True,
+        attn_scale=scale,
     )
     with torch.no_grad():
         for param in layer.parameters():
@@ -369,7 +444,9 @@ def test_blocks(post: bool) -> None:
     x, mask = noise(2, 5, 6), AttentionMask(True)
     attends = SelfAttentionBlock(6, 2, 4, **BLOCK, **ATT, post_layer_norm=post)
     normed = attends.layernorm_before_attention(x)
-    expected = (normed if post else x) + by_hand(attends.self_attention, normed, normed, lambda row, query, key: key <= query)
+    expected = (normed if post else x) + by_hand(
+        attends.self_attention, normed, normed, lambda row, query, key: key <= query
+    )
     assert_alike(attends, attends(x, mask), expected, x)
     out, cache, probabilities, entered = attends(x, mask, None, True, None, True, True)
     assert_close(out, expected)
@@ -384,9 +461,15 @@ def test_blocks(post: bool) -> None:
 def test_cross_attention_block() -> None:
     """Keys are not normalised; those that a cache holds are not computed again."""
     x, states = noise(2, 3, 6), noise(2, 5, 6)
-    block, valid = CrossAttentionBlock(6, 2, 4, **BLOCK, **ATT), torch.tensor([[1, 1, 1, 0, 0], [1] * 5])
+    block, valid = (
+        CrossAttentionBlock(6, 2, 4, **BLOCK, **ATT),
+        torch.tensor([[1, 1, 1, 0, 0], [1] * 5]),
+    )
     expected = x + by_hand(
-        block.self_attention, block.layernorm_before_attention(x), states, lambda row, query, key: bool(valid[row, key])
+        block.self_attention,
+        block.layernorm_before_attention(x),
+        states,
+        lambda row, query, key: bool(valid[row, key]),
     )
     assert_alike(block, block(x, states, valid), expected, x, states)
     with torch.no_grad():
@@ -402,7 +485,10 @@ def test_dropout_of_blocks(dropout_p: float) -> None:
     """What a part adds is dropped as a whole number, the residual never; not in evaluation."""
     x, options = torch.randn(2, 5, 6), {**BLOCK, "dropout_p": dropout_p}
     smooth = {**FF, "ffn_activate_fn": "gelu"}
-    for block in (SelfAttentionBlock(6, 2, 4, **options, **ATT), FFNBlock(6, 8, **options, **smooth)):
+    for block in (
+        SelfAttentionBlock(6, 2, 4, **options, **ATT),
+        FFNBlock(6, 8, **options, **smooth),
+    ):
         trained = block(x)
         assert bool(((trained - x).abs() < 1e-7).any()) == (dropout_p > 0)
         block.eval()
@@ -412,32 +498,59 @@ def test_dropout_of_blocks(dropout_p: float) -> None:
 @pytest.mark.parametrize("left_out", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("parallel", [False, True])
 def test_a_layer(parallel: bool, left_out: tuple[bool, bool]) -> None:
-    """Attention, then the network on its result, or beside it on the input; parts can be left out."""
+    """Attention, then the network on its result, or beside it on the input; parts can be left
+    out.
+    """
     mask_att, mask_ffn = left_out
-    layer = TransformerBlock(6, 8, 2, 4, **BLOCK, **ATT, **FF, parallel_ffn=parallel, mask_att=mask_att, mask_ffn=mask_ffn)
-    assert (layer.self_att is None, layer.cross_att is None, layer.ffn is None) == (mask_att, True, mask_ffn)
+    layer = TransformerBlock(
+        6,
+        8,
+        2,
+        4,
+        **BLOCK,
+        **ATT,
+        **FF,
+        parallel_ffn=parallel,
+        mask_att=mask_att,
+        mask_ffn=mask_ffn,
+    )
+    assert (layer.self_att is None, layer.cross_att is None, layer.ffn is None) == (
+        mask_att,
+        True,
+        mask_ffn,
+    )
     x = noise(2, 5, 6)
     after = x if layer.self_att is None else layer.self_att(x)
     expected = after
     if layer.ffn is not None:
-        expected = after + relu_network(layer.ffn, layer.ffn.layernorm_before_ffn(x if parallel else after))
+        expected = after + relu_network(
+            layer.ffn, layer.ffn.layernorm_before_ffn(x if parallel else after)
+        )
     assert_alike(layer, layer(x), expected, x)
 
 
 @pytest.mark.parametrize("post", [False, True])
 def test_encoder(post: bool) -> None:
-    """Layers in order, some parts left out, and the last norm; hidden states are what enters each layer."""
+    """Layers in order, some parts left out, and the last norm; hidden states are what enters each
+    layer.
+    """
     masks = [(False, False), (True, False), (False, True)]
     stack = Encoder(3, 6, 8, 2, 4, **BLOCK, **ATT, **FF, post_layer_norm=post, mask_modules=masks)
     x, hidden, entered = noise(2, 5, 6), None, []
     hidden = x
     layer: Any
     for layer in stack.layers:
-        entered.append(layer.self_att.layernorm_before_attention(hidden) if post and layer.self_att is not None else hidden)
+        entered.append(
+            layer.self_att.layernorm_before_attention(hidden)
+            if post and layer.self_att is not None
+            else hidden
+        )
         hidden = layer(hidden, AttentionMask(True))
     expected = stack.output_layernorm(hidden)
     assert_alike(stack, stack(x, AttentionMask(True)), expected, x)
-    out = stack(x, AttentionMask(True), output_attentions=True, output_hidden_states=True, return_dict=True)
+    out = stack(
+        x, AttentionMask(True), output_attentions=True, output_hidden_states=True, return_dict=True
+    )
     assert_close(out.last_hidden_state, expected)
     assert len(out.hidden_states) == 4
     for one, other in zip(out.hidden_states, [*entered, expected], strict=True):
@@ -463,7 +576,12 @@ def test_encoder_cache_and_old_results() -> None:
 
 def test_decoder() -> None:
     """Self-attention, cross-attention, network; a cache keeps the encoder's keys."""
-    masks = [(False, False, False), (True, False, False), (False, True, False), (False, False, True)]
+    masks = [
+        (False, False, False),
+        (True, False, False),
+        (False, True, False),
+        (False, False, True),
+    ]
     stack = Decoder(4, 6, 8, 2, 4, **BLOCK, **ATT, **FF, mask_modules=masks)
     x, states, valid = noise(2, 5, 6), noise(2, 4, 6), torch.tensor([[1, 1, 1, 0], [1] * 4])
     hidden = x
@@ -474,15 +592,35 @@ def test_decoder() -> None:
         hidden = hidden if layer.ffn is None else layer.ffn(hidden)
     expected = stack.output_layernorm(hidden)
     assert_alike(stack, stack(x, AttentionMask(True), None, states, valid), expected, x, states)
-    out = stack(x, AttentionMask(True), None, states, valid, output_attentions=True, return_dict=True)
+    out = stack(
+        x, AttentionMask(True), None, states, valid, output_attentions=True, return_dict=True
+    )
     assert_close(out.last_hidden_state, expected)
     plain = Decoder(2, 6, 8, 2, 4, **BLOCK, **ATT, **FF)
     with torch.no_grad():
         whole = plain(x, AttentionMask(True), None, states, valid)
         first, past = plain(x[:, :3], AttentionMask(True), None, states, valid, use_cache=True)
-        rest, _ = plain(x[:, 3:], AttentionMask(True), None, torch.full_like(states, math.nan), valid, None, True, past)
+        rest, _ = plain(
+            x[:, 3:],
+            AttentionMask(True),
+            None,
+            torch.full_like(states, math.nan),
+            valid,
+            None,
+            True,
+            past,
+        )
     assert_close(torch.cat([first, rest], 1), whole)
-    out = plain(x, AttentionMask(True), None, states, valid, output_attentions=True, output_hidden_states=True, return_dict=True)
+    out = plain(
+        x,
+        AttentionMask(True),
+        None,
+        states,
+        valid,
+        output_attentions=True,
+        output_hidden_states=True,
+        return_dict=True,
+    )
     assert [part.shape for part in out.cross_attentions] == [(2, 2, 5, 4)] * 2
     assert [part.shape for part in out.attentions] == [(2, 2, 5, 5)] * 2
     assert not out.cross_attentions[0][0, :, :, 3].any()
@@ -490,7 +628,9 @@ def test_decoder() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_with_masks(dtype: torch.dtype) -> None:
-    """Hidden keys and rows without any make no NaN, forward or backward, however large the scores."""
+    """Hidden keys and rows without any make no NaN, forward or backward, however large the
+    scores.
+    """
     layer = Attention(8, 4, 2, dtype=dtype, init_std=3.0, pos_bias_type="relative")
     x = (torch.randn(2, 5, 8) * 3).to(dtype).requires_grad_()
     bias = torch.randn(2, 5, 5)

@@ -26,28 +26,47 @@ def bucket(distance: int, num_buckets: int, max_distance: int, bidirectional: bo
     exact = num_buckets // 2
     if steps < exact:
         return first + steps
-    far = exact + int(math.log(steps / exact) / math.log(max_distance / exact) * (num_buckets - exact))
+    far = exact + int(
+        math.log(steps / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    )
     return first + min(far, num_buckets - 1)
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (64, 256), (12, 20), (512, 2048)])
+@pytest.mark.parametrize(
+    ("num_buckets", "max_distance"), [(32, 128), (64, 256), (12, 20), (512, 2048)]
+)
 def test_buckets(num_buckets: int, max_distance: int, bidirectional: bool) -> None:
     """As the formula says, and as transformers' T5 has it."""
     distances = torch.arange(-300, 301)
-    found = bucket_of(distances, num_buckets=num_buckets, max_distance=max_distance, bidirectional=bidirectional)
-    theirs = T5Attention._relative_position_bucket(distances, bidirectional, num_buckets, max_distance)
+    found = bucket_of(
+        distances, num_buckets=num_buckets, max_distance=max_distance, bidirectional=bidirectional
+    )
+    theirs = T5Attention._relative_position_bucket(
+        distances, bidirectional, num_buckets, max_distance
+    )
     assert torch.equal(found, theirs)
-    expected = [bucket(distance, num_buckets, max_distance, bidirectional) for distance in distances.tolist()]
-    apart = [step for step, one, other in zip(distances.tolist(), found.tolist(), expected, strict=True) if one != other]
+    expected = [
+        bucket(distance, num_buckets, max_distance, bidirectional)
+        for distance in distances.tolist()
+    ]
+    apart = [
+        step
+        for step, one, other in zip(distances.tolist(), found.tolist(), expected, strict=True)
+        if one != other
+    ]
     assert len(apart) <= 4, apart  # where a logarithm is a whole number, rounding decides
     assert found.dtype == torch.int64
 
 
 def test_buckets_of_some_distances() -> None:
-    found = bucket_of(torch.tensor([0, 1, -1, -500, 500]), num_buckets=32, max_distance=128, bidirectional=True)
+    found = bucket_of(
+        torch.tensor([0, 1, -1, -500, 500]), num_buckets=32, max_distance=128, bidirectional=True
+    )
     assert found.tolist() == [0, 17, 1, 15, 31]
-    found = bucket_of(torch.tensor([0, 1, -1, -500, 500]), num_buckets=32, max_distance=128, bidirectional=False)
+    found = bucket_of(
+        torch.tensor([0, 1, -1, -500, 500]), num_buckets=32, max_distance=128, bidirectional=False
+    )
     assert found.tolist() == [0, 0, 1, 31, 0]
 
 
@@ -77,7 +96,10 @@ def test_segment_positions() -> None:
     layer = SegmentPositionEmbedding(2, 3, 8, 16, bidirectional=True, dtype=torch.float32)
     table = layer.relative_attention_bias
     assert table.shape == (3 * 3 + 8, 2)
-    positions, segments = torch.tensor([[0, 1, 2, 9], [4, 3, 2, 1]]), torch.tensor([[0, 0, 2, 1], [1, 1, 1, 0]])
+    positions, segments = (
+        torch.tensor([[0, 1, 2, 9], [4, 3, 2, 1]]),
+        torch.tensor([[0, 0, 2, 1], [1, 1, 1, 0]]),
+    )
     out = layer(positions, positions[:, 2:], segments, segments[:, 2:])
     assert out.shape == (2, 2, 2, 4)
     for row in range(2):
@@ -85,19 +107,29 @@ def test_segment_positions() -> None:
             of_query, at_query = int(segments[row, 2 + query]), int(positions[row, 2 + query])
             for key in range(4):
                 of_key, at_key = int(segments[row, key]), int(positions[row, key])
-                index = bucket(at_key - at_query, 8, 16, True) if of_query == of_key else 8 + of_query * 3 + of_key
+                index = (
+                    bucket(at_key - at_query, 8, 16, True)
+                    if of_query == of_key
+                    else 8 + of_query * 3 + of_key
+                )
                 assert torch.equal(out[row, :, query, key], table[index])
     apart = SegmentPositionEmbedding(2, 3, 8, 16, dtype=torch.float32, absolute_inner_segment=False)
     found = apart(4, 4, segments, segments)
     assert torch.equal(found[0, :, 2, 2], apart.relative_attention_bias[8 + 2 * 3 + 2])
     assert torch.equal(layer(4, 4), layer(torch.arange(4)[None], torch.arange(4)[None]))
-    assert torch.equal(layer(key_segment=segments, query_segment=segments), layer(4, 4, segments, segments))
+    assert torch.equal(
+        layer(key_segment=segments, query_segment=segments), layer(4, 4, segments, segments)
+    )
     with pytest.raises(InputError, match="query_pos and query_segment are both None"):
         layer(key_pos=4)
 
 
-def turned(x: torch.Tensor, position: int, pairs: list[tuple[int, int]], base: float) -> torch.Tensor:
-    """One vector with the k-th pair of its channels turned by position / base^(k / number of pairs)."""
+def turned(
+    x: torch.Tensor, position: int, pairs: list[tuple[int, int]], base: float
+) -> torch.Tensor:
+    """One vector with the k-th pair of its channels turned by position / base^(k / number of
+    pairs).
+    """
     out = x.clone()
     for number, (one, other) in enumerate(pairs):
         angle = position * base ** (-number / len(pairs))
@@ -107,7 +139,9 @@ def turned(x: torch.Tensor, position: int, pairs: list[tuple[int, int]], base: f
 
 
 def test_rotary_layout_of_gptj() -> None:
-    """Neighbouring channels are pairs; those from `rotary_dim` on are left alone; positions are counted from the first key."""
+    """Neighbouring channels are pairs; those from `rotary_dim` on are left alone; positions are
+    counted from the first key.
+    """
     q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 5, 8)
     found_q, found_k = RotaryEmbedding(4)(q, k)
     pairs = [(0, 1), (2, 3)]
@@ -156,14 +190,21 @@ def test_rotary_tables_with_a_batch_and_gradients() -> None:
 
 
 def test_rotary_scalings() -> None:
-    """Linear scaling divides all frequencies; llama3's leaves the fast ones, divides the slow ones, and mixes between."""
+    """Linear scaling divides all frequencies; llama3's leaves the fast ones, divides the slow ones,
+    and mixes between.
+    """
     plain = RotaryEmbeddingESM(16).tables(torch.tensor([7]))
-    linear = RotaryEmbeddingESM(16, scaling={"type": "linear", "factor": 7.0}).tables(torch.tensor([7]))
+    linear = RotaryEmbeddingESM(16, scaling={"type": "linear", "factor": 7.0}).tables(
+        torch.tensor([7])
+    )
     assert_close(linear.cos, RotaryEmbeddingESM(16).tables(torch.tensor([1])).cos)
     scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
-    }  # fmt: skip
+    }
     llama3 = RotaryEmbeddingESM(16, scaling=scaling).tables(torch.tensor([7]))
     for number in range(8):
         frequency = 10000 ** (-number / 8)

@@ -1,4 +1,6 @@
-"""LLaMA 1, 2 and 3 against transformers: grouped heads, tied heads, biases, and every scaling of rotary positions."""
+"""LLaMA 1, 2 and 3 against transformers: grouped heads, tied heads, biases, and every scaling of
+rotary positions.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,41 @@ from model_center.errors import ConfigError
 from model_center.model.llama import Llama, LlamaConfig
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 48,
-    "num_hidden_layers": 2, "max_position_embeddings": 8,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 8,
+}
 FAMILY = causal.Family(Llama, LlamaForCausalLM, TheirConfig, SIZES)
-SMALL: dict[str, Any] = {"vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 2,
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
-}  # fmt: skip
+}
 VARIANTS = {
     "1": FAMILY,
     "2, grouped": FAMILY.variant(num_key_value_heads=2, rms_norm_eps=0.1),
     "one head of keys": FAMILY.variant(num_key_value_heads=1, head_dim=10, hidden_act="gelu"),
-    "3, tied": FAMILY.variant(num_key_value_heads=2, rope_parameters=LLAMA3, tie_word_embeddings=True),
-    "linear": FAMILY.variant(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+    "3, tied": FAMILY.variant(
+        num_key_value_heads=2, rope_parameters=LLAMA3, tie_word_embeddings=True
+    ),
+    "linear": FAMILY.variant(
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    ),
     "biases": FAMILY.variant(attention_bias=True, mlp_bias=True),
 }
 
@@ -69,11 +91,20 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="proj_bias is True"):
         LlamaConfig(**SMALL, proj_bias=True).to_hugging_face()
     with pytest.raises(ConfigError, match="partial_rotary_factor"):
-        LlamaConfig.from_dict({**TheirConfig(**SIZES).to_dict(), "rope_parameters": {"partial_rotary_factor": 0.5}})
+        LlamaConfig.from_dict(
+            {**TheirConfig(**SIZES).to_dict(), "rope_parameters": {"partial_rotary_factor": 0.5}}
+        )
     with pytest.raises(ConfigError, match="'yarn' is not supported"):
         Llama(LlamaConfig(**SMALL, rope_scaling={"rope_type": "yarn", "factor": 2.0}))
     with pytest.raises(ConfigError, match="lacks low_freq_factor"):
-        Llama(LlamaConfig(**SMALL, rope_scaling={name: value for name, value in LLAMA3.items() if name != "low_freq_factor"}))
+        Llama(
+            LlamaConfig(
+                **SMALL,
+                rope_scaling={
+                    name: value for name, value in LLAMA3.items() if name != "low_freq_factor"
+                },
+            )
+        )
 
 
 def test_positions(tmp_path: pathlib.Path) -> None:
@@ -82,9 +113,13 @@ def test_positions(tmp_path: pathlib.Path) -> None:
     inputs = {"input_ids": ids, "position_ids": positions}
     parity.assert_same_logits(ours, model, inputs, parity.valid_of(None, ids))
     with torch.no_grad():
-        past = ours(input_ids=ids[:, :4], position_ids=positions[:, :4], use_cache=True).past_key_values
+        past = ours(
+            input_ids=ids[:, :4], position_ids=positions[:, :4], use_cache=True
+        ).past_key_values
         rest = ours(input_ids=ids[:, 4:], position_ids=positions, past_key_values=past)
-        parity.assert_close(rest.logits, ours(**inputs).logits[:, 4:], "positions of all tokens, with a cache")
+        parity.assert_close(
+            rest.logits, ours(**inputs).logits[:, 4:], "positions of all tokens, with a cache"
+        )
 
 
 def test_keys_are_cached_once_per_group(tmp_path: pathlib.Path) -> None:
@@ -94,11 +129,20 @@ def test_keys_are_cached_once_per_group(tmp_path: pathlib.Path) -> None:
 
 
 def test_configurations_of_earlier_versions() -> None:
-    """Those of transformers 4 state base and scaling apart; the first of LLaMA have no heads of keys."""
+    """Those of transformers 4 state base and scaling apart; the first of LLaMA have no heads of
+    keys.
+    """
     old: dict[str, Any] = {
-        "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
-        "num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_theta": 123.0, "rope_scaling": {"type": "linear", "factor": 2.0},
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 123.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    }
     config = LlamaConfig.from_dict(old)
     assert (config.num_heads_kv, config.dim_head, config.rope_base) == (4, 8, 123.0)
     assert config.rope_scaling == {"type": "linear", "factor": 2.0}
@@ -108,10 +152,20 @@ def test_configurations_of_earlier_versions() -> None:
 def test_configurations_of_model_center() -> None:
     """Its converter writes sizes only."""
     config = LlamaConfig.from_dict(
-        {"dim_model": 32, "dim_ff": 48, "num_layers": 2, "num_heads": 4, "num_heads_kv": 2, "dim_head": 8, "norm_eps": 1e-5}
+        {
+            "dim_model": 32,
+            "dim_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_heads_kv": 2,
+            "dim_head": 8,
+            "norm_eps": 1e-5,
+        }
     )
     model = Llama(config)
-    assert model.get_parameter("encoder.layers.0.self_att.self_attention.project_k.weight").shape == (16, 32)
+    assert model.get_parameter(
+        "encoder.layers.0.self_att.self_attention.project_k.weight"
+    ).shape == (16, 32)
     assert model.config.dtype == torch.float16
 
 

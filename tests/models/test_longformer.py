@@ -18,22 +18,41 @@ from model_center.model.longformer import Longformer, LongformerConfig
 
 PAD, WINDOW, LENGTH = 1, 6, 19  # no multiple of the window
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,
-    "max_position_embeddings": 40, "type_vocab_size": 2, "layer_norm_eps": 1e-5, "pad_token_id": PAD,
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 40,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-5,
+    "pad_token_id": PAD,
     "attention_window": WINDOW,
-}  # fmt: skip
+}
 SIDES = ("none", "left", "right")
 KINDS = ("windows", "global")
 OURS: dict[str, Any] = {
-    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1, "half": False,
-}  # fmt: skip
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 1,
+    "half": False,
+}
 
 
 def inputs_of(side: str, kind: str, length: int = LENGTH) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs of two sequences, the first padded on this side, with different numbers of global tokens, or none."""
+    """Inputs of two sequences, the first padded on this side, with different numbers of global
+    tokens, or none.
+    """
     ids, mask = parity.token_ids(2, length), parity.padding_mask(2, length, side, 5)
     valid = parity.valid_of(mask, ids)
-    inputs = {"input_ids": ids.masked_fill(~valid, PAD), "attention_mask": mask, "token_type_ids": ids % 2}
+    inputs = {
+        "input_ids": ids.masked_fill(~valid, PAD),
+        "attention_mask": mask,
+        "token_type_ids": ids % 2,
+    }
     if kind == "global":
         chosen = torch.zeros_like(ids)
         chosen[0, [0, 7]] = 1  # with padding on the left the first of them is padding, and so none
@@ -44,7 +63,9 @@ def inputs_of(side: str, kind: str, length: int = LENGTH) -> tuple[dict[str, Any
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Longformer, Any]:
-    model = parity.theirs(transformers.LongformerForMaskedLM, transformers.LongformerConfig(**SIZES))
+    model = parity.theirs(
+        transformers.LongformerForMaskedLM, transformers.LongformerConfig(**SIZES)
+    )
     with pytest.warns(UserWarning, match=r"pooler.dense.weight.*newly initialised"):
         return parity.loaded(Longformer, model, tmp_path_factory.mktemp("longformer")), model
 
@@ -64,7 +85,9 @@ def test_a_text_shorter_than_the_window(pair: tuple[Longformer, Any]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", SIDES)
-def test_gradients_of_every_parameter(pair: tuple[Longformer, Any], side: str, kind: str, tmp_path: pathlib.Path) -> None:
+def test_gradients_of_every_parameter(
+    pair: tuple[Longformer, Any], side: str, kind: str, tmp_path: pathlib.Path
+) -> None:
     """Those of the projections for global tokens too, which are not 0 where there are some."""
     ours, _ = pair
     parity.assert_same_gradients(*pair, *inputs_of(side, kind), tmp_path)
@@ -86,16 +109,24 @@ def test_hidden_states_and_attentions(pair: tuple[Longformer, Any], side: str, k
     for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
         parity.assert_close(one[valid], other[valid])
     for layer, probabilities in enumerate(found.attentions):
-        of_global = None if expected.global_attentions is None else expected.global_attentions[layer]
+        of_global = (
+            None if expected.global_attentions is None else expected.global_attentions[layer]
+        )
         dense = all_pairs(expected.attentions[layer], of_global, inputs, valid)
         parity.assert_close(probabilities.transpose(1, 2)[valid], dense.transpose(1, 2)[valid])
 
 
-def all_pairs(local: torch.Tensor, of_global: torch.Tensor | None, inputs: dict[str, Any], valid: torch.Tensor) -> torch.Tensor:
-    """Probabilities (batch, heads, seq, seq) from those of the global keys and the window, and from those of global queries."""
+def all_pairs(
+    local: torch.Tensor, of_global: torch.Tensor | None, inputs: dict[str, Any], valid: torch.Tensor
+) -> torch.Tensor:
+    """Probabilities (batch, heads, seq, seq) from those of the global keys and the window, and from
+    those of global queries.
+    """
     batch, heads, length = local.shape[0], local.shape[1], LENGTH
     dense = torch.zeros(batch, heads, length, length)
-    chosen = inputs.get("global_attention_mask", torch.zeros_like(inputs["input_ids"])).bool() & valid
+    chosen = (
+        inputs.get("global_attention_mask", torch.zeros_like(inputs["input_ids"])).bool() & valid
+    )
     most = int(chosen.sum(1).max())
     for row in range(batch):
         places = chosen[row].nonzero()[:, 0].tolist()
@@ -104,7 +135,9 @@ def all_pairs(local: torch.Tensor, of_global: torch.Tensor | None, inputs: dict[
                 dense[row, :, query, place] += local[row, :, query, number]
             for offset in range(-WINDOW // 2, WINDOW // 2 + 1):
                 if 0 <= query + offset < length:
-                    dense[row, :, query, query + offset] += local[row, :, query, most + offset + WINDOW // 2]
+                    dense[row, :, query, query + offset] += local[
+                        row, :, query, most + offset + WINDOW // 2
+                    ]
         for number, place in enumerate(places):
             assert of_global is not None
             dense[row, :, place] = of_global[row, :, :length, number]
@@ -118,7 +151,9 @@ def test_without_masks_and_types(pair: tuple[Longformer, Any]) -> None:
     parity.assert_same_logits(*pair, {"input_ids": ids}, everything)
     chosen = torch.zeros_like(ids)
     chosen[:, 0] = 1
-    parity.assert_same_logits(*pair, {"input_ids": ids, "global_attention_mask": chosen}, everything)
+    parity.assert_same_logits(
+        *pair, {"input_ids": ids, "global_attention_mask": chosen}, everything
+    )
     embeds = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(3))
     parity.assert_same_logits(*pair, {"inputs_embeds": embeds}, everything)
     positions = torch.arange(LENGTH).flip(0)[None]
@@ -154,7 +189,9 @@ def test_the_model_without_head(tmp_path: pathlib.Path) -> None:
     assert others == [None, None]
 
 
-def test_saved_for_transformers_and_for_us(pair: tuple[Longformer, Any], tmp_path: pathlib.Path) -> None:
+def test_saved_for_transformers_and_for_us(
+    pair: tuple[Longformer, Any], tmp_path: pathlib.Path
+) -> None:
     ours, model = pair
     parity.assert_saved_alike(ours, model, *inputs_of("right", "global"), tmp_path)
     ours.save_pretrained(tmp_path / "own", format="model_center")
@@ -175,10 +212,16 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.shape = torch.Size()
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for made in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(made, torch.Tensor) and made.untyped_storage().nbytes() > 0 and made.numel() > self.shape.numel():
+            if (
+                isinstance(made, torch.Tensor)
+                and made.untyped_storage().nbytes() > 0
+                and made.numel() > self.shape.numel()
+            ):
                 self.shape = made.shape
         return out
 
@@ -186,14 +229,18 @@ class Largest(TorchDispatchMode):
 def test_memory_grows_with_the_length_not_its_square() -> None:
     """Forward and backward with global tokens: twice the tokens, twice the largest tensor."""
     torch.manual_seed(0)
-    model = Longformer(LongformerConfig(**{**OURS, "dropout_p": 0.0}, attention_window=8, position_size=2060))
+    model = Longformer(
+        LongformerConfig(**{**OURS, "dropout_p": 0.0}, attention_window=8, position_size=2060)
+    )
     largest = []
     for length in (1024, 2048):
         ids = parity.token_ids(1, length)
         chosen = torch.zeros_like(ids)
         chosen[:, :2] = 1
         with Largest() as watch:
-            model(ids, global_attention_mask=chosen, return_logits=False).last_hidden_state.sum().backward()
+            model(
+                ids, global_attention_mask=chosen, return_logits=False
+            ).last_hidden_state.sum().backward()
         largest.append(watch.shape.numel())
     assert largest[1] == 2 * largest[0]
     assert largest[1] < 2048 * 2048 / 4
@@ -222,7 +269,9 @@ def test_bad_arguments(pair: tuple[Longformer, Any], tmp_path: pathlib.Path) -> 
     with pytest.raises(ConfigError, match=r"attention_window is 5"):
         Longformer(LongformerConfig(**OURS, attention_window=5))
     with pytest.raises(ConfigError, match=r"attention_window is \[4, 6\]"):
-        LongformerConfig.from_dict(transformers.LongformerConfig(**{**SIZES, "attention_window": [4, 6]}).to_dict())
+        LongformerConfig.from_dict(
+            transformers.LongformerConfig(**{**SIZES, "attention_window": [4, 6]}).to_dict()
+        )
     with pytest.raises(ConfigError, match=r"'window'"):
         LongformerConfig.from_dict({"window": 4})
 
@@ -235,4 +284,8 @@ def test_published_defaults() -> None:
     for name in ("project_q", "project_k_global", "project_v_global", "attention_out"):
         assert shapes[f"{attention}{name}.weight"] == (768, 768)
         assert shapes[f"{attention}{name}.bias"] == (768,)
-    assert (model.config.attention_window, model.config.dropout_p, model.config.pad_token_id) == (512, 0.1, 1)
+    assert (model.config.attention_window, model.config.dropout_p, model.config.pad_token_id) == (
+        512,
+        0.1,
+        1,
+    )

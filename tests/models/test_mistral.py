@@ -15,13 +15,24 @@ from model_center.errors import ConfigError
 from model_center.model.mistral import Mistral, MistralConfig
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
-    "num_hidden_layers": 2, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
 FAMILY = causal.Family(Mistral, MistralForCausalLM, TheirConfig, SIZES)
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "num_heads_kv": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 2,
+    "num_heads_kv": 2,
+}
 VARIANTS = {
     "without window": FAMILY.variant(sliding_window=None),
     "window of 4": FAMILY.variant(sliding_window=4),

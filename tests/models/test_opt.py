@@ -1,4 +1,6 @@
-"""OPT against transformers: counted positions, and OPT-350m with norms behind each part and a narrow embedding."""
+"""OPT against transformers: counted positions, and OPT-350m with norms behind each part and a
+narrow embedding.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,40 @@ from model_center.errors import ConfigError, InputError
 from model_center.model.opt import OPT, OPTConfig
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "ffn_dim": 48,
-    "max_position_embeddings": 20, "layerdrop": 0.0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "ffn_dim": 48,
+    "max_position_embeddings": 20,
+    "layerdrop": 0.0,
+}
 FAMILY = causal.Family(OPT, OPTForCausalLM, TheirConfig, SIZES)
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 2, "position_size": 20,
-}  # fmt: skip
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_layers": 2,
+    "position_size": 20,
+}
 VARIANTS = {
     "usual": FAMILY,
     "norms behind": FAMILY.variant(do_layer_norm_before=False),
     "as 350m": FAMILY.variant(do_layer_norm_before=False, word_embed_proj_dim=20),
-    "without biases or pad": FAMILY.variant(enable_bias=False, activation_function="gelu", pad_token_id=None),
+    "without biases or pad": FAMILY.variant(
+        enable_bias=False, activation_function="gelu", pad_token_id=None
+    ),
 }
 
 
 @pytest.mark.parametrize("side", causal.SIDES)
 @pytest.mark.parametrize("family", VARIANTS.values(), ids=VARIANTS)
 def test_values_and_gradients(family: causal.Family, side: str, tmp_path: pathlib.Path) -> None:
-    causal.check_values_and_gradients(family, tmp_path, side, extras=family is not VARIANTS["as 350m"])
+    causal.check_values_and_gradients(
+        family, tmp_path, side, extras=family is not VARIANTS["as 350m"]
+    )
 
 
 def test_the_last_hidden_state_is_as_wide_as_the_others(tmp_path: pathlib.Path) -> None:
@@ -41,7 +58,9 @@ def test_the_last_hidden_state_is_as_wide_as_the_others(tmp_path: pathlib.Path) 
     ours, model = VARIANTS["as 350m"].pair(tmp_path)
     ids = parity.token_ids(2, 9)
     with torch.no_grad():
-        found, expected = (one(input_ids=ids, output_hidden_states=True).hidden_states for one in (ours, model))
+        found, expected = (
+            one(input_ids=ids, output_hidden_states=True).hidden_states for one in (ours, model)
+        )
         assert found[-1].shape == (2, 9, 32) and len(found) == len(expected)
         for one, other in zip((*found[:-1], ours.project_out(found[-1])), expected, strict=True):
             parity.assert_close(one, other, "hidden states")
@@ -77,7 +96,9 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     with pytest.raises(InputError, match="21 tokens: the model's table of positions has 20"):
         ours(input_ids=parity.token_ids(1, 21))
     with pytest.raises(InputError, match="head_mask, token_type_ids"):
-        ours(input_ids=parity.token_ids(1, 3), head_mask=torch.ones(1), token_type_ids=torch.ones(1))
+        ours(
+            input_ids=parity.token_ids(1, 3), head_mask=torch.ones(1), token_type_ids=torch.ones(1)
+        )
     with pytest.raises(ConfigError, match="tied=False"):
         OPTConfig(tied=False)
     for unknown in ({"layer_norm_elementwise_affine": False}, {"_remove_final_layer_norm": True}):
@@ -93,7 +114,9 @@ def test_positions_are_rows_of_the_table(tmp_path: pathlib.Path) -> None:
     positions = parity.token_ids(2, 9, low=0, high=20, seed=5)
     with torch.no_grad():
         expected = model(input_ids=ids, position_ids=positions).logits
-        parity.assert_close(ours(input_ids=ids, position_ids=positions + 2).logits, expected, "given positions")
+        parity.assert_close(
+            ours(input_ids=ids, position_ids=positions + 2).logits, expected, "given positions"
+        )
     assert ours.position_embedding.weight.shape == (22, 32)
 
 

@@ -17,14 +17,23 @@ from model_center.model.roberta import Roberta, RobertaConfig
 
 PAD = 1
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2,
-    "max_position_embeddings": 20, "type_vocab_size": 2, "layer_norm_eps": 1e-5, "pad_token_id": PAD,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 20,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-5,
+    "pad_token_id": PAD,
+}
 SIDES = ("none", "left", "right")
 
 
 def inputs_of(side: str, **more: Any) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs of two sequences, the first padded on this side with the padding token, and which tokens are valid."""
+    """Inputs of two sequences, the first padded on this side with the padding token, and which
+    tokens are valid.
+    """
     ids, mask = parity.token_ids(2, 12), parity.padding_mask(2, 12, side)
     valid = parity.valid_of(mask, ids)
     return {"input_ids": ids.masked_fill(~valid, PAD), "attention_mask": mask, **more}, valid
@@ -45,12 +54,16 @@ def test_scores_hidden_states_attentions(pair: tuple[Roberta, Any], side: str) -
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_gradients_of_every_parameter(pair: tuple[Roberta, Any], side: str, tmp_path: pathlib.Path) -> None:
+def test_gradients_of_every_parameter(
+    pair: tuple[Roberta, Any], side: str, tmp_path: pathlib.Path
+) -> None:
     parity.assert_same_gradients(*pair, *inputs_of(side), tmp_path)
 
 
 @pytest.mark.parametrize("side", SIDES[1:])
-def test_padding_tokens_without_a_mask(pair: tuple[Roberta, Any], side: str, tmp_path: pathlib.Path) -> None:
+def test_padding_tokens_without_a_mask(
+    pair: tuple[Roberta, Any], side: str, tmp_path: pathlib.Path
+) -> None:
     """They are seen then, at the position of padding, and learn nothing there."""
     inputs, _ = inputs_of(side)
     del inputs["attention_mask"]
@@ -73,14 +86,18 @@ def test_inputs_embeds(pair: tuple[Roberta, Any]) -> None:
     """Without ids all tokens count."""
     ours, theirs = pair
     embeds = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(3))
-    parity.assert_same_logits(ours, theirs, {"inputs_embeds": embeds}, torch.ones(2, 12, dtype=torch.bool))
+    parity.assert_same_logits(
+        ours, theirs, {"inputs_embeds": embeds}, torch.ones(2, 12, dtype=torch.bool)
+    )
     given = {"inputs_embeds": embeds, "position_ids": torch.arange(12).flip(0)[None]}
     parity.assert_same_logits(ours, theirs, given, torch.ones(2, 12, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_cache_goes_on_counting(pair: tuple[Roberta, Any], side: str) -> None:
-    """With a causal mask of pairs tokens may come later; positions of the new ones follow from the mask of all."""
+    """With a causal mask of pairs tokens may come later; positions of the new ones follow from the
+    mask of all.
+    """
     ours, _ = pair
     inputs, valid = inputs_of(side)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
@@ -88,15 +105,23 @@ def test_cache_goes_on_counting(pair: tuple[Roberta, Any], side: str) -> None:
     with torch.no_grad():
         whole = ours(ids, attention_mask=pairs).logits
         first = ours(ids[:, :7], attention_mask=pairs[:, :7, :7], use_cache=True)
-        # The second pass sees all valid tokens, which for the last token is what the causal mask shows.
-        out = ours(ids[:, 7:11], attention_mask=pairs[:, 7:11, :11], past_key_values=first.past_key_values, use_cache=True,
-                   position_ids=(valid.cumsum(1) * valid + PAD)[:, :11])  # fmt: skip
+        # The second pass sees all valid tokens, which for the last token is what the causal mask
+        # shows.
+        out = ours(
+            ids[:, 7:11],
+            attention_mask=pairs[:, 7:11, :11],
+            past_key_values=first.past_key_values,
+            use_cache=True,
+            position_ids=(valid.cumsum(1) * valid + PAD)[:, :11],
+        )
         last = ours(ids[:, 11:], attention_mask=mask, past_key_values=out.past_key_values).logits
     keep = valid[:, 11]
     parity.assert_close(last[keep], whole[keep, 11:])
 
 
-def test_saved_for_transformers_and_for_us(pair: tuple[Roberta, Any], tmp_path: pathlib.Path) -> None:
+def test_saved_for_transformers_and_for_us(
+    pair: tuple[Roberta, Any], tmp_path: pathlib.Path
+) -> None:
     ours, model = pair
     parity.assert_saved_alike(ours, model, *inputs_of("right"), tmp_path)
     ours.save_pretrained(tmp_path / "own", format="model_center")
@@ -139,8 +164,14 @@ def test_classification_head_and_deep_copy(pair: tuple[Roberta, Any]) -> None:
     ids = parity.token_ids(2, 5)
     parity.assert_close(copy.deepcopy(ours)(ids).logits, ours(ids).logits, tolerance=0)
     sizes: dict[str, Any] = {
-        "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_layers": 1, "half": False,
-    }  # fmt: skip
+        "vocab_size": 64,
+        "dim_model": 32,
+        "num_heads": 4,
+        "dim_head": 8,
+        "dim_ff": 48,
+        "num_layers": 1,
+        "half": False,
+    }
     model = Roberta(RobertaConfig(**sizes, cls_head=3))
     assert model(ids).logits.shape == (2, 5, 3)
     assert not model.input_embedding.weight[PAD].any()

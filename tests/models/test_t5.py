@@ -17,22 +17,39 @@ from model_center.errors import ConfigError, InputError
 from model_center.model.t5 import T5, T5Config
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 64, "d_model": 32, "d_kv": 10, "num_heads": 3, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 3,
-    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "decoder_start_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 10,
+    "num_heads": 3,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 0,
+}
 SMALL: dict[str, Any] = {
-    "vocab_size": 64, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "num_encoder_layers": 2,
+    "vocab_size": 64,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "num_encoder_layers": 2,
     "num_decoder_layers": 2,
-}  # fmt: skip
+}
 VERSIONS = ("1.0", "1.1", "mt5")
 SOURCE, TARGET = 14, 12
 STD = 0.12  # of weights: scores, which nothing scales, make differences of rounding large beyond
 
 
 def hugging_face(version: str, **options: Any) -> Any:
-    """A random model; those with a head of their own get one, which transformers 5 ties at first."""
+    """A random model; those with a head of their own get one, which transformers 5 ties at
+    first.
+    """
     if version == "1.0":
-        return parity.theirs(T5ForConditionalGeneration, transformers.T5Config(**SIZES, **options), STD)
+        return parity.theirs(
+            T5ForConditionalGeneration, transformers.T5Config(**SIZES, **options), STD
+        )
     gated = {**SIZES, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, **options}
     if version == "mt5":
         model = parity.theirs(MT5ForConditionalGeneration, transformers.MT5Config(**gated), STD)
@@ -84,18 +101,25 @@ def test_hidden_states_and_attentions(side: str, tmp_path: pathlib.Path) -> None
         only = ours(**inputs, output_decoder_hidden_states=True, output_decoder_attentions=True)
     parity.assert_close(found.logits[valid], plain.logits[valid], "logits, with extras asked for")
     parity.assert_close(
-        found.encoder_last_hidden_state[encoder], expected.encoder_last_hidden_state[encoder], "encoder's last hidden states"
+        found.encoder_last_hidden_state[encoder],
+        expected.encoder_last_hidden_state[encoder],
+        "encoder's last hidden states",
     )
     for name, tokens in (
-        ("encoder_hidden_states", encoder), ("decoder_hidden_states", valid), ("encoder_attentions", encoder),
-        ("decoder_attentions", valid), ("cross_attentions", valid),
-    ):  # fmt: skip
+        ("encoder_hidden_states", encoder),
+        ("decoder_hidden_states", valid),
+        ("encoder_attentions", encoder),
+        ("decoder_attentions", valid),
+        ("cross_attentions", valid),
+    ):
         assert len(found[name]) == len(expected[name]), name
         for one, other in zip(found[name], expected[name], strict=True):
             of_tokens = (lambda x: x.transpose(1, 2)) if "attentions" in name else (lambda x: x)
             parity.assert_close(of_tokens(one)[tokens], of_tokens(other)[tokens], name)
     assert only.encoder_hidden_states is None and only.encoder_attentions is None
-    parity.assert_close(only.decoder_hidden_states[1], found.decoder_hidden_states[1], "decoder's alone")
+    parity.assert_close(
+        only.decoder_hidden_states[1], found.decoder_hidden_states[1], "decoder's alone"
+    )
     assert len(only.cross_attentions) == 3
 
 
@@ -132,15 +156,20 @@ def test_who_is_tied(tmp_path: pathlib.Path) -> None:
     ):
         config = T5Config.from_dict(content)
         assert (config.tied, config.scale_logits) == (tied, scaled), content
-    model = parity.theirs(T5ForConditionalGeneration, transformers.T5Config(**SIZES | {"tie_word_embeddings": False}))
-    ours = parity.loaded(T5, model, tmp_path)  # its file has no head: it was tied, whatever was asked
+    model = parity.theirs(
+        T5ForConditionalGeneration, transformers.T5Config(**SIZES | {"tie_word_embeddings": False})
+    )
+    # its file has no head: it was tied, whatever was asked
+    ours = parity.loaded(T5, model, tmp_path)
     assert torch.equal(ours.output_projection.weight, ours.input_embedding.weight)
     inputs, valid = inputs_of("none")
     parity.assert_same_logits(ours, model, inputs, valid)
 
 
 def test_cache(tmp_path: pathlib.Path) -> None:
-    """The decoder token by token over the encoder's states, which go through the cross-attention once."""
+    """The decoder token by token over the encoder's states, which go through the cross-attention
+    once.
+    """
     for side in ("none", "left"):
         ours, _ = pair("1.0", tmp_path / side)
         inputs, valid = inputs_of(side)
@@ -151,12 +180,20 @@ def test_cache(tmp_path: pathlib.Path) -> None:
             states = ours.encode(inputs["input_ids"], **of_encoder).last_hidden_state
             past: Any = None
             pieces = []
-            for start, stop in ((0, 5), (5, 7), *((place, place + 1) for place in range(7, TARGET))):
+            for start, stop in (
+                (0, 5),
+                (5, 7),
+                *((place, place + 1) for place in range(7, TARGET)),
+            ):
                 of_decoder = {} if mask is None else {"decoder_attention_mask": mask[:, :stop]}
                 out = ours(
-                    decoder_input_ids=ids[:, start:stop], encoder_outputs=(states,), past_key_values=past, use_cache=True,
-                    **of_encoder, **of_decoder,
-                )  # fmt: skip
+                    decoder_input_ids=ids[:, start:stop],
+                    encoder_outputs=(states,),
+                    past_key_values=past,
+                    use_cache=True,
+                    **of_encoder,
+                    **of_decoder,
+                )
                 past = out.past_key_values
                 pieces.append(out.logits)
         parity.assert_close(torch.cat(pieces, 1)[valid], whole[valid], "logits with a cache")
@@ -166,21 +203,33 @@ def test_cache(tmp_path: pathlib.Path) -> None:
 def test_ways_to_say_the_same(tmp_path: pathlib.Path) -> None:
     ours, _ = pair("1.0", tmp_path)
     inputs, valid = inputs_of("right")
-    length, decoder_length = inputs["attention_mask"].sum(1), inputs["decoder_attention_mask"].sum(1)
+    length, decoder_length = (
+        inputs["attention_mask"].sum(1),
+        inputs["decoder_attention_mask"].sum(1),
+    )
     ids, decoder_ids = inputs["input_ids"], inputs["decoder_input_ids"]
     with torch.no_grad():
         want = ours(**inputs).logits[valid]
         positional = ours(ids.int(), length, decoder_ids.int(), decoder_length)
         parity.assert_close(positional.logits[valid], want, "lengths, by position")
         embedded = {
-            name.replace("_ids", "s_embeds"): ours.input_embedding(inputs[name]) for name in ("input_ids", "decoder_input_ids")
+            name.replace("_ids", "s_embeds"): ours.input_embedding(inputs[name])
+            for name in ("input_ids", "decoder_input_ids")
         }
-        masks = {name: inputs[name].float() for name in ("attention_mask", "decoder_attention_mask")}
-        parity.assert_close(ours(**embedded, **masks).logits[valid], want, "embeddings and masks of numbers")
+        masks = {
+            name: inputs[name].float() for name in ("attention_mask", "decoder_attention_mask")
+        }
+        parity.assert_close(
+            ours(**embedded, **masks).logits[valid], want, "embeddings and masks of numbers"
+        )
         no_masks = ours(input_ids=ids, decoder_input_ids=decoder_ids)
         assert no_masks.logits.isfinite().all()
         plain = ours(**inputs, return_dict=False)
-        assert len(plain) == 9 and torch.equal(plain[3], ours(**inputs).logits) and plain[4:] == (None,) * 5
+        assert (
+            len(plain) == 9
+            and torch.equal(plain[3], ours(**inputs).logits)
+            and plain[4:] == (None,) * 5
+        )
         assert ours(**inputs, output_logits=False).logits is None
 
 
@@ -193,7 +242,9 @@ def test_the_last_bucket_learns(tmp_path: pathlib.Path) -> None:
 
 
 def test_files_of_model_center_are_a_hundredth(tmp_path: pathlib.Path) -> None:
-    """Their T5 1.0, made for fp16, needs `scale`; other than by rounding and eps it computes the same."""
+    """Their T5 1.0, made for fp16, needs `scale`; other than by rounding and eps it computes the
+    same.
+    """
     ours, model = pair("1.0", tmp_path, layer_norm_epsilon=1e-12)
     weights = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
     for name in weights:
@@ -202,7 +253,9 @@ def test_files_of_model_center_are_a_hundredth(tmp_path: pathlib.Path) -> None:
     config = copy.deepcopy(ours.config)
     config.scale, config.scale_logits = True, False
     (tmp_path / "config.json").write_text(
-        json.dumps({name: value for name, value in config.to_dict().items() if name != "scale_logits"})
+        json.dumps(
+            {name: value for name, value in config.to_dict().items() if name != "scale_logits"}
+        )
     )
     torch.save(weights, tmp_path / "pytorch_model.pt")
     scaled = T5.from_pretrained(tmp_path)
@@ -230,12 +283,19 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     ids = parity.token_ids(2, 5)
     with pytest.raises(InputError, match="either input_ids or inputs_embeds: got neither"):
         ours(decoder_input_ids=ids)
-    with pytest.raises(InputError, match="either decoder_input_ids or decoder_inputs_embeds: got neither"):
+    with pytest.raises(
+        InputError, match="either decoder_input_ids or decoder_inputs_embeds: got neither"
+    ):
         ours(input_ids=ids)
     with pytest.raises(InputError, match="expected 5 keys"):
         ours(input_ids=ids, attention_mask=torch.ones(2, 4), decoder_input_ids=ids)
     with pytest.raises(InputError, match="not both"):
-        ours(input_ids=ids, attention_mask=torch.ones(2, 5), length=torch.tensor([1, 2]), decoder_input_ids=ids)
+        ours(
+            input_ids=ids,
+            attention_mask=torch.ones(2, 5),
+            length=torch.tensor([1, 2]),
+            decoder_input_ids=ids,
+        )
     with pytest.raises(InputError, match="cross_attn_head_mask"):
         ours(input_ids=ids, decoder_input_ids=ids, cross_attn_head_mask=torch.ones(1))
     with pytest.raises(ConfigError, match="scale and scale_logits"):

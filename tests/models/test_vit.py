@@ -18,18 +18,33 @@ from model_center.model.bert import BertConfig
 from model_center.model.vit import ViT, VitConfig
 
 SIZES: dict[str, Any] = {
-    "image_size": 24, "patch_size": 8, "num_channels": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
-    "num_hidden_layers": 2, "num_labels": 5,
-}  # fmt: skip
+    "image_size": 24,
+    "patch_size": 8,
+    "num_channels": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_labels": 5,
+}
 OURS: dict[str, Any] = {
-    "img_size": 24, "patch_size": 8, "channels_in": 2, "num_classes": 5, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
-    "mlp_size": 48, "half": False,
-}  # fmt: skip
+    "img_size": 24,
+    "patch_size": 8,
+    "channels_in": 2,
+    "num_classes": 5,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "mlp_size": 48,
+    "half": False,
+}
 EVERY = torch.ones(2, dtype=torch.bool)
 
 
 def hugging_face(**options: Any) -> Any:
-    return parity.theirs(transformers.ViTForImageClassification, transformers.ViTConfig(**{**SIZES, **options}))
+    return parity.theirs(
+        transformers.ViTForImageClassification, transformers.ViTConfig(**{**SIZES, **options})
+    )
 
 
 def images(*, channels: int = 2, size: int = 24) -> torch.Tensor:
@@ -58,13 +73,17 @@ def test_scores_hidden_states_attentions(pair: tuple[ViT, Any]) -> None:
     inputs = {"pixel_values": images()}
     parity.assert_same_logits(Named(ours), model, inputs, EVERY)
     with torch.no_grad():
-        plain, found = ours(images()), ours(images(), output_hidden_states=True, output_attentions=True)
+        plain, found = (
+            ours(images()),
+            ours(images(), output_hidden_states=True, output_attentions=True),
+        )
         expected = model.vit(**inputs, output_hidden_states=True, output_attentions=True)
     parity.assert_close(found.logits, plain.logits)
     parity.assert_close(found.last_hidden_state, expected.last_hidden_state)
     for one, other in zip(found.hidden_states[:-1], expected.hidden_states[:-1], strict=True):
         parity.assert_close(one, other)
-    assert found.hidden_states[-1] is found.last_hidden_state  # theirs is the one before the last norm
+    # theirs is the one before the last norm
+    assert found.hidden_states[-1] is found.last_hidden_state
     for one, other in zip(found.attentions, expected.attentions, strict=True):
         parity.assert_close(one, other)
 
@@ -76,7 +95,10 @@ def test_gradients_of_every_parameter(pair: tuple[ViT, Any], tmp_path: pathlib.P
         one.zero_grad()
     parity.loss_of(ours(images()), EVERY).backward()
     parity.loss_of(model(pixel_values=images()), EVERY).backward()
-    found, expected = parity.gradients(ours, tmp_path / "ours"), parity.gradients(model, tmp_path / "theirs")
+    found, expected = (
+        parity.gradients(ours, tmp_path / "ours"),
+        parity.gradients(model, tmp_path / "theirs"),
+    )
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         parity.assert_close(found[name], grad, name)
@@ -85,13 +107,23 @@ def test_gradients_of_every_parameter(pair: tuple[ViT, Any], tmp_path: pathlib.P
 
 def test_other_values_of_the_configuration(tmp_path: pathlib.Path) -> None:
     """Another activation, eps and labels come from their config.json and go back into it."""
-    model = hugging_face(hidden_act="gelu_new", layer_norm_eps=1e-2, num_labels=3, num_channels=3, image_size=16)
+    model = hugging_face(
+        hidden_act="gelu_new", layer_norm_eps=1e-2, num_labels=3, num_channels=3, image_size=16
+    )
     ours = parity.loaded(ViT, model, tmp_path)
     inputs = {"pixel_values": images(channels=3, size=16)}
     parity.assert_same_logits(Named(ours), model, inputs, EVERY)
     ours.save_pretrained(tmp_path / "again")
     config = transformers.ViTConfig.from_pretrained(tmp_path / "again")
-    for name in ("hidden_act", "layer_norm_eps", "num_labels", "num_channels", "image_size", "patch_size", "id2label"):
+    for name in (
+        "hidden_act",
+        "layer_norm_eps",
+        "num_labels",
+        "num_channels",
+        "image_size",
+        "patch_size",
+        "id2label",
+    ):
         assert getattr(config, name) == getattr(model.config, name), name
 
 
@@ -104,11 +136,15 @@ def test_saved_for_transformers_and_for_us(pair: tuple[ViT, Any], tmp_path: path
     ours, model = pair
     ours.save_pretrained(tmp_path / "hf")
     model.save_pretrained(tmp_path / "reference")
-    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "reference"))
+    found, expected = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("hf", "reference")
+    )
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-    back = transformers.ViTForImageClassification.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    back = transformers.ViTForImageClassification.from_pretrained(
+        tmp_path / "hf", attn_implementation="eager"
+    )
     with torch.no_grad():
         assert torch.equal(back.eval()(images()).logits, model(images()).logits)
     ours.save_pretrained(tmp_path / "own", format="model_center")
@@ -128,7 +164,9 @@ def test_a_model_without_head(tmp_path: pathlib.Path) -> None:
 
 
 def test_patch_embedding_is_what_it_says() -> None:
-    """Every patch by hand: the product with the filters, row by row from the top left, behind the class token."""
+    """Every patch by hand: the product with the filters, row by row from the top left, behind the
+    class token.
+    """
     torch.manual_seed(0)
     layer = PatchEmbedding(6, 2, 3, 5, dtype=torch.float32)
     x = torch.randn(2, 3, 6, 6)
@@ -152,7 +190,11 @@ def test_representation_layer_and_scale(tmp_path: pathlib.Path) -> None:
     assert model.head.weight.shape == (5, 7)
     out = model(images())
     token = out.last_hidden_state[:, 0]
-    parity.assert_close(out.logits, torch.tanh(token @ model.representation_layer.weight.T) @ model.head.weight.T + model.head.bias)
+    parity.assert_close(
+        out.logits,
+        torch.tanh(token @ model.representation_layer.weight.T) @ model.head.weight.T
+        + model.head.bias,
+    )
     with pytest.raises(ConfigError, match=r"representation_size is 7, there it is None"):
         model.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path, format="model_center")
@@ -166,7 +208,9 @@ def test_a_mask_hides_patches(pair: tuple[ViT, Any]) -> None:
     mask[:, 9] = 0
     changed[:, :, 16:, 16:] += 1
     with torch.no_grad():
-        parity.assert_close(ours(images(), attention_mask=mask).logits, ours(changed, attention_mask=mask).logits)
+        parity.assert_close(
+            ours(images(), attention_mask=mask).logits, ours(changed, attention_mask=mask).logits
+        )
         assert not torch.allclose(ours(images()).logits, ours(changed).logits)
 
 
@@ -179,7 +223,9 @@ def test_half_precision(pair: tuple[ViT, Any], dtype: torch.dtype) -> None:
 def test_outputs_and_deep_copy(pair: tuple[ViT, Any]) -> None:
     ours, _ = pair
     assert torch.equal(copy.deepcopy(ours)(images()).logits, ours(images()).logits)
-    last, past, logits, hidden_states, attentions = ours(images(), output_attentions=True, return_dict=False)
+    last, past, logits, hidden_states, attentions = ours(
+        images(), output_attentions=True, return_dict=False
+    )
     assert (last.shape, logits.shape) == ((2, 10, 32), (2, 5))
     assert past is None
     assert hidden_states is None

@@ -1,4 +1,6 @@
-"""Folders in and out, without a process group and on several ranks: bitwise, read back by transformers, errors, full disks."""
+"""Folders in and out, without a process group and on several ranks: bitwise, read back by
+transformers, errors, full disks.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,30 @@ from model_center.weights.saving import save_hugging_face, save_model_center
 
 State = dict[str, torch.Tensor]
 CONFIG = {
-    "model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 20, "resid_pdrop": 0.0,
-}  # fmt: skip
+    "model_type": "gpt2",
+    "vocab_size": 61,
+    "n_embd": 24,
+    "n_head": 3,
+    "n_layer": 2,
+    "n_positions": 20,
+    "resid_pdrop": 0.0,
+}
 WIDTH = 24
-PARTS = {"self_att.self_attention.attention_out": "attn.c_proj", "ffn.ffn.w_in.w": "mlp.c_fc", "ffn.ffn.w_out": "mlp.c_proj"}
+PARTS = {
+    "self_att.self_attention.attention_out": "attn.c_proj",
+    "ffn.ffn.w_in.w": "mlp.c_fc",
+    "ffn.ffn.w_out": "mlp.c_proj",
+}
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """What transformers calls the tensors of a GPT-2 of that configuration."""
-    found = {"wte.weight": (61, WIDTH), "wpe.weight": (20, WIDTH), "ln_f.weight": (WIDTH,), "ln_f.bias": (WIDTH,)}
+    found = {
+        "wte.weight": (61, WIDTH),
+        "wpe.weight": (20, WIDTH),
+        "ln_f.weight": (WIDTH,),
+        "ln_f.bias": (WIDTH,),
+    }
     for layer in (0, 1):
         for name, size in (
             ("attn.c_attn", (WIDTH, 72)),
@@ -48,7 +65,9 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 def theirs(dtype: torch.dtype = torch.float32) -> State:
     generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(size, generator=generator).to(dtype) for name, size in shapes().items()}
+    return {
+        name: torch.randn(size, generator=generator).to(dtype) for name, size in shapes().items()
+    }
 
 
 def ours(tensors: State) -> State:
@@ -63,8 +82,12 @@ def ours(tensors: State) -> State:
         there, here = f"transformer.h.{layer}.", f"encoder.layers.{layer}."
         for kind in ("weight", "bias"):
             for name, place in (("q", 0), ("k", 1), ("v", 2)):
-                columns = tensors[f"{there}attn.c_attn.{kind}"][..., WIDTH * place : WIDTH * (place + 1)]
-                out[f"{here}self_att.self_attention.project_{name}.{kind}"] = columns.t() if kind == "weight" else columns
+                columns = tensors[f"{there}attn.c_attn.{kind}"][
+                    ..., WIDTH * place : WIDTH * (place + 1)
+                ]
+                out[f"{here}self_att.self_attention.project_{name}.{kind}"] = (
+                    columns.t() if kind == "weight" else columns
+                )
             for own, other in (
                 ("self_att.self_attention.attention_out", "attn.c_proj"),
                 ("ffn.ffn.w_in.w", "mlp.c_fc"),
@@ -72,12 +95,16 @@ def ours(tensors: State) -> State:
             ):
                 value = tensors[f"{there}{other}.{kind}"]
                 out[f"{here}{own}.{kind}"] = value.t() if kind == "weight" else value
-            out[f"{here}self_att.layernorm_before_attention.{kind}"] = tensors[f"{there}ln_1.{kind}"]
+            out[f"{here}self_att.layernorm_before_attention.{kind}"] = tensors[
+                f"{there}ln_1.{kind}"
+            ]
             out[f"{here}ffn.layernorm_before_ffn.{kind}"] = tensors[f"{there}ln_2.{kind}"]
     return out
 
 
-def write_folder(folder: pathlib.Path, tensors: State, kind: str = "safetensors", **config: Any) -> pathlib.Path:
+def write_folder(
+    folder: pathlib.Path, tensors: State, kind: str = "safetensors", **config: Any
+) -> pathlib.Path:
     """A checkpoint as transformers' or ModelCenter's users have it: whole or in two shards."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIG, **config}))
@@ -85,7 +112,11 @@ def write_folder(folder: pathlib.Path, tensors: State, kind: str = "safetensors"
     ending = "safetensors" if "safetensors" in kind else "bin"
     stem = "model" if ending == "safetensors" else "pytorch_model"
     groups = [names[::2], names[1::2]] if kind.startswith("sharded") else [names]
-    files = [f"{stem}-{place:05d}-of-00002.{ending}" for place in (1, 2)] if len(groups) == 2 else [f"{stem}.{ending}"]
+    files = (
+        [f"{stem}-{place:05d}-of-00002.{ending}" for place in (1, 2)]
+        if len(groups) == 2
+        else [f"{stem}.{ending}"]
+    )
     for file, group in zip(files, groups, strict=True):
         part = {name: tensors[name].contiguous() for name in group}
         if ending == "safetensors":
@@ -94,7 +125,9 @@ def write_folder(folder: pathlib.Path, tensors: State, kind: str = "safetensors"
             torch.save(part, folder / file)
     if len(groups) == 2:
         places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
-        (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+        (folder / f"{stem}.{ending}.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": places})
+        )
     return folder
 
 
@@ -127,14 +160,18 @@ def on_all(num_ranks: int, function: Any, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("num_ranks", [0, 1, 2, 4])
 @pytest.mark.parametrize("kind", ["safetensors", "sharded safetensors", "bin", "sharded bin"])
-def test_every_layout_of_hugging_face_is_read(tmp_path: pathlib.Path, kind: str, num_ranks: int) -> None:
+def test_every_layout_of_hugging_face_is_read(
+    tmp_path: pathlib.Path, kind: str, num_ranks: int
+) -> None:
     tensors = theirs()
     folder = write_folder(tmp_path, tensors, kind)
     for state in on_all(num_ranks, loaded, str(folder)):
         assert_same(state, ours(tensors))
 
 
-@pytest.mark.parametrize("spell", [lambda name: "module." + name, lambda name: name.removeprefix("transformer.")])
+@pytest.mark.parametrize(
+    "spell", [lambda name: "module." + name, lambda name: name.removeprefix("transformer.")]
+)
 def test_prefixes_of_wrappers_and_classes_without_head(tmp_path: pathlib.Path, spell: Any) -> None:
     tensors = theirs()
     folder = write_folder(tmp_path, {spell(name): value for name, value in tensors.items()})
@@ -158,7 +195,11 @@ def test_round_trips_are_bitwise(tmp_path: pathlib.Path, num_ranks: int) -> None
         if format == "hf":
             assert_same(read_folder(target), tensors)
             assert len(list(target.glob("*.safetensors"))) == (1 if size == "5GB" else 4)
-            assert all(file.stat().st_size < 23_000 for file in target.glob("*.safetensors") if size == "20KB")
+            assert all(
+                file.stat().st_size < 23_000
+                for file in target.glob("*.safetensors")
+                if size == "20KB"
+            )
         else:
             assert sorted(os.listdir(target)) == ["config.json", "pytorch_model.pt"]
             assert_same(torch.load(target / "pytorch_model.pt", weights_only=True), ours(tensors))
@@ -169,11 +210,17 @@ def test_transformers_reads_what_is_written(tmp_path: pathlib.Path, size: str) -
     import transformers
 
     tensors = theirs()
-    model = GPT2.from_pretrained(write_folder(tmp_path / "source", tensors), dtype=torch.float32).eval()
+    model = GPT2.from_pretrained(
+        write_folder(tmp_path / "source", tensors), dtype=torch.float32
+    ).eval()
     model.save_pretrained(tmp_path / "target", max_shard_size=size)
     their_class: Any = transformers.GPT2LMHeadModel  # declared to return a model alone
-    other, info = their_class.from_pretrained(tmp_path / "target", output_loading_info=True, bos_token_id=0, eos_token_id=0)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    other, info = their_class.from_pretrained(
+        tmp_path / "target", output_loading_info=True, bos_token_id=0, eos_token_id=0
+    )
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        info
+    )
     state = other.state_dict()
     assert_same({name: state[name] for name in tensors}, tensors)
     ids = torch.arange(14).view(2, 7)
@@ -197,7 +244,12 @@ def loaded_as(folder: str, dtype: torch.dtype) -> State:
 def test_a_model_center_file_may_have_a_row_for_padding(tmp_path: pathlib.Path) -> None:
     """As ModelCenter's GPT-2 files do; they are fp16."""
     tensors = ours(theirs(torch.float16))
-    padded = {**tensors, "input_embedding.weight": torch.cat([tensors["input_embedding.weight"], torch.zeros(1, WIDTH)])}
+    padded = {
+        **tensors,
+        "input_embedding.weight": torch.cat(
+            [tensors["input_embedding.weight"], torch.zeros(1, WIDTH)]
+        ),
+    }
     torch.save(padded, tmp_path / "pytorch_model.pt")
     config = GPT2Config.from_dict(CONFIG, dtype=torch.float32)
     with pytest.warns(UserWarning, match="62 rows, the model 61"):
@@ -226,15 +278,27 @@ def test_what_does_not_fit_is_explained_on_every_rank(tmp_path: pathlib.Path) ->
     name = "transformer.h.1.attn.c_proj.weight"
     cases = {
         "missing": ({key: value for key, value in tensors.items() if key != name}, f"{name!r}"),
-        "vocabulary": ({**tensors, "transformer.wte.weight": torch.zeros(70, WIDTH)}, "set vocab_size=70"),
+        "vocabulary": (
+            {**tensors, "transformer.wte.weight": torch.zeros(70, WIDTH)},
+            "set vocab_size=70",
+        ),
         "shape": ({**tensors, name: torch.zeros(WIDTH, 5)}, f"(5, {WIDTH}) in"),
-        "fused": ({**tensors, "transformer.h.0.attn.c_attn.weight": torch.zeros(WIDTH, 99)}, "another size"),
+        "fused": (
+            {**tensors, "transformer.h.0.attn.c_attn.weight": torch.zeros(WIDTH, 99)},
+            "another size",
+        ),
         "untied": ({**tensors, "lm_head.weight": torch.ones(61, WIDTH)}, "load it with tied=False"),
-        "other": ({"bert.pooler.weight": torch.zeros(2)}, "holds no tensor of this model, but bert.pooler.weight"),
+        "other": (
+            {"bert.pooler.weight": torch.zeros(2)},
+            "holds no tensor of this model, but bert.pooler.weight",
+        ),
     }
     folders = [str(write_folder(tmp_path / case, content)) for case, (content, _) in cases.items()]
     (tmp_path / "empty").mkdir()
-    texts = {**{case: text for case, (_, text) in cases.items()}, "empty": "expected one of model.safetensors"}
+    texts = {
+        **{case: text for case, (_, text) in cases.items()},
+        "empty": "expected one of model.safetensors",
+    }
     for messages in (
         complaints([*folders, str(tmp_path / "empty")]),
         *run_ranks(complaints, 2, [*folders, str(tmp_path / "empty")]),
@@ -264,15 +328,26 @@ def with_a_new_head(folder: str) -> tuple[State, list[str], Any]:
 
 def test_new_heads_are_initialised_and_named_and_extras_are_told(tmp_path: pathlib.Path) -> None:
     tensors = theirs()
-    folder = write_folder(tmp_path, {**tensors, "what.is.this": torch.ones(2), "transformer.h.0.attn.bias": torch.ones(1, 1)})
+    folder = write_folder(
+        tmp_path,
+        {**tensors, "what.is.this": torch.ones(2), "transformer.h.0.attn.bias": torch.ones(1, 1)},
+    )
     head = "cls_projection.weight"
     alone = with_a_new_head(str(folder))
     for state, messages, report in (alone, *run_ranks(with_a_new_head, 2, str(folder))):
         assert_same({name: value for name, value in state.items() if name != head}, ours(tensors))
         assert 0.01 < state[head].std() < 0.03 and torch.equal(state[head], alone[0][head])
-        assert report == {"missing": [head], "unexpected": ["what.is.this"], "newly_initialised": [head]}
+        assert report == {
+            "missing": [head],
+            "unexpected": ["what.is.this"],
+            "newly_initialised": [head],
+        }
         if messages:
-            assert len(messages) == 2 and f"not have {head}: newly" in messages[0] and "what.is.this of it is not" in messages[1]
+            assert (
+                len(messages) == 2
+                and f"not have {head}: newly" in messages[0]
+                and "what.is.this of it is not" in messages[1]
+            )
     assert alone[1]
 
 
@@ -290,14 +365,23 @@ class Pair(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 4, bias=False), torch.nn.Linear(3, 4, bias=False)
+        self.first, self.second = (
+            torch.nn.Linear(3, 4, bias=False),
+            torch.nn.Linear(3, 4, bias=False),
+        )
         self.table = torch.nn.Embedding(5, 3)
         self.head = torch.nn.Linear(3, 5, bias=False)
         self.head.weight = self.table.weight
         self.register_buffer("steps", torch.tensor(3))
 
 
-PAIR = KeyMap({"first.weight": Piece("one.weight"), "second.weight": Piece("one.weight"), "table.weight": Piece("embed.weight")})
+PAIR = KeyMap(
+    {
+        "first.weight": Piece("one.weight"),
+        "second.weight": Piece("one.weight"),
+        "table.weight": Piece("embed.weight"),
+    }
+)
 
 
 def test_what_is_one_tensor_there_must_be_equal_here(tmp_path: pathlib.Path) -> None:
@@ -310,7 +394,12 @@ def test_what_is_one_tensor_there_must_be_equal_here(tmp_path: pathlib.Path) -> 
     with pytest.warns(UserWarning, match="does not use: steps"):
         save_hugging_face(model, tmp_path / "out", PAIR, {})
     assert_same(
-        read_folder(tmp_path / "out"), {"one.weight": model.first.weight, "embed.weight": model.table.weight, "steps": model.steps}
+        read_folder(tmp_path / "out"),
+        {
+            "one.weight": model.first.weight,
+            "embed.weight": model.table.weight,
+            "steps": model.steps,
+        },
     )
     other = Pair()
     load_weights(other, tmp_path / "out", PAIR)
@@ -334,7 +423,9 @@ def save_limited(folder: str, limit: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("num_ranks", "limit"), [(0, 30_000), (2, 100), (2, 30_000)])
-def test_a_full_disk_leaves_what_was_there(tmp_path: pathlib.Path, num_ranks: int, limit: int) -> None:
+def test_a_full_disk_leaves_what_was_there(
+    tmp_path: pathlib.Path, num_ranks: int, limit: int
+) -> None:
     folder = write_folder(tmp_path / "model", theirs())
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     for messages in on_all(num_ranks, save_limited, str(folder), limit):
@@ -349,7 +440,12 @@ def test_new_weights_replace_all_old_ones(tmp_path: pathlib.Path) -> None:
     (tmp_path / "out" / ".incoming").mkdir(parents=True)  # of a process that was killed
     (tmp_path / "out" / "notes.txt").touch()
     for format, size, want in (
-        ("hf", "20KB", {f"model-{place:05d}-of-00004.safetensors" for place in range(1, 5)} | {"model.safetensors.index.json"}),
+        (
+            "hf",
+            "20KB",
+            {f"model-{place:05d}-of-00004.safetensors" for place in range(1, 5)}
+            | {"model.safetensors.index.json"},
+        ),
         ("hf", "5GB", {"model.safetensors"}),
         ("model_center", "5GB", {"pytorch_model.pt"}),
         ("hf", "5GB", {"model.safetensors"}),
@@ -366,7 +462,9 @@ def save_pair(format: str, folder: pathlib.Path, config: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("format", ["hf", "model_center"])
-def test_places_and_configurations_that_cannot_be_written(tmp_path: pathlib.Path, format: str) -> None:
+def test_places_and_configurations_that_cannot_be_written(
+    tmp_path: pathlib.Path, format: str
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match="cannot save to the folder"):
         save_pair(format, tmp_path / "file", {})
@@ -400,7 +498,12 @@ class Wide(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512, bias=False) for _ in range(4))
 
 
-WIDE = KeyMap({f"layers.{place}.weight": Piece("fused", rows=(512 * place, 512 * (place + 1))) for place in range(4)})
+WIDE = KeyMap(
+    {
+        f"layers.{place}.weight": Piece("fused", rows=(512 * place, 512 * (place + 1)))
+        for place in range(4)
+    }
+)
 
 
 def read_wide(folder: str) -> tuple[int, State]:
@@ -411,7 +514,9 @@ def read_wide(folder: str) -> tuple[int, State]:
     return bytes_read() - before, state_of(model)
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them"
+)
 def test_every_rank_reads_only_its_own_bytes(tmp_path: pathlib.Path) -> None:
     fused = torch.randn(2048, 512)
     safetensors.torch.save_file({"fused": fused}, tmp_path / "model.safetensors")

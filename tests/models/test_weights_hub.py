@@ -71,7 +71,10 @@ def test_a_folder_wins(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_old_cache_is_used_where_it_has_the_files(tmp_path: pathlib.Path) -> None:
-    hub, cache = Hub(tmp_path, {"google-t5/t5-base": ("config.json", "spiece.model")}), tmp_path / "cache"
+    hub, cache = (
+        Hub(tmp_path, {"google-t5/t5-base": ("config.json", "spiece.model")}),
+        tmp_path / "cache",
+    )
     (cache / "t5-base").mkdir(parents=True)
     (cache / "t5-base" / "pytorch_model.pt").touch()
     (cache / "cpm1-large").mkdir()
@@ -81,13 +84,36 @@ def test_the_old_cache_is_used_where_it_has_the_files(tmp_path: pathlib.Path) ->
     assert names(resolve("t5-base", "tokenizer", hub, cache)) == {"config.json", "spiece.model"}
 
 
-def test_only_what_is_asked_for_is_fetched_and_safetensors_if_there_are_any(tmp_path: pathlib.Path) -> None:
-    both = ("config.json", "model.safetensors", "pytorch_model.bin", "flax_model.msgpack", "vocab.txt", "model.fp16.safetensors")
-    hub = Hub(tmp_path, {"google-bert/bert-base-cased": both, "some/old": ("config.json", "pytorch_model-00001-of-00002.bin")})
+def test_only_what_is_asked_for_is_fetched_and_safetensors_if_there_are_any(
+    tmp_path: pathlib.Path,
+) -> None:
+    both = (
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "flax_model.msgpack",
+        "vocab.txt",
+        "model.fp16.safetensors",
+    )
+    hub = Hub(
+        tmp_path,
+        {
+            "google-bert/bert-base-cased": both,
+            "some/old": ("config.json", "pytorch_model-00001-of-00002.bin"),
+        },
+    )
     assert names(resolve("bert-base-cased", "config", hub, tmp_path)) == {"config.json"}
-    assert names(resolve("bert-base-cased", "model", hub, tmp_path)) == {"config.json", "model.safetensors"}
-    assert names(resolve("some/old", "model", hub, tmp_path)) == {"config.json", "pytorch_model-00001-of-00002.bin"}
-    with pytest.raises(IdentifierError, match=r"some/old has no tokenizer files: expected any of vocab\.json"):
+    assert names(resolve("bert-base-cased", "model", hub, tmp_path)) == {
+        "config.json",
+        "model.safetensors",
+    }
+    assert names(resolve("some/old", "model", hub, tmp_path)) == {
+        "config.json",
+        "pytorch_model-00001-of-00002.bin",
+    }
+    with pytest.raises(
+        IdentifierError, match=r"some/old has no tokenizer files: expected any of vocab\.json"
+    ):
         resolve("some/old", "tokenizer", hub, tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""Names of checkpoints: matching, cutting and turning on the way in, the inverse on the way out; no files, no processes."""
+"""Names of checkpoints: matching, cutting and turning on the way in, the inverse on the way out; no
+files, no processes.
+"""
 
 from __future__ import annotations
 
@@ -116,21 +118,38 @@ def test_any_part_is_that_of_the_whole() -> None:
                 want = value.reshape(-1)[start:stop]
                 assert torch.equal(mapped.part(name, start, stop), want), (name, start, stop)
                 scratch = torch.zeros(value.numel() * 8, dtype=torch.uint8)
-                assert torch.equal(mapped.read(name, start, stop, scratch).reshape(-1), want), (name, start, stop)
+                assert torch.equal(mapped.read(name, start, stop, scratch).reshape(-1), want), (
+                    name,
+                    start,
+                    stop,
+                )
 
 
 def test_unexpected_ignored_copies_and_missing_names() -> None:
-    tensors = {**theirs(), "model.rotary.inv_freq": torch.ones(1), "head.weight": torch.ones(1), "what": torch.ones(1)}
+    tensors = {
+        **theirs(),
+        "model.rotary.inv_freq": torch.ones(1),
+        "head.weight": torch.ones(1),
+        "what": torch.ones(1),
+    }
     found = match(MAP, [*MAP.pieces, "classes.weight"], tensors)
     assert found.unexpected == ["what"]
     assert found.copies == [("head.weight", "model.embed.weight")]
-    assert "classes.weight" not in found.pieces and MAP.may_be_new("classes.weight") and not MAP.may_be_new("q.classes.weight")
+    assert (
+        "classes.weight" not in found.pieces
+        and MAP.may_be_new("classes.weight")
+        and not MAP.may_be_new("q.classes.weight")
+    )
     assert match(MAP, ["own"], ["own"]).pieces == {"own": Piece("own")}
 
 
 def test_files_of_another_size_are_refused() -> None:
     """Rows left over would be lost in silence."""
-    for shape, complaint in (((3, 9), "9 rows or columns"), ((3, 7), "too small"), ((8,), "expected a matrix")):
+    for shape, complaint in (
+        ((3, 9), "9 rows or columns"),
+        ((3, 7), "too small"),
+        ((8,), "expected a matrix"),
+    ):
         source = Memory({**theirs(), "model.qkv.weight": torch.zeros(shape)})
         pieces = match(MAP, MAP.pieces, source.headers).pieces
         with pytest.raises(WeightsError, match=complaint):
@@ -182,11 +201,19 @@ def test_reads_in_many_pieces_are_those_in_one(monkeypatch: pytest.MonkeyPatch, 
     for num_ranks in (1, 2, 3, 5):
         for rank in range(num_ranks):
             sizes = {name: value.numel() for name, value in expected(tensors).items()}
-            spans = {name: (size * rank // num_ranks, size * (rank + 1) // num_ranks) for name, size in sizes.items()}
-            reads = [Read(torch.full((stop - start,), float("nan")), name, start, stop) for name, (start, stop) in spans.items()]
+            spans = {
+                name: (size * rank // num_ranks, size * (rank + 1) // num_ranks)
+                for name, size in sizes.items()
+            }
+            reads = [
+                Read(torch.full((stop - start,), float("nan")), name, start, stop)
+                for name, (start, stop) in spans.items()
+            ]
             read_all(reads, mapped)
             for read in reads:
-                assert torch.equal(read.target, expected(tensors)[read.name].reshape(-1)[read.start : read.stop]), (read.name, rank)
+                assert torch.equal(
+                    read.target, expected(tensors)[read.name].reshape(-1)[read.start : read.stop]
+                ), (read.name, rank)
 
 
 def test_an_error_of_one_read_ends_all() -> None:
@@ -205,13 +232,19 @@ def test_reads_convert_to_the_dtype_of_their_target() -> None:
     source = Memory({"a": torch.tensor([1.5, 2.0**-9, 70000.0]), "i": torch.tensor([1, 2, 3])})
     half, whole = torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3)
     read_all([Read(half, "a", 0, 3), Read(whole, "i", 0, 3)], source)
-    assert torch.equal(half, source.tensors["a"].bfloat16()) and torch.equal(whole, torch.tensor([1.0, 2.0, 3.0]))
+    assert torch.equal(half, source.tensors["a"].bfloat16()) and torch.equal(
+        whole, torch.tensor([1.0, 2.0, 3.0])
+    )
 
 
 def export(tensors: dict[str, torch.Tensor], folder: pathlib.Path, size: int = 10**9) -> None:
     headers = {name: Header(tuple(value.shape), value.dtype) for name, value in tensors.items()}
     targets = targets_of(MAP, headers)
-    exporter = Exporter(MAP, targets, SafetensorsWriter(folder, {name: target.header for name, target in targets.items()}, size))
+    exporter = Exporter(
+        MAP,
+        targets,
+        SafetensorsWriter(folder, {name: target.header for name, target in targets.items()}, size),
+    )
     for name, value in tensors.items():
         exporter.put([name], value)
 
@@ -221,7 +254,12 @@ def test_writing_is_the_inverse_of_reading(tmp_path: pathlib.Path) -> None:
     from safetensors import safe_open
 
     tensors = theirs()
-    ours = {**expected(tensors), "own": torch.tensor(3), "flags": torch.tensor([True, False, True]), "none": torch.zeros(0, 2)}
+    ours = {
+        **expected(tensors),
+        "own": torch.tensor(3),
+        "flags": torch.tensor([True, False, True]),
+        "none": torch.zeros(0, 2),
+    }
     export(ours, tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -245,18 +283,25 @@ def test_writing_is_the_inverse_of_reading(tmp_path: pathlib.Path) -> None:
 def test_what_their_format_cannot_hold_is_an_error(
     tmp_path: pathlib.Path, change: dict[str, torch.Tensor | None], complaint: str
 ) -> None:
-    tensors = {name: value for name, value in {**expected(theirs()), **change}.items() if value is not None}
+    tensors = {
+        name: value for name, value in {**expected(theirs()), **change}.items() if value is not None
+    }
     with pytest.raises(WeightsError, match=complaint):
         export(tensors, tmp_path)
 
 
 def test_files_are_cut_by_size() -> None:
-    headers = {name: Header((size,), torch.int8) for name, size in (("a", 4), ("b", 6), ("c", 1), ("d", 50), ("e", 10))}
+    headers = {
+        name: Header((size,), torch.int8)
+        for name, size in (("a", 4), ("b", 6), ("c", 1), ("d", 50), ("e", 10))
+    }
     assert shards(headers, 10) == [["a", "b"], ["c"], ["d"], ["e"]]
     assert shards(headers, 100) == [["a", "b", "c", "d", "e"]]
 
 
-@pytest.mark.parametrize(("size", "want"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("300kb", 300_000)])
+@pytest.mark.parametrize(
+    ("size", "want"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), (7, 7), ("300kb", 300_000)]
+)
 def test_sizes_are_understood(size: int | str, want: int) -> None:
     assert parse_size(size) == want
 

@@ -1,4 +1,6 @@
-"""`python -m tests.programs SEED...` runs the programs of these seeds; `--count 500` those of the seeds from `--first` on."""
+"""`python -m tests.programs SEED...` runs the programs of these seeds; `--count 500` those of the
+seeds from `--first` on.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,24 @@ from tests.programs.pool import Pool, Verdict
 
 
 def main() -> int:
-    """Print a line for each program that is neither right nor refused; exit status 1 if there is one."""
+    """Print a line for each program that is neither right nor refused; exit status 1 if there is
+    one.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.programs", description=__doc__)
     parser.add_argument("seeds", nargs="*", type=int, help="seeds to run, each described")
     parser.add_argument("--count", type=int, default=0, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them (0)")
     parser.add_argument("--ranks", type=int, default=None, help="1 to 3; by default the seed says")
-    parser.add_argument("--on", nargs="*", default=[], metavar="FEATURE", help=f"turn on: {', '.join(sorted(FEATURES))}; or all")
-    parser.add_argument("--shrink", action="store_true", help="find the smallest program that still fails")
+    parser.add_argument(
+        "--on",
+        nargs="*",
+        default=[],
+        metavar="FEATURE",
+        help=f"turn on: {', '.join(sorted(FEATURES))}; or all",
+    )
+    parser.add_argument(
+        "--shrink", action="store_true", help="find the smallest program that still fails"
+    )
     parser.add_argument("--verbose", action="store_true", help="a line for each program")
     args = parser.parse_args()
     off = frozenset() if "all" in args.on else OFF - set(args.on)
@@ -32,11 +44,18 @@ def main() -> int:
             verdict = pool.judge(spec)
             count[verdict.word] += 1
             if not verdict or args.verbose or args.seeds:
-                print(f"{verdict.word:8s}{seed}: {spec}\n        {verdict.detail[:600]}", flush=True)
+                print(
+                    f"{verdict.word:8s}{seed}: {spec}\n        {verdict.detail[:600]}", flush=True
+                )
             if not verdict and args.shrink:
                 small, now = shrunk(pool, spec, verdict)
-                print(f"        smallest: {now.word}: {small}\n        {now.detail[:400]}", flush=True)
-    print(", ".join(f"{number} {word}" for word, number in sorted(count.items())), f"in {time.monotonic() - began:.0f} s")
+                print(
+                    f"        smallest: {now.word}: {small}\n        {now.detail[:400]}", flush=True
+                )
+    print(
+        ", ".join(f"{number} {word}" for word, number in sorted(count.items())),
+        f"in {time.monotonic() - began:.0f} s",
+    )
     return int(any(word not in ("right", "refused") for word in count))
 
 

@@ -6,10 +6,12 @@ import dataclasses
 import random
 from typing import Any
 
-# Features whose choices are not drawn because the engine does not have them yet: take names out to turn them on.
+# Features whose choices are not drawn because the engine does not have them yet: take names out to
+# turn them on.
 OFF: frozenset[str] = frozenset()
 
-# The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f" belongs to the feature f.
+# The first choice of each option is its plainest, which shrinking goes back to. A choice "x@f"
+# belongs to the feature f.
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float32", "float32", "bfloat16", "float64"),
     "rows": ("split", "split", "same"),
@@ -24,27 +26,71 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "micro": (1, 1, 2),
     "deferred": (False, False, True),
     "manager": (True, True, False),
-    "hooks": ("none", "none", "module_forward", "module_backward", "parameter@parameter_hooks", "accumulated@parameter_hooks"),
+    "hooks": (
+        "none",
+        "none",
+        "module_forward",
+        "module_backward",
+        "parameter@parameter_hooks",
+        "accumulated@parameter_hooks",
+    ),
     "optimizer": (
-        "sgd", "adam", "adam", "adamw", "adamw_foreach", "offload", "momentum", "rmsprop", "nadam", "adagrad",
-        "adafactor@whole_shapes", "muon@whole_shapes", "lbfgs@whole_shapes",
+        "sgd",
+        "adam",
+        "adam",
+        "adamw",
+        "adamw_foreach",
+        "offload",
+        "momentum",
+        "rmsprop",
+        "nadam",
+        "adagrad",
+        "adafactor@whole_shapes",
+        "muon@whole_shapes",
+        "lbfgs@whole_shapes",
     ),
     "groups": ("one", "one", "named", "dim@whole_shapes"),
     "penalty": ("none", "none", "none", "l2@whole_shapes", "orthogonal@whole_shapes"),
     "clip": ("none", "none", "ours", "ours_inf", "torch@torch_clip"),
     "clear": ("none", "zeros", "model"),
-}  # fmt: skip
+}
 KINDS = (
-    "linear", "residual", "residual", "norm", "attention", "conv", "rnn", "tiny", "buffer", "dropout", "batchnorm",
-    "script@torchscript", "sometimes", "unused_on_one_rank@ranks_part",
-)  # fmt: skip
+    "linear",
+    "residual",
+    "residual",
+    "norm",
+    "attention",
+    "conv",
+    "rnn",
+    "tiny",
+    "buffer",
+    "dropout",
+    "batchnorm",
+    "script@torchscript",
+    "sometimes",
+    "unused_on_one_rank@ranks_part",
+)
 BETWEEN = (
-    "validate", "roundtrip", "load_changed", "deepcopy", "write", "edit_gradients", "eval_train", "average_read",
-    "optimizer_roundtrip", "print", "no_gradient_step", "drop_a_gradient",
-    "write_data@data_written", "average_written@whole_shapes", "averaged_model@whole_shapes", "deepcopy_trained@whole_shapes",
+    "validate",
+    "roundtrip",
+    "load_changed",
+    "deepcopy",
+    "write",
+    "edit_gradients",
+    "eval_train",
+    "average_read",
+    "optimizer_roundtrip",
+    "print",
+    "no_gradient_step",
+    "drop_a_gradient",
+    "write_data@data_written",
+    "average_written@whole_shapes",
+    "averaged_model@whole_shapes",
+    "deepcopy_trained@whole_shapes",
     "count@whole_shapes",
-)  # fmt: skip
-FEATURES = frozenset(  # every name that there is: of a choice, or of choices together, which `draw` looks at
+)
+# every name that there is: of a choice, or of choices together, which `draw` looks at
+FEATURES = frozenset(
     {
         feature
         for choices in (*OPTIONS.values(), KINDS, BETWEEN)
@@ -53,7 +99,8 @@ FEATURES = frozenset(  # every name that there is: of a choice, or of choices to
     }
     | {"double_clip", "double_adam", "nested_buffers"}
 )
-DRAWING = {"dropout", "batchnorm", "buffer"}  # what they do with half of the rows is not half of what they do with all
+# what they do with half of the rows is not half of what they do with all
+DRAWING = {"dropout", "batchnorm", "buffer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,29 +117,50 @@ class Spec:
         return self.options[name]
 
     def __str__(self) -> str:
-        special = [f"{name}={value}" for name, value in self.options.items() if value != OPTIONS[name][0]]
+        special = [
+            f"{name}={value}" for name, value in self.options.items() if value != OPTIONS[name][0]
+        ]
         between = [f"{what} before step {step}" for step, what in self.between]
-        return f"{self.ranks} ranks, layers {'+'.join(self.layers)}; {', '.join(special + between) or 'nothing special'}"
+        return (
+            f"{self.ranks} ranks, layers {'+'.join(self.layers)}; "
+            f"{', '.join(special + between) or 'nothing special'}"
+        )
 
     def smaller(self) -> list[Spec]:
         """This program with one thing less, each."""
-        out = [dataclasses.replace(self, between=self.between[:i] + self.between[i + 1 :]) for i in range(len(self.between))]
+        out = [
+            dataclasses.replace(self, between=self.between[:i] + self.between[i + 1 :])
+            for i in range(len(self.between))
+        ]
         if len(self.layers) > 1:
-            out += [dataclasses.replace(self, layers=self.layers[:i] + self.layers[i + 1 :]) for i in range(len(self.layers))]
+            out += [
+                dataclasses.replace(self, layers=self.layers[:i] + self.layers[i + 1 :])
+                for i in range(len(self.layers))
+            ]
         if any(kind != "linear" for kind in self.layers):
             out += [
-                dataclasses.replace(self, layers=(*self.layers[:i], "linear", *self.layers[i + 1 :]))
+                dataclasses.replace(
+                    self, layers=(*self.layers[:i], "linear", *self.layers[i + 1 :])
+                )
                 for i, kind in enumerate(self.layers)
                 if kind != "linear"
             ]
         for name, value in self.options.items():
             if value != OPTIONS[name][0]:
-                out.append(dataclasses.replace(self, options={**self.options, name: OPTIONS[name][0]}))
-        return [dataclasses.replace(spec, options=_consistent(spec.options, spec.layers)) for spec in out]
+                out.append(
+                    dataclasses.replace(self, options={**self.options, name: OPTIONS[name][0]})
+                )
+        return [
+            dataclasses.replace(spec, options=_consistent(spec.options, spec.layers))
+            for spec in out
+        ]
 
 
 def draw(seed: int, ranks: int | None = None, off: frozenset[str] = OFF) -> Spec:
-    """The program of a seed. Features that are off draw the plainest choice, and leave the rest of the program as it is."""
+    """The program of a seed.
+
+    Features that are off draw the plainest choice, and leave the rest of the program as it is.
+    """
     random_ = random.Random(seed)
     drawn_ranks = random_.choice((1, 2, 2, 2, 3))
     busy = random_.choice((0.3, 0.6, 1.0))
@@ -104,14 +172,22 @@ def draw(seed: int, ranks: int | None = None, off: frozenset[str] = OFF) -> Spec
         options["clip"] = "none" if "double_clip" in off else options["clip"]
         is_ours = options["optimizer"] in ("adam", "offload")
         options["optimizer"] = "adamw" if is_ours and "double_adam" in off else options["optimizer"]
-    layers = tuple(_allowed(random_.choice(KINDS), "linear", off) for _ in range(random_.randint(1, 5)))
+    layers = tuple(
+        _allowed(random_.choice(KINDS), "linear", off) for _ in range(random_.randint(1, 5))
+    )
     if "nested_buffers" in off and "buffer" in layers and options["wrap"] == "nested":
         options["wrap"] = "blocks"
     between = []
     for _ in range(random_.choice((0, 1, 1, 2, 3))):
         what, step = _allowed(random_.choice(BETWEEN), "validate", off), random_.randint(1, 2)
         between.append((step, what))
-    return Spec(seed, ranks or drawn_ranks, _consistent(options, layers), layers, tuple(sorted(dict.fromkeys(between))))
+    return Spec(
+        seed,
+        ranks or drawn_ranks,
+        _consistent(options, layers),
+        layers,
+        tuple(sorted(dict.fromkeys(between))),
+    )
 
 
 def _allowed(choice: Any, plain: Any, off: frozenset[str]) -> Any:
@@ -126,7 +202,8 @@ def _consistent(options: dict[str, Any], layers: tuple[str, ...]) -> dict[str, A
     out = dict(options)
     if DRAWING & set(layers) or out["embedding"] == "max_norm" or out["optimizer"] == "lbfgs":
         out["rows"] = "same"
-    if out["wrap"] == "blocks_only" or out["deferred"]:  # ordinary parameters are reduced by the manager, and only there
+    # ordinary parameters are reduced by the manager, and only there
+    if out["wrap"] == "blocks_only" or out["deferred"]:
         out["manager"] = True
     if out["embedding"] == "none" and out["tie"] == "head":
         out["tie"] = "none"
@@ -135,11 +212,20 @@ def _consistent(options: dict[str, Any], layers: tuple[str, ...]) -> dict[str, A
     if out["optimizer"] == "lbfgs":
         # Its steps hang on the last bit of what it computes with.
         out |= {"manager": False, "deferred": False, "micro": 1, "clip": "none", "dtype": "float64"}
-    if out["optimizer"] == "adafactor" and set(layers) - {"linear", "residual", "norm", "conv", "tiny", "sometimes"}:
-        # It divides each step by the mean of all its elements, which the rounding errors of one may decide, that of a key's bias.
+    if out["optimizer"] == "adafactor" and set(layers) - {
+        "linear",
+        "residual",
+        "norm",
+        "conv",
+        "tiny",
+        "sometimes",
+    }:
+        # It divides each step by the mean of all its elements, which the rounding errors of one may
+        # decide, that of a key's bias.
         out["optimizer"] = "adagrad"
     if "batchnorm" in layers and out["optimizer"] not in ("sgd", "lbfgs"):
-        # The gradient of the bias before it is rounding, of which an optimizer that normalises makes a whole step.
+        # The gradient of the bias before it is rounding, of which an optimizer that normalises
+        # makes a whole step.
         out["optimizer"] = "momentum"
     if out["micro"] == 1:
         out["deferred"] = False

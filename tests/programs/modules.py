@@ -41,7 +41,10 @@ class SplitResidual(bmt.DistributedModule):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.a, self.b = bmt.nn.Linear(DIM, 13, dtype=dtype), bmt.nn.Linear(13, DIM, bias=False, dtype=dtype)
+        self.a, self.b = (
+            bmt.nn.Linear(DIM, 13, dtype=dtype),
+            bmt.nn.Linear(13, DIM, bias=False, dtype=dtype),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.b(torch.tanh(self.a(x)))
@@ -89,7 +92,10 @@ class Tiny(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gain, self.shift = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.randn(1))
-        self.unused, self.frozen = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(DIM), requires_grad=False)
+        self.unused, self.frozen = (
+            nn.Parameter(torch.randn(3)),
+            nn.Parameter(torch.randn(DIM), requires_grad=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.sin(x * self.gain + self.shift) + self.frozen
@@ -192,10 +198,20 @@ class Outer(nn.Module):
 
 
 KINDS: dict[str, type[nn.Module]] = {
-    "linear": Linear, "residual": Residual, "norm": Norm, "attention": Attention, "conv": Conv, "rnn": Recurrent, "tiny": Tiny,
-    "buffer": Buffer, "dropout": Dropout, "batchnorm": BatchNorm, "script": Script, "sometimes": Sometimes,
+    "linear": Linear,
+    "residual": Residual,
+    "norm": Norm,
+    "attention": Attention,
+    "conv": Conv,
+    "rnn": Recurrent,
+    "tiny": Tiny,
+    "buffer": Buffer,
+    "dropout": Dropout,
+    "batchnorm": BatchNorm,
+    "script": Script,
+    "sometimes": Sometimes,
     "unused_on_one_rank": UnusedOnOneRank,
-}  # fmt: skip
+}
 
 
 class Net(nn.Module):
@@ -220,10 +236,14 @@ class Net(nn.Module):
         if spec["tie"] == "head" and self.embedding is not None:
             self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.tensor([0.7]))
-        self.position = None if spec["positions"] == "none" else nn.Parameter(torch.randn(LENGTH, DIM))
+        self.position = (
+            None if spec["positions"] == "none" else nn.Parameter(torch.randn(LENGTH, DIM))
+        )
 
     def placed(self, x: torch.Tensor) -> torch.Tensor:
-        """Every row, of the shape of the positions, beside them: which rows there are, each rank knows by itself."""
+        """Every row, of the shape of the positions, beside them: which rows there are, each rank
+        knows by itself.
+        """
         if self.position is None:
             return x
         rules: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -249,7 +269,11 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
         dtype = self.scale.dtype
-        x = F.one_hot(tokens % DIM, DIM).to(dtype) if self.embedding is None else self.embedding(tokens)
+        x = (
+            F.one_hot(tokens % DIM, DIM).to(dtype)
+            if self.embedding is None
+            else self.embedding(tokens)
+        )
         x = self.placed(x)
         for number in self.order(step):
             x = self.layers[number](x)
@@ -257,12 +281,18 @@ class Net(nn.Module):
 
 
 def _tie_first_match(layers: list[nn.Module]) -> None:
-    """The first parameter of a later layer with the shape of one of an earlier layer becomes that one."""
+    """The first parameter of a later layer with the shape of one of an earlier layer becomes that
+    one.
+    """
     for number, late in enumerate(layers):
         for early in layers[:number]:
             for name, param in late.named_parameters():
                 for known in early.parameters():
-                    if known is not param and known.shape == param.shape and known.requires_grad == param.requires_grad:
+                    if (
+                        known is not param
+                        and known.shape == param.shape
+                        and known.requires_grad == param.requires_grad
+                    ):
                         path, _, last = name.rpartition(".")
                         late.get_submodule(path)._parameters[last] = known
                         return
@@ -296,7 +326,9 @@ def sharded(spec: Spec) -> nn.Module:
                     own.load_state_dict(layer.state_dict())
                     for param, old in zip(own.parameters(), layer.parameters(), strict=True):
                         param.requires_grad_(old.requires_grad)
-                    model.layers[number] = bmt.Block(own, use_checkpoint=recompute, zero_level=spec["level"])
+                    model.layers[number] = bmt.Block(
+                        own, use_checkpoint=recompute, zero_level=spec["level"]
+                    )
             return bmt.BMTrainModelWrapper(model, use_checkpoint=recompute)
         case "nested":
             done: dict[int, nn.Module] = {}
@@ -304,16 +336,24 @@ def sharded(spec: Spec) -> nn.Module:
                 assert isinstance(layer, Outer)
                 if id(layer) not in done:
                     layer.inner = bmt.Block(layer.inner, use_checkpoint=False)
-                    done[id(layer)] = bmt.Block(layer, use_checkpoint=recompute, zero_level=spec["level"])
+                    done[id(layer)] = bmt.Block(
+                        layer, use_checkpoint=recompute, zero_level=spec["level"]
+                    )
                 model.layers[number] = done[id(layer)]
             return bmt.BMTrainModelWrapper(model)
         case _:
             known: dict[int, nn.Module] = {}
             for number, layer in enumerate(model.layers):
                 if id(layer) not in known:
-                    known[id(layer)] = bmt.Block(layer, use_checkpoint=recompute, zero_level=spec["level"])
+                    known[id(layer)] = bmt.Block(
+                        layer, use_checkpoint=recompute, zero_level=spec["level"]
+                    )
                 model.layers[number] = known[id(layer)]
-            return model if spec["wrap"] == "blocks_only" else bmt.BMTrainModelWrapper(model, use_checkpoint=recompute)
+            return (
+                model
+                if spec["wrap"] == "blocks_only"
+                else bmt.BMTrainModelWrapper(model, use_checkpoint=recompute)
+            )
 
 
 def copied(model: nn.Module) -> nn.Module:

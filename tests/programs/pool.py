@@ -1,4 +1,6 @@
-"""Processes that run one program after the other, each in a run of its own, and are replaced when one does not end well."""
+"""Processes that run one program after the other, each in a run of its own, and are replaced when
+one does not end well.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,14 @@ class Verdict:
 
     @property
     def sort(self) -> str:
-        """The same for faults that may be the same: of what a wrong number is, or the class of an exception."""
+        """The same for faults that may be the same: of what a wrong number is, or the class of an
+        exception.
+        """
         words = self.detail.partition(": ")[2]
-        return f"{self.word} {words.partition(', ')[2].split(' ')[0] if self.word == 'wrong' else words.partition(':')[0]}"
+        return (
+            f"{self.word} "
+            f"{words.partition(', ')[2].split(' ')[0] if self.word == 'wrong' else words.partition(':')[0]}"
+        )
 
     def __bool__(self) -> bool:
         return self.word in ("right", "refused")
@@ -55,7 +62,12 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.end()
         self._folder.cleanup()
 
@@ -91,7 +103,9 @@ def _started(rank: int) -> tuple[Any, connection.Connection]:
     return process, here
 
 
-def _collected(members: list[tuple[Any, connection.Connection]], deadline: float) -> dict[int, tuple[str, str]]:
+def _collected(
+    members: list[tuple[Any, connection.Connection]], deadline: float
+) -> dict[int, tuple[str, str]]:
     waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(members)}
     said: dict[int, tuple[str, str]] = {}
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -109,8 +123,15 @@ def _collected(members: list[tuple[Any, connection.Connection]], deadline: float
 
 def _verdict(said: dict[int, tuple[str, str]], ranks: int) -> Verdict:
     kinds = [kind for kind, _ in said.values()]
-    first = {kind: next(f"rank {rank}: {text}" for rank, (k, text) in said.items() if k == kind) for kind in kinds}
-    late = "" if len(said) == ranks else f" (ranks {sorted(set(range(ranks)) - set(said))} did not end)"
+    first = {
+        kind: next(f"rank {rank}: {text}" for rank, (k, text) in said.items() if k == kind)
+        for kind in kinds
+    }
+    late = (
+        ""
+        if len(said) == ranks
+        else f" (ranks {sorted(set(range(ranks)) - set(said))} did not end)"
+    )
     for kind in ("invalid", "crash", "refused", "wrong"):
         if kind in first:
             word = "crash" if kind == "refused" and kinds.count(kind) < ranks else kind
@@ -141,7 +162,10 @@ def _serve(rank: int, pipe: connection.Connection) -> None:
                 f"{pathlib.Path(frame.filename).name}:{frame.lineno}"
                 for frame in reversed(traceback.extract_tb(error.__traceback__)[-4:])
             )
-            said = ("crash", f"{type(error).__name__}: {str(error)[:300]} ({where})".replace("\n", " "))
+            said = (
+                "crash",
+                f"{type(error).__name__}: {str(error)[:300]} ({where})".replace("\n", " "),
+            )
         pipe.send(said)
         if said[0] == "right":
             world.shutdown()

@@ -105,7 +105,10 @@ class WithMasters(torch.optim.AdamW):
     def __init__(self, groups: list[dict[str, Any]], **more: Any) -> None:
         self.pairs = [(p, p.detach().float()) for group in groups for p in group["params"]]
         masters = {id(p): master for p, master in self.pairs}
-        super().__init__([{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups], **more)
+        super().__init__(
+            [{**group, "params": [masters[id(p)] for p in group["params"]]} for group in groups],
+            **more,
+        )
         self.seen = [p.detach().clone() for p, _ in self.pairs]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -134,7 +137,9 @@ def groups_of(spec: Spec, model: nn.Module) -> list[dict[str, Any]]:
     else:
         first = [p for n, p in named if n.endswith("weight")]
         second = [p for n, p in named if not n.endswith("weight")]
-    return [group for group in ({"params": first, "lr": LR / 2}, {"params": second}) if group["params"]]
+    return [
+        group for group in ({"params": first, "lr": LR / 2}, {"params": second}) if group["params"]
+    ]
 
 
 def optimizer_of(spec: Spec, groups: list[dict[str, Any]], ours: bool) -> torch.optim.Optimizer:
@@ -142,7 +147,11 @@ def optimizer_of(spec: Spec, groups: list[dict[str, Any]], ours: bool) -> torch.
     adam: dict[str, Any] = {"lr": LR, "eps": 1e-4, "weight_decay": 0.1}
     if spec["optimizer"] in ("adam", "offload"):
         if ours:
-            return (bmt.optim.AdamOptimizer if spec["optimizer"] == "adam" else bmt.optim.AdamOffloadOptimizer)(groups, **adam)
+            return (
+                bmt.optim.AdamOptimizer
+                if spec["optimizer"] == "adam"
+                else bmt.optim.AdamOffloadOptimizer
+            )(groups, **adam)
         return WithMasters(groups, **adam) if half else o.AdamW(groups, **adam)
     makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "sgd": lambda: o.SGD(groups, lr=LR),
@@ -154,7 +163,9 @@ def optimizer_of(spec: Spec, groups: list[dict[str, Any]], ours: bool) -> torch.
         "adagrad": lambda: o.Adagrad(groups, lr=LR, eps=1e-4),
         "adafactor": lambda: o.Adafactor(groups, lr=LR),
         "muon": lambda: Both(groups),
-        "lbfgs": lambda: o.LBFGS([p for group in groups for p in group["params"]], lr=0.1, max_iter=3),
+        "lbfgs": lambda: o.LBFGS(
+            [p for group in groups for p in group["params"]], lr=0.1, max_iter=3
+        ),
     }
     return makers[spec["optimizer"]]()
 
@@ -179,13 +190,22 @@ def batch(spec: Spec, step: int, trainer: Plain) -> torch.Tensor:
 
 
 def micro_batches(spec: Spec, step: int, trainer: Plain, count: int) -> list[torch.Tensor]:
-    """Of one process each is what all ranks have together: hooks may make something of every one."""
-    shape, generator = (modules.ROWS, modules.LENGTH), torch.Generator().manual_seed(spec.seed + step)
+    """Of one process each is what all ranks have together: hooks may make something of every
+    one.
+    """
+    shape, generator = (
+        (modules.ROWS, modules.LENGTH),
+        torch.Generator().manual_seed(spec.seed + step),
+    )
     rows = torch.randint(0, modules.VOCAB, shape, generator=generator)
     if spec["rows"] == "same":
         return list(rows.chunk(count))
     ranks = [own.chunk(count) for own in rows.chunk(spec.ranks)]
-    return list(ranks[trainer.rank]) if trainer.ranks > 1 else [torch.cat(parts) for parts in zip(*ranks, strict=True)]
+    return (
+        list(ranks[trainer.rank])
+        if trainer.ranks > 1
+        else [torch.cat(parts) for parts in zip(*ranks, strict=True)]
+    )
 
 
 def loss_of(spec: Spec, model: Any, rows: torch.Tensor, step: int) -> torch.Tensor:
@@ -218,7 +238,9 @@ def hook(spec: Spec, model: Any) -> None:
     if spec["hooks"] == "module_forward":
         model.layers[0].register_forward_hook(lambda module, args, out: out * 1.1)
     if spec["hooks"] == "module_backward":
-        model.layers[0].register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,) if given[0] is not None else None)
+        model.layers[0].register_full_backward_hook(
+            lambda module, given, got: (given[0] * 0.5,) if given[0] is not None else None
+        )
     if spec["hooks"] == "parameter":
         for p in model.parameters():
             if p.requires_grad:
@@ -238,16 +260,27 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
         case "validate":
             model(rows, step)
         case "roundtrip":
-            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+            model.load_state_dict(
+                {name: value.clone() for name, value in model.state_dict().items()}
+            )
         case "load_changed":
             state = model.state_dict()
-            model.load_state_dict({name: value * 0.9 if value.is_floating_point() else value for name, value in state.items()})
+            model.load_state_dict(
+                {
+                    name: value * 0.9 if value.is_floating_point() else value
+                    for name, value in state.items()
+                }
+            )
         case "deepcopy":
             again = modules.copied(model)
             for p in again.parameters():
                 p.mul_(0.5)
             record.add(
-                step, Kind.LOSS, "of a copy", model(rows, step).float().mean() * 0 + again.state_dict()["norm.bias"].float().sum()
+                step,
+                Kind.LOSS,
+                "of a copy",
+                model(rows, step).float().mean() * 0
+                + again.state_dict()["norm.bias"].float().sum(),
             )
         case "write":
             for p in model.parameters():
@@ -271,7 +304,9 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
                 p.data.mul_(0.9)
         case "average_written":
             average = modules.copied(model)
-            for mine, theirs in zip(average.state_dict().values(), model.state_dict().values(), strict=True):
+            for mine, theirs in zip(
+                average.state_dict().values(), model.state_dict().values(), strict=True
+            ):
                 mine.copy_(0.5 * mine + 0.25 * theirs) if mine.is_floating_point() else None
             for name, value in average.state_dict().items():
                 record.add(step, Kind.PARAMETER, f"average of {name}", value)
@@ -283,7 +318,9 @@ def happen(what: str, spec: Spec, trainer: Plain, record: Record, step: int) -> 
         case "deepcopy_trained":
             trainer.make_optimizer(modules.copied(model))
         case "count":
-            record.add(step, Kind.LOSS, "number of elements", sum(p.numel() for p in model.parameters()))
+            record.add(
+                step, Kind.LOSS, "number of elements", sum(p.numel() for p in model.parameters())
+            )
             record.add(step, Kind.LOSS, "norm of the norm", model.norm.weight.detach().norm())
 
 
@@ -326,7 +363,12 @@ def _train(spec: Spec, trainer: Plain, record: Record, step: int) -> None:
     for number, rows in enumerate(micro_batches(spec, step, trainer, spec["micro"])):
         loss = loss_of(spec, model, rows, step) / spec["micro"]
         trainer.backward(loss, number == spec["micro"] - 1)
-        record.add(step + 1, Kind.LOSS, f"micro-batch {number}", bmt.sum_loss(loss.detach()) if spec["micro"] == 1 else 0)
+        record.add(
+            step + 1,
+            Kind.LOSS,
+            f"micro-batch {number}",
+            bmt.sum_loss(loss.detach()) if spec["micro"] == 1 else 0,
+        )
     if (step, "edit_gradients") in spec.between:
         for p in model.parameters():
             if p.grad is not None:

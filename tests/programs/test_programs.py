@@ -27,19 +27,30 @@ def test_programs_are_right_or_refused(first: int, pool: Pool) -> None:
         spec = draw(seed)
         verdict = pool.judge(spec)
         if not verdict:
-            failed.append(f"python -m tests.programs {seed} --shrink\n  {spec}\n  {verdict.word}: {verdict.detail}")
+            failed.append(
+                f"python -m tests.programs {seed} --shrink\n  {spec}\n  {verdict.word}: "
+                f"{verdict.detail}"
+            )
     assert not failed, "\n".join(failed)
 
 
 def test_a_fault_is_found_and_made_small(pool: Pool) -> None:
     """A parameter of another value on the ranks is wrong, whatever else the program does."""
     spec = draw(3, ranks=2)
-    broken = type(spec)(spec.seed, 2, {**spec.options, "wrap": "faulty", "dtype": "float32"}, spec.layers, spec.between)
+    broken = type(spec)(
+        spec.seed,
+        2,
+        {**spec.options, "wrap": "faulty", "dtype": "float32"},
+        spec.layers,
+        spec.between,
+    )
     verdict = pool.judge(broken)
     assert verdict.word == "wrong"
     smallest, now = shrunk(pool, broken, verdict)
     assert now.word == "wrong" and smallest.layers == ("linear",) and not smallest.between
-    assert [name for name, value in smallest.options.items() if value != OPTIONS[name][0]] == ["wrap"]
+    assert [name for name, value in smallest.options.items() if value != OPTIONS[name][0]] == [
+        "wrap"
+    ]
 
 
 def test_a_program_is_that_of_its_seed() -> None:
@@ -55,5 +66,9 @@ def test_seeds_reach_every_choice() -> None:
     for name, choices in OPTIONS.items():
         wanted = {str(choice).partition("@")[0] for choice in choices}
         assert wanted <= {str(spec[name]) for spec in specs}, name
-    assert {kind.partition("@")[0] for kind in KINDS} <= {kind for spec in specs for kind in spec.layers}
-    assert {what.partition("@")[0] for what in BETWEEN} <= {what for spec in specs for _, what in spec.between}
+    assert {kind.partition("@")[0] for kind in KINDS} <= {
+        kind for spec in specs for kind in spec.layers
+    }
+    assert {what.partition("@")[0] for what in BETWEEN} <= {
+        what for spec in specs for _, what in spec.between
+    }

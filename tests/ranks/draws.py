@@ -1,4 +1,6 @@
-"""Steps of blocks from seeds and from restored states of the generators, compared number by number."""
+"""Steps of blocks from seeds and from restored states of the generators, compared number by
+number.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ class Step:
 
 
 def step(blocks: nn.ModuleList, x: torch.Tensor, start: int | State) -> Step:
-    """A forward and a backward pass, the generators seeded or restored before. Backward must leave them alone, and so Python's."""
+    """A forward and a backward pass, the generators seeded or restored before.
+
+    Backward must leave them alone, and so Python's.
+    """
     x = x.clone().requires_grad_()
     blocks.zero_grad()
     if isinstance(start, int):
@@ -42,13 +47,22 @@ def step(blocks: nn.ModuleList, x: torch.Tensor, start: int | State) -> Step:
     h.float().square().mean().backward()
     assert x.grad is not None
     after = seeding.get_random_state(bmt.device())
-    assert all(torch.equal(after[name], state[name]) for name in state), "backward has drawn from the program's generators"
+    assert all(torch.equal(after[name], state[name]) for name in state), (
+        "backward has drawn from the program's generators"
+    )
     assert random.getstate() == of_python, "Python's generator has moved"
-    return Step(h.detach(), [x.grad, *(p.grad.clone() for p in blocks.parameters() if p.grad is not None)], state)
+    return Step(
+        h.detach(),
+        [x.grad, *(p.grad.clone() for p in blocks.parameters() if p.grad is not None)],
+        state,
+    )
 
 
 def assert_alike(got: Step, want: Step, what: str, tolerance: float, of_value: float = 0.0) -> None:
-    """Generators went as far; values and gradients are the same up to a tolerance, of the largest. Other masks are off by 1."""
+    """Generators went as far; values and gradients are the same up to a tolerance, of the largest.
+
+    Other masks are off by 1.
+    """
     for name, state in want.state.items():
         assert torch.equal(got.state[name], state), (
             f"{what}: the generator {name!r} ended elsewhere, {_words(got)} for {_words(want)}"
@@ -58,10 +72,14 @@ def assert_alike(got: Step, want: Step, what: str, tolerance: float, of_value: f
         models.assert_same(mine, theirs, f"{what}: gradient {number}", tolerance)
 
 
-def assert_repeatable(blocks: nn.ModuleList, inputs: Sequence[torch.Tensor], what: str, tolerance: float = 0.0) -> Step:
-    """Every input twice from a seed, the first time compiling; then twice from the state after that; at last the first input again.
+def assert_repeatable(
+    blocks: nn.ModuleList, inputs: Sequence[torch.Tensor], what: str, tolerance: float = 0.0
+) -> Step:
+    """Every input twice from a seed, the first time compiling; then twice from the state after
+    that; at last the first input again.
 
-    Values must be the same bits, gradients up to the tolerance (kernels of attention may add in any order). Returns the first step.
+    Values must be the same bits, gradients up to the tolerance (kernels of attention may add in any
+    order). Returns the first step.
     """
     firsts = []
     for number, x in enumerate(inputs):
@@ -71,10 +89,17 @@ def assert_repeatable(blocks: nn.ModuleList, inputs: Sequence[torch.Tensor], wha
         onward = step(blocks, x, firsts[-1].state)
         assert not torch.equal(onward.value, firsts[-1].value), f"{name}: every step draws the same"
         assert_alike(step(blocks, x, firsts[-1].state), onward, f"{name}, restored", tolerance)
-    assert_alike(step(blocks, inputs[0], SEED), firsts[0], f"{what}, after other inputs, seeded again", tolerance)
+    assert_alike(
+        step(blocks, inputs[0], SEED),
+        firsts[0],
+        f"{what}, after other inputs, seeded again",
+        tolerance,
+    )
     return firsts[0]
 
 
 def _words(one: Step) -> str:
     """The last bytes of the states: on a GPU seed and offset."""
-    return ", ".join(f"{name}: {state[-16:].view(torch.int64).tolist()}" for name, state in one.state.items())
+    return ", ".join(
+        f"{name}: {state[-16:].view(torch.int64).tolist()}" for name, state in one.state.items()
+    )

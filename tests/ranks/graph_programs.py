@@ -1,4 +1,6 @@
-"""Training programs that must not notice whether `bmtrain.cuda_graph` captures their forward and backward pass."""
+"""Training programs that must not notice whether `bmtrain.cuda_graph` captures their forward and
+backward pass.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ STEPS = 11
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward part, (rows, 5, dim) to the same, of operations that give the same bits every time."""
+    """Attention and feed-forward part, (rows, 5, dim) to the same, of operations that give the same
+    bits every time.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm, self.query, self.value = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.norm, self.query, self.value = (
+            nn.LayerNorm(dim),
+            nn.Linear(dim, dim),
+            nn.Linear(dim, dim),
+        )
         self.up, self.down = nn.Linear(dim, 11), nn.Linear(11, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -34,7 +42,10 @@ class Net(nn.Module):
     def __init__(self, level: int, recompute: bool, compiled: bool, dim: int) -> None:
         super().__init__()
         torch.manual_seed(3)
-        blocks = [bmt.Block(Layer(dim), use_checkpoint=recompute, zero_level=level, compile=compiled) for _ in range(3)]
+        blocks = [
+            bmt.Block(Layer(dim), use_checkpoint=recompute, zero_level=level, compile=compiled)
+            for _ in range(3)
+        ]
         self.blocks = bmt.TransformerBlockList(blocks)
         self.head = bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(dim, 5)))
         self.scale = nn.Parameter(torch.ones(5, device=bmt.device()))
@@ -47,7 +58,13 @@ class Run:
     """A model in training, whose forward and backward pass may be captured."""
 
     def __init__(
-        self, capture: bool, level: int = 3, recompute: bool = False, compiled: bool = False, dim: int = 8, **options: Any
+        self,
+        capture: bool,
+        level: int = 3,
+        recompute: bool = False,
+        compiled: bool = False,
+        dim: int = 8,
+        **options: Any,
     ) -> None:
         self.net, self.dim = Net(level, recompute, compiled, dim), dim
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
@@ -55,7 +72,9 @@ class Run:
         self.manager = bmt.optim.OptimManager(**options)
         self.manager.add_optimizer(self.optimizer, self.scheduler)
         self.num_calls = 0
-        self.step = bmt.cuda_graph(self.forward_and_backward) if capture else self.forward_and_backward
+        self.step = (
+            bmt.cuda_graph(self.forward_and_backward) if capture else self.forward_and_backward
+        )
         self.look = bmt.cuda_graph(self.forward) if capture else self.forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,12 +182,22 @@ def evaluating_captured(run: Run, step: int) -> torch.Tensor:
 
 
 PROGRAMS = (
-    plainly, keeping_zeros, accumulating, alternating, evaluating, changing_gradients, loading, partly_cleared, freezing,
+    plainly,
+    keeping_zeros,
+    accumulating,
+    alternating,
+    evaluating,
+    changing_gradients,
+    loading,
+    partly_cleared,
+    freezing,
     evaluating_captured,
-)  # fmt: skip
+)
 
 
-def train(capture: bool, program: Program, *args: Any, **options: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Run]:
+def train(
+    capture: bool, program: Program, *args: Any, **options: Any
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], Run]:
     """Losses, weights afterwards, and the run."""
     run = Run(capture, *args, **options)
     losses = [program(run, step) for step in range(STEPS)]

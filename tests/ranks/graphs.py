@@ -1,4 +1,6 @@
-"""Graphs on the CPU, for tests: a capture writes down every operation with its tensors, a replay does the operations again."""
+"""Graphs on the CPU, for tests: a capture writes down every operation with its tensors, a replay
+does the operations again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ MAKING_MEMORY = {"empty", "empty_like", "new_empty", "empty_strided"}
 
 
 class Recording(TorchDispatchMode):
-    """Operations, with their arguments and results, in order. A value read by the host ends the capture, as on a GPU."""
+    """Operations, with their arguments and results, in order.
+
+    A value read by the host ends the capture, as on a GPU.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +61,9 @@ class Recording(TorchDispatchMode):
         self._before.clear()
 
     def replay(self) -> None:
-        """Do it all again. Memory of the graph holds nothing at first: on a GPU tensors that did not live together share it."""
+        """Do it all again. Memory of the graph holds nothing at first: on a GPU tensors that did
+        not live together share it.
+        """
         with torch.no_grad():
             for tensor in self._made:
                 tensor.fill_(float("nan"))

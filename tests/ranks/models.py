@@ -1,4 +1,6 @@
-"""Models with everything odd that the engine must get right, in plain PyTorch, and the ways to shard them."""
+"""Models with everything odd that the engine must get right, in plain PyTorch, and the ways to
+shard them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ import bmtrain as bmt
 from bmtrain.compile.compiled import CompiledByDefault
 from bmtrain.shard.slices import local_of
 
-VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36  # rows divide evenly over 1 to 4 ranks and 3 micro-batches
+# rows divide evenly over 1 to 4 ranks and 3 micro-batches
+VOCAB, DIM, WIDTH, LENGTH, ROWS = 11, 7, 13, 3, 36
 MARK = 0  # rows that hold this token use the `sometimes` parameters
 
 
@@ -30,28 +33,42 @@ class Counting:
     def __init__(self) -> None:
         self.num_graphs = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]
+    ) -> Callable[..., object]:
         self.num_graphs += 1
         return graph.forward
 
 
-def assert_same(got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-5) -> None:
-    """Both are there, of equal shape and dtype, and no element is off by more than `tolerance` of the largest."""
+def assert_same(
+    got: torch.Tensor | None, want: torch.Tensor | None, what: str, tolerance: float = 1e-5
+) -> None:
+    """Both are there, of equal shape and dtype, and no element is off by more than `tolerance` of
+    the largest.
+    """
     assert got is not None and want is not None, f"{what}: {got}, expected {want}"
-    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    assert got.shape == want.shape, (
+        f"{what}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    )
     assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, expected {want.dtype}"
     if want.numel() == 0:
         return
     error = (got.double().cpu() - want.double().cpu()).abs().max().item()
     scale = max(want.double().abs().max().item(), 1e-6)
-    assert error <= tolerance * scale, f"{what}: off by {error:g}, relative {error / scale:g}, allowed {tolerance:g}"
+    assert error <= tolerance * scale, (
+        f"{what}: off by {error:g}, relative {error / scale:g}, allowed {tolerance:g}"
+    )
 
 
-def assert_same_dicts(got: Mapping[str, Any], want: Mapping[str, Any], what: str, tolerance: float = 1e-5) -> None:
+def assert_same_dicts(
+    got: Mapping[str, Any], want: Mapping[str, Any], what: str, tolerance: float = 1e-5
+) -> None:
     """The same names with the same tensors, None included."""
     assert sorted(got) == sorted(want), f"{what}: names {sorted(got)}, expected {sorted(want)}"
     for name, value in want.items():
-        assert (got[name] is None) == (value is None), f"{what}: {name} is {got[name]}, expected {value}"
+        assert (got[name] is None) == (value is None), (
+            f"{what}: {name} is {got[name]}, expected {value}"
+        )
         if value is not None:
             assert_same(got[name], value, f"{what}: {name}", tolerance)
 
@@ -74,7 +91,10 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
 def plain_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The same of a plain module; of a sharded one this rank's slices."""
-    return {name: None if param.grad is None else local_of(param.grad).clone() for name, param in module.named_parameters()}
+    return {
+        name: None if param.grad is None else local_of(param.grad).clone()
+        for name, param in module.named_parameters()
+    }
 
 
 @dataclasses.dataclass
@@ -86,7 +106,9 @@ class Answer:
 
 
 class OddBlock(torch.nn.Module):
-    """Prime sizes, tiny, 0-dim, frozen, unused and sometimes-used parameters, and outputs of every kind."""
+    """Prime sizes, tiny, 0-dim, frozen, unused and sometimes-used parameters, and outputs of every
+    kind.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -136,13 +158,17 @@ class TiedBlock(torch.nn.Module):
 
 
 class OddModel(torch.nn.Module):
-    """A language model of a kind: embedding and head tied, blocks used twice, a plain and a 0-dim parameter at the root."""
+    """A language model of a kind: embedding and head tied, blocks used twice, a plain and a 0-dim
+    parameter at the root.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCAB, DIM)
         first = OddBlock("tuple")
-        self.layers = torch.nn.ModuleList([first, OddBlock("dict"), OddBlock("dataclass"), OddBlock("tensor")])
+        self.layers = torch.nn.ModuleList(
+            [first, OddBlock("dict"), OddBlock("dataclass"), OddBlock("tensor")]
+        )
         self.tied = torch.nn.ModuleList([TiedBlock(self.embedding.weight, first)])
         self.norm = torch.nn.LayerNorm(DIM)
         self.root_scale = torch.nn.Parameter(torch.ones(3))
@@ -166,12 +192,15 @@ class OddModel(torch.nn.Module):
         return self.tied[0](x)
 
     def forward(self, tokens: torch.Tensor, step: int) -> torch.Tensor:
-        x = self.norm(self.hidden(tokens, step)) * self.root_number  # a scale before the norm would have no gradient
+        # a scale before the norm would have no gradient
+        x = self.norm(self.hidden(tokens, step)) * self.root_number
         return F.linear(x, self.embedding.weight)
 
 
 class Whole(torch.nn.Module):
-    """OddModel inside a module that is never sharded and has a parameter of its own, frozen ones too."""
+    """OddModel inside a module that is never sharded and has a parameter of its own, frozen ones
+    too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +240,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator)
 
 
-def loss_of(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor, step: int) -> torch.Tensor:
+def loss_of(
+    model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor, step: int
+) -> torch.Tensor:
     """Mean over tokens."""
     return F.cross_entropy(model(tokens, step).reshape(-1, VOCAB), targets.reshape(-1))
 
@@ -231,7 +262,10 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups with weight decay and learning rates of their own; frozen parameters included."""
     decayed = [param for name, param in model.named_parameters() if "norm" not in name]
     others = [param for name, param in model.named_parameters() if "norm" in name]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
+    return [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": others, "weight_decay": 0.0, "lr": 3e-3},
+    ]
 
 
 def train_plain(num_steps: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> Whole:

@@ -1,8 +1,10 @@
-"""Running a function on several ranks: `run_ranks(fn, world_size, *args)`, the one way tests start processes.
+"""Running a function on several ranks: `run_ranks(fn, world_size, *args)`, the one way tests start
+processes.
 
-Every call gets fresh processes, so that a test that hangs, dies or leaves state behind spoils nothing else. They are
-forked from a server that has imported torch and bmtrain already (multiprocessing's "forkserver"), which makes a rank
-cost some hundredths of a second instead of the seconds of an import.
+Every call gets fresh processes, so that a test that hangs, dies or leaves state behind spoils
+nothing else. They are forked from a server that has imported torch and bmtrain already
+(multiprocessing's "forkserver"), which makes a rank cost some hundredths of a second instead of the
+seconds of an import.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from bmtrain.shard import gradient
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT_S = 60.0
-# What ranks would else import themselves, some of it at the first optimizer step or meta tensor, seconds each.
+# What ranks would else import themselves, some of it at the first optimizer step or meta tensor,
+# seconds each.
 PRELOADED = [
     "pytest",
     "torch",
@@ -86,18 +89,20 @@ def run_ranks(
     init: dict[str, Any] | None = None,
     join: bool = True,
 ) -> list[Any]:
-    """Run `fn(*args)` on `world_size` ranks, each a process of its own inside `bmtrain.init_distributed(**init)`.
+    """Run `fn(*args)` on `world_size` ranks, each a process of its own inside
+    `bmtrain.init_distributed(**init)`.
 
     Args:
         fn: a function at the top of a module. Its arguments and result must pickle (tensors do).
         timeout: seconds for all; then every rank prints its stack and is killed.
         device: where the ranks compute; None for their GPUs.
         init: arguments of `init_distributed`, `zero_level` for example.
-        join: False leaves the call of `init_distributed` to `fn`; the environment is set all the same.
+        join: False leaves the call of `init_distributed` to `fn`; the environment is set all the
+            same.
 
-    Returns the ranks' results in rank order. If a rank raises, the exception of the first one is raised here (if it
-    pickles), with the rank's traceback as its cause; a rank that hangs or dies is a RankFailure with all that the ranks
-    printed. Warnings are errors on the ranks too.
+    Returns the ranks' results in rank order. If a rank raises, the exception of the first one is
+    raised here (if it pickles), with the rank's traceback as its cause; a rank that hangs or dies
+    is a RankFailure with all that the ranks printed. Warnings are errors on the ranks too.
     """
     __tracebackhide__ = True
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -117,18 +122,25 @@ def run_ranks(
         try:
             outcomes = _collect(running, time.monotonic() + timeout + GRACE_S)
         finally:
-            all_well = len(outcomes) == world_size and not any(outcome.trace for outcome in outcomes)
+            all_well = len(outcomes) == world_size and not any(
+                outcome.trace for outcome in outcomes
+            )
             codes = [_end(process, timeout if all_well else GRACE_S) for process, _ in running]
             for _, pipe in running:
                 pipe.close()
         printed = "".join(_read_log(job) for job in jobs)
     if all_well and any(codes):
-        raise RankFailure(f"the ranks returned, but their processes ended with exit codes {codes}:\n{printed}")
+        raise RankFailure(
+            f"the ranks returned, but their processes ended with exit codes {codes}:\n{printed}"
+        )
     return _results(outcomes, world_size, printed)
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """What torchrun would set. The agent's store is ours: its port was free when it was opened, with no race for it."""
+    """What torchrun would set.
+
+    The agent's store is ours: its port was free when it was opened, with no race for it.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -143,11 +155,16 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 @functools.cache
 def _context() -> multiprocessing.context.ForkServerContext:
-    """The fork server, started at the first call. It inherits the environment that this sets for it."""
+    """The fork server, started at the first call.
+
+    It inherits the environment that this sets for it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     changed = {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        ),
         "OMP_NUM_THREADS": "1",
     }
     before = {name: os.environ.get(name) for name in changed}
@@ -173,7 +190,9 @@ def _start(job: _Job) -> tuple[ForkServerProcess, connection.Connection]:
     return process, here
 
 
-def _collect(running: Sequence[tuple[ForkServerProcess, connection.Connection]], deadline: float) -> list[_Outcome]:
+def _collect(
+    running: Sequence[tuple[ForkServerProcess, connection.Connection]], deadline: float
+) -> list[_Outcome]:
     """The outcomes that arrive before the deadline, which the first failure brings forward."""
     waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(running)}
     outcomes: list[_Outcome] = []
@@ -185,7 +204,11 @@ def _collect(running: Sequence[tuple[ForkServerProcess, connection.Connection]],
             except EOFError:
                 running[rank][0].join(GRACE_S)
                 code = running[rank][0].exitcode
-                outcome = _Outcome(rank=rank, trace=f"the process ended with exit code {code}\n", when=time.monotonic())
+                outcome = _Outcome(
+                    rank=rank,
+                    trace=f"the process ended with exit code {code}\n",
+                    when=time.monotonic(),
+                )
             outcomes.append(outcome)
             if outcome.trace:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -203,7 +226,9 @@ def _end(process: ForkServerProcess, patience: float) -> int | None:
 
 def _results(outcomes: Sequence[_Outcome], world_size: int, printed: str) -> list[Any]:
     __tracebackhide__ = True
-    failed = sorted((outcome for outcome in outcomes if outcome.trace), key=lambda outcome: outcome.when)
+    failed = sorted(
+        (outcome for outcome in outcomes if outcome.trace), key=lambda outcome: outcome.when
+    )
     if failed:
         first = failed[0]
         cause = RankFailure(f"rank {first.rank} of {world_size} failed:\n{first.trace}{printed}")
@@ -212,10 +237,16 @@ def _results(outcomes: Sequence[_Outcome], world_size: int, printed: str) -> lis
         raise cause
     late = sorted(set(range(world_size)) - {outcome.rank for outcome in outcomes})
     if late:
-        raise RankFailure(f"ranks {late} of {world_size} did not end in time; the stacks of those that hang:\n{printed}")
+        raise RankFailure(
+            f"ranks {late} of {world_size} did not end in time; the stacks of those that "
+            f"hang:\n{printed}"
+        )
     if printed:
         sys.stdout.write(printed)
-    return [pickle.loads(outcome.value) for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)]
+    return [
+        pickle.loads(outcome.value)
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.rank)
+    ]
 
 
 def _read_log(job: _Job) -> str:
@@ -237,16 +268,24 @@ def _run(job: _Job, pipe: connection.Connection) -> None:
     torch.set_num_threads(1)
     gradient.LEAST_FREED = 0  # models of tests are small
     warnings.simplefilter("error")
-    # The compiler asks gathered views for `.grad` and hides torch's answer from users itself, but not from an "error" filter.
+    # The compiler asks gathered views for `.grad` and hides torch's answer from users itself, but
+    # not from an "error" filter.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-    warnings.filterwarnings("ignore", message=".*torch.autograd.function.Function.* should not be instantiated")
+    warnings.filterwarnings(
+        "ignore", message=".*torch.autograd.function.Function.* should not be instantiated"
+    )
     try:
         fn, args = pickle.loads(job.call)
         if job.init is not None:
             bmtrain.init_distributed(**job.init)
         outcome = _Outcome(rank=job.rank, value=pickle.dumps(fn(*args)))
     except BaseException as error:
-        outcome = _Outcome(rank=job.rank, error=_pickled(error), trace=traceback.format_exc(), when=time.monotonic())
+        outcome = _Outcome(
+            rank=job.rank,
+            error=_pickled(error),
+            trace=traceback.format_exc(),
+            when=time.monotonic(),
+        )
     pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()
     if not outcome.trace:

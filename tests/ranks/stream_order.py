@@ -1,10 +1,12 @@
-"""A checker of stream order: programs run on the CPU as if on the streams of a GPU, and operators that nothing orders are reported.
+"""A checker of stream order: programs run on the CPU as if on the streams of a GPU, and operators
+that nothing orders are reported.
 
-`watching()` replaces the CPU's streams, which do nothing, by simulated ones with vector clocks, and follows every operator of
-its body, those of backward passes too. The engine's own events decide what comes before what. A race is a pair of accesses to
-the same bytes, not both reads, on two streams of which none has waited for the other; or memory that goes back to the
-allocator of its stream while another stream has not been waited for. What it does not see: the other ranks' streams, which
-barriers and collectives order, and the host, which waits for a device at `.item()`.
+`watching()` replaces the CPU's streams, which do nothing, by simulated ones with vector clocks, and
+follows every operator of its body, those of backward passes too. The engine's own events decide
+what comes before what. A race is a pair of accesses to the same bytes, not both reads, on two
+streams of which none has waited for the other; or memory that goes back to the allocator of its
+stream while another stream has not been waited for. What it does not see: the other ranks' streams,
+which barriers and collectives order, and the host, which waits for a device at `.item()`.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ NUM_LINES = 4  # of the engine's code, innermost first, that tell a place of the
 
 
 class Clock(dict[str, int]):
-    """How many operators of each stream are known to be over: the time of a stream, or what an event stands for."""
+    """How many operators of each stream are known to be over: the time of a stream, or what an
+    event stands for.
+    """
 
     def wait(self, other: Clock) -> None:
         """All that `other` knows to be over is known here too."""
@@ -45,14 +49,18 @@ class Clock(dict[str, int]):
 
 
 class Access(NamedTuple):
-    """The `time`-th operator of a stream, which touches some bytes, and the lines that issued it."""
+    """The `time`-th operator of a stream, which touches some bytes, and the lines that issued
+    it.
+    """
 
     stream: str
     time: int
     lines: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        return f"on {self.stream!r} at " + " < ".join(f"{file.split('/src/')[-1]}:{line}" for file, line in self.lines)
+        return f"on {self.stream!r} at " + " < ".join(
+            f"{file.split('/src/')[-1]}:{line}" for file, line in self.lines
+        )
 
 
 Span = tuple[str, int, int]  # stream, first byte, end
@@ -60,7 +68,9 @@ Span = tuple[str, int, int]  # stream, first byte, end
 
 @dataclasses.dataclass
 class Memory:
-    """One allocation: the stream that touched it first and so owns it, and the accesses that a later one may conflict with."""
+    """One allocation: the stream that touched it first and so owns it, and the accesses that a
+    later one may conflict with.
+    """
 
     reference: StorageWeakRef
     owner: str
@@ -69,7 +79,9 @@ class Memory:
 
 
 class Order:
-    """The clocks of all streams, what memory is alive, and the races found: (what, one access, the other) and how often."""
+    """The clocks of all streams, what memory is alive, and the races found: (what, one access, the
+    other) and how often.
+    """
 
     def __init__(self) -> None:
         self.current = COMPUTE
@@ -86,8 +98,16 @@ class Order:
         finally:
             self.current = before
 
-    def issue(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        """One operator on the current stream. It writes `made` too, be it empty: the stream may have used that memory before."""
+    def issue(
+        self,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+    ) -> None:
+        """One operator on the current stream.
+
+        It writes `made` too, be it empty: the stream may have used that memory before.
+        """
         if self.current == HOST:
             return
         self.free()
@@ -100,9 +120,17 @@ class Order:
             self._write(self._find(x), _span(x, access), access)
 
     def free(self) -> None:
-        """The current stream's memory that nobody refers to any more: its next operator, which is to come now, may get it."""
-        mine = [key for key, memory in self._memory.items() if memory.owner == self.current and memory.reference.expired()]
-        now = Access(self.current, self.clocks[self.current].get(self.current, 0), _lines() if mine else ())
+        """The current stream's memory that nobody refers to any more: its next operator, which is
+        to come now, may get it.
+        """
+        mine = [
+            key
+            for key, memory in self._memory.items()
+            if memory.owner == self.current and memory.reference.expired()
+        ]
+        now = Access(
+            self.current, self.clocks[self.current].get(self.current, 0), _lines() if mine else ()
+        )
         for memory in map(self._memory.pop, mine):
             for access in (*memory.writes.values(), *memory.reads.values()):
                 self._expect(EARLY_FREE, access, now)
@@ -211,7 +239,10 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         schema = func._schema
-        is_view = any(result.alias_info is not None and not result.alias_info.is_write for result in schema.returns)
+        is_view = any(
+            result.alias_info is not None and not result.alias_info.is_write
+            for result in schema.returns
+        )
         if is_view or func.overloadpacket is torch.ops.aten.set_:
             return out
         reads: list[torch.Tensor] = []
@@ -229,19 +260,28 @@ class Watch(TorchDispatchMode):
 
 def _tensors(value: object) -> list[torch.Tensor]:
     """Those that have memory."""
-    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor) and x.numel() > 0 and not x.is_meta]
+    return [
+        x
+        for x in tree_leaves(value)
+        if isinstance(x, torch.Tensor) and x.numel() > 0 and not x.is_meta
+    ]
 
 
 @contextlib.contextmanager
 def watching() -> Iterator[Order]:
-    """Simulated streams for whatever of the run is made inside, and the order of what runs there."""
+    """Simulated streams for whatever of the run is made inside, and the order of what runs
+    there.
+    """
     order, numbers, take = Order(), itertools.count(1), Host._take
 
-    def take_on_host(host: Host, num_bytes: int) -> torch.Tensor:  # pinned memory: no stream has used it before
+    # pinned memory: no stream has used it before
+    def take_on_host(host: Host, num_bytes: int) -> torch.Tensor:
         with order.on(HOST):
             return take(host, num_bytes)
 
-    simulated = mock.patch.object(streams, "NullStreams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:"))
+    simulated = mock.patch.object(
+        streams, "NullStreams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
+    )
     with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
         yield order
     order.free()

@@ -1,4 +1,6 @@
-"""save(non_blocking=True): training goes on while the file is being written, and however the program ends a whole file stays."""
+"""save(non_blocking=True): training goes on while the file is being written, and however the
+program ends a whole file stays.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ State = dict[str, torch.Tensor]
 
 def net(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.ModuleList([torch.nn.Linear(64, 64)])[0], torch.nn.Linear(64, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(5, 64),
+        torch.nn.ModuleList([torch.nn.Linear(64, 64)])[0],
+        torch.nn.Linear(64, 3),
+    )
 
 
 class Held:
@@ -42,7 +48,9 @@ class Held:
         return self.original(*args)
 
     def function(self) -> Callable[..., Any]:
-        """For the place of a method: a function, unlike an object, gets the object it is called on."""
+        """For the place of a method: a function, unlike an object, gets the object it is called
+        on.
+        """
 
         def held(*args: Any) -> Any:
             return self(*args)
@@ -51,7 +59,9 @@ class Held:
 
 
 def train_while_held(folder: str, where: str) -> tuple[State, State, bool]:
-    """Rank 0's writer stops in the middle; both ranks train, with all the communication of it, before it may go on."""
+    """Rank 0's writer stops in the middle; both ranks train, with all the communication of it,
+    before it may go on.
+    """
     file = pathlib.Path(folder, "model.pt")
     model = bmt.BMTrainModelWrapper(net(1))
     bmt.save(model, file)
@@ -79,7 +89,9 @@ def train_while_held(folder: str, where: str) -> tuple[State, State, bool]:
     return at_call, later, second_waited
 
 
-def save_again(model: torch.nn.Module, file: pathlib.Path, handle: bmt.checkpoint.Writing, held: Held) -> bool:
+def save_again(
+    model: torch.nn.Module, file: pathlib.Path, handle: bmt.checkpoint.Writing, held: Held
+) -> bool:
     """The second save begins while the first is held, which is let go on half a second later."""
     released: list[float] = []
 
@@ -97,17 +109,26 @@ def save_again(model: torch.nn.Module, file: pathlib.Path, handle: bmt.checkpoin
 
 @pytest.mark.parametrize("where", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_training_goes_on_while_the_file_is_written(tmp_path: pathlib.Path, world_size: int, where: str) -> None:
-    """Held in the first byte, before the disk has all, or before the new file takes the old one's name."""
-    for at_call, later, second_waited in run_ranks(train_while_held, world_size, str(tmp_path), where):
+def test_training_goes_on_while_the_file_is_written(
+    tmp_path: pathlib.Path, world_size: int, where: str
+) -> None:
+    """Held in the first byte, before the disk has all, or before the new file takes the old one's
+    name.
+    """
+    for at_call, later, second_waited in run_ranks(
+        train_while_held, world_size, str(tmp_path), where
+    ):
         assert second_waited
         assert not torch.equal(at_call["0.weight"], later["0.weight"])
-        models.assert_same_dicts(torch.load(tmp_path / "model.pt"), at_call, "the file of the call", 0.0)
+        models.assert_same_dicts(
+            torch.load(tmp_path / "model.pt"), at_call, "the file of the call", 0.0
+        )
         models.assert_same_dicts(torch.load(tmp_path / "second.pt"), later, "the second file", 0.0)
     assert sorted(os.listdir(tmp_path)) == ["model.pt", "second.pt"]
 
 
-# Ranks are forked from one process that has imported the library; each then ends as an interpreter does.
+# Ranks are forked from one process that has imported the library; each then ends as an interpreter
+# does.
 PROGRAM = """
     import atexit, os, signal, sys, time
     import torch
@@ -161,7 +182,9 @@ PROGRAM = """
 
 
 def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
-    """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else the old one, whole."""
+    """At its end, sys.exit, an exception, SIGTERM and in atexit functions: the new file, or else
+    the old one, whole.
+    """
     kinds = ("end", "exit", "raise", "term", "twice", "atexit")
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     stores = [
@@ -170,9 +193,20 @@ def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
     ]
     arguments = [f"{kind}:{store.port}" for kind, store in zip(kinds, stores, strict=True)]
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), *arguments]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    ends = {tuple(line.split()[:2]): [int(code) for code in line.split()[2:]] for line in done.stdout.splitlines()}
+    ends = {
+        tuple(line.split()[:2]): [int(code) for code in line.split()[2:]]
+        for line in done.stdout.splitlines()
+    }
     expected = {"end": 0, "exit": 3, "raise": 1, "term": -15, "twice": 0, "atexit": 0}
     for kind in kinds:
         for world_size in (1, 2):
@@ -180,7 +214,8 @@ def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
             assert codes[0] == expected[kind], f"{kind}, {world_size} ranks: {codes}\n{done.stderr}"
             state = torch.load(tmp_path / f"{kind}-{world_size}.pt", weights_only=True)
             value = state["weight"].unique().item()
-            # Signals, and errors where other ranks must be stopped, end the process at once: the old file stays.
+            # Signals, and errors where other ranks must be stopped, end the process at once: the
+            # old file stays.
             is_sudden = kind == "term" or (kind == "raise" and world_size == 2)
             assert value == (1.0 if is_sudden else 2.0), f"{kind}, {world_size} ranks"
     assert "ValueError: the program fails" in done.stderr

@@ -1,4 +1,6 @@
-"""What bad input gets: an error of the documented type with name, got, expected and remedy, on every rank, and no hang."""
+"""What bad input gets: an error of the documented type with name, got, expected and remedy, on
+every rank, and no hang.
+"""
 
 from __future__ import annotations
 
@@ -59,13 +61,25 @@ def second_init() -> None:
 
 
 WRONG_VALUES: tuple[dict[str, Any], ...] = (
-    {"zero_level": 1}, {"num_buffers": 1}, {"num_micro_batches": 0}, {"reduce_dtype": torch.int32}, {"num_buffers": 2.5},
-    {"compile": "yes"}, {"fp8": 1}, {"fp8": None}, {"timeout": -1}, {"timeout": 0},
-)  # fmt: skip
+    {"zero_level": 1},
+    {"num_buffers": 1},
+    {"num_micro_batches": 0},
+    {"reduce_dtype": torch.int32},
+    {"num_buffers": 2.5},
+    {"compile": "yes"},
+    {"fp8": 1},
+    {"fp8": None},
+    {"timeout": -1},
+    {"timeout": 0},
+)
 
 
 def wrong_sizes() -> None:
-    sizes: tuple[dict[str, Any], ...] = ({"tp_size": 2}, {"pipe_size": 2}, {"pipe_size": 3, "tp_size": 2})
+    sizes: tuple[dict[str, Any], ...] = (
+        {"tp_size": 2},
+        {"pipe_size": 2},
+        {"pipe_size": 3, "tp_size": 2},
+    )
     for arguments in sizes:
         with pytest.raises(ConfigurationError, match=r"3 ranks.*(tp_size|pipe_size).*divisible by"):
             bmt.init_distributed(device="cpu", **arguments)
@@ -106,13 +120,17 @@ def bad_modules() -> None:
     with pytest.raises(ConfigurationError, match=r"got 0 positional arguments.*num_hidden=1"):
         bmt.TransformerBlockList([nn.Linear(2, 2)])()
     with pytest.raises(ConfigurationError, match=r"returned 1 values.*num_hidden=2"):
-        bmt.TransformerBlockList([nn.Bilinear(2, 2, 2)], num_hidden=2)(torch.ones(1, 2), torch.ones(1, 2))
+        bmt.TransformerBlockList([nn.Bilinear(2, 2, 2)], num_hidden=2)(
+            torch.ones(1, 2), torch.ones(1, 2)
+        )
     layer = bmt.BMTrainModelWrapper(nn.Linear(2, 2))
     with pytest.raises(ParameterError, match=r"weight.*to tie two parameters"):
         layer.weight = torch.ones(2, 2)
     with pytest.raises(ParameterError, match="assign=False"):
         layer.load_state_dict(layer.state_dict(), assign=True)
-    with pytest.raises(ParameterError, match=r"(weight|bias).*float32.*float16.*before it is sharded"):
+    with pytest.raises(
+        ParameterError, match=r"(weight|bias).*float32.*float16.*before it is sharded"
+    ):
         layer.half()
     with pytest.raises(ParameterError, match=r"weight.*meta.*init_method.*checkpoint"):
         bmt.init_parameters(bmt.Block(NoReset()))
@@ -139,8 +157,14 @@ def loading() -> None:
         model.load_state_dict({name: value for name, value in before.items() if name != "1.bias"})
     with pytest.raises(RuntimeError, match=r"(?s)Unexpected key.*spam"):
         model.load_state_dict({**before, "spam": torch.ones(1)})
-    found = model.load_state_dict({"0.weight": torch.ones(5, 3), "spam": torch.ones(1)}, strict=False)
-    assert found.unexpected_keys == ["spam"] and sorted(found.missing_keys) == ["0.bias", "1.bias", "1.weight"]
+    found = model.load_state_dict(
+        {"0.weight": torch.ones(5, 3), "spam": torch.ones(1)}, strict=False
+    )
+    assert found.unexpected_keys == ["spam"] and sorted(found.missing_keys) == [
+        "0.bias",
+        "1.bias",
+        "1.weight",
+    ]
     assert torch.equal(model.state_dict()["0.weight"], torch.ones(5, 3))
 
 
@@ -163,9 +187,18 @@ def bad_optimizers() -> None:
     for kind in (AdamOptimizer, AdamOffloadOptimizer):
         with pytest.raises(ValueError, match="empty parameter list"):
             kind([])
-        with pytest.raises(ParameterError, match=rf"{kind.__name__}.*\(2, 3\) on meta.*computes on cpu.*move the model"):
+        with pytest.raises(
+            ParameterError,
+            match=rf"{kind.__name__}.*\(2, 3\) on meta.*computes on cpu.*move the model",
+        ):
             kind([nn.Parameter(torch.ones(2, 3, device="meta"))])
-        for wrong in ({"lr": -1}, {"betas": (1.0, 0.9)}, {"eps": -1}, {"weight_decay": -1}, {"hold_steps": -1}):
+        for wrong in (
+            {"lr": -1},
+            {"betas": (1.0, 0.9)},
+            {"eps": -1},
+            {"weight_decay": -1},
+            {"hold_steps": -1},
+        ):
             with pytest.raises(ConfigurationError, match=next(iter(wrong))):
                 kind([nn.Parameter(torch.ones(1))], **wrong)
     manager = OptimManager()
@@ -213,16 +246,36 @@ time.sleep(300)
 
 
 def test_a_rank_that_raises_ends_the_job(tmp_path: pathlib.Path) -> None:
-    """Under torchrun the others, who wait in a collective, are ended within seconds; the first traceback is the culprit's."""
+    """Under torchrun the others, who wait in a collective, are ended within seconds; the first
+    traceback is the culprit's.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     source = pathlib.Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(source),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     begin = time.monotonic()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        str(script),
+    ]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=80, check=False
+    )
     elapsed = time.monotonic() - begin
     assert done.returncode != 0
-    assert "[rank 1] this rank failed" in done.stderr and "KeyError: 'the culprit'" in done.stderr, done.stderr
-    assert done.stderr.index("Traceback") > done.stderr.index("[rank 1] this rank failed"), done.stderr
+    assert (
+        "[rank 1] this rank failed" in done.stderr and "KeyError: 'the culprit'" in done.stderr
+    ), done.stderr
+    assert done.stderr.index("Traceback") > done.stderr.index("[rank 1] this rank failed"), (
+        done.stderr
+    )
     assert elapsed < 40, f"took {elapsed:.0f} s"

@@ -90,7 +90,9 @@ def every_change() -> None:
 
 
 def test_changes_of_the_module_count_from_the_next_call_on() -> None:
-    """Children and parameters that move, come, go or are shared: values and gradients as of a plain module."""
+    """Children and parameters that move, come, go or are shared: values and gradients as of a plain
+    module.
+    """
     for world_size in (1, 2):
         run_ranks(every_change, world_size)
 
@@ -139,7 +141,10 @@ def refused_writes() -> None:
         for options in ({"use_checkpoint": True}, {"use_checkpoint": False}, {"zero_level": 2}):
             for with_grad in (True, False):
                 block = bmt.Block(Writing(write), **options)
-                with torch.set_grad_enabled(with_grad), pytest.raises(ParameterError, match="which would be lost"):
+                with (
+                    torch.set_grad_enabled(with_grad),
+                    pytest.raises(ParameterError, match="which would be lost"),
+                ):
                     block(torch.ones(3, 4))
 
 
@@ -171,11 +176,17 @@ def written_late() -> None:
         with torch.set_grad_enabled(with_grad):
             for _ in range(4):
                 block(torch.ones(3, 4))
-            with pytest.raises(ParameterError, match="which would be lost") if bmt.world_size() > 1 else contextlib.nullcontext():
+            with (
+                pytest.raises(ParameterError, match="which would be lost")
+                if bmt.world_size() > 1
+                else contextlib.nullcontext()
+            ):
                 block(torch.ones(3, 4))
 
 
 def test_writes_are_found_in_every_call() -> None:
-    """On one rank the gathered tensor is the parameter: what is written through `.data` stays, as in one process."""
+    """On one rank the gathered tensor is the parameter: what is written through `.data` stays, as
+    in one process.
+    """
     for world_size in (1, 2):
         run_ranks(written_late, world_size)

@@ -1,4 +1,6 @@
-"""Blocks and lists of blocks against the same modules in plain PyTorch: values, gradients, randomness, hooks, names."""
+"""Blocks and lists of blocks against the same modules in plain PyTorch: values, gradients,
+randomness, hooks, names.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,19 @@ def mode_name(level: int, recompute: bool) -> str:
 
 
 def share(loss: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a loss that all ranks compute alike: gradients then sum up to those of one process."""
+    """This rank's part of a loss that all ranks compute alike: gradients then sum up to those of
+    one process.
+    """
     return loss / bmt.world_size()
 
 
-def compare(make: Callable[[], nn.Module], call: Call, x: torch.Tensor, level: int, recompute: bool) -> nn.Module:
-    """Value, gradients of parameters and input, buffers: the Block has what the plain module has. Returns the Block."""
+def compare(
+    make: Callable[[], nn.Module], call: Call, x: torch.Tensor, level: int, recompute: bool
+) -> nn.Module:
+    """Value, gradients of parameters and input, buffers: the Block has what the plain module has.
+
+    Returns the Block.
+    """
     what = mode_name(level, recompute)
     torch.manual_seed(1)
     plain = make()
@@ -44,7 +53,12 @@ def compare(make: Callable[[], nn.Module], call: Call, x: torch.Tensor, level: i
         torch.manual_seed(2)
         loss = call(module, own)
         (loss if whole else share(loss)).backward()
-        answers.append((loss.detach(), None if own.grad is None else own.grad * (1 if whole else bmt.world_size())))
+        answers.append(
+            (
+                loss.detach(),
+                None if own.grad is None else own.grad * (1 if whole else bmt.world_size()),
+            )
+        )
     models.assert_same(answers[1][0], answers[0][0], f"{what}: loss")
     if answers[0][1] is not None:
         assert answers[1][1] is not None, f"{what}: the input got no gradient"
@@ -67,7 +81,8 @@ class Attention(nn.Module):
 class Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convolution = nn.Conv1d(5, 7, 3, padding=1, bias=False)  # a bias before the norm has no gradient
+        # a bias before the norm has no gradient
+        self.convolution = nn.Conv1d(5, 7, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm1d(7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +116,8 @@ class Spectral(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 5))
-        with torch.no_grad():  # far from the weight that the buffers fit, so that every pass moves them
+        # far from the weight that the buffers fit, so that every pass moves them
+        with torch.no_grad():
             self.inner.get_parameter("parametrizations.weight.original").copy_(torch.randn(5, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +176,9 @@ class Dropping(nn.Module):
         self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.dropout(self.second(F.dropout(torch.tanh(self.first(F.dropout(x, 0.3))), 0.5)), 0.1)
+        return F.dropout(
+            self.second(F.dropout(torch.tanh(self.first(F.dropout(x, 0.3))), 0.5)), 0.1
+        )
 
 
 def sequence() -> torch.Tensor:
@@ -169,8 +187,14 @@ def sequence() -> torch.Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
     "attention": (Attention, squared),
-    "multihead itself": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), lambda m, x: squared(lambda y: m(y, y, y), x)),  # type: ignore[arg-type]
-    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 11, dropout=0.0, batch_first=True), squared),
+    "multihead itself": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda m, x: squared(lambda y: m(y, y, y), x),  # type: ignore[arg-type]
+    ),
+    "encoder layer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 11, dropout=0.0, batch_first=True),
+        squared,
+    ),
     "lstm": (lambda: nn.LSTM(8, 7, num_layers=2, batch_first=True, bidirectional=True), squared),
     "gru": (lambda: nn.GRU(8, 3, batch_first=True), squared),
     "convolution": (Convolution, squared),
@@ -196,10 +220,15 @@ def run_case(name: str) -> None:
         if any(param.requires_grad for param in block.parameters()):
             first = models.full_gradients(block)
             torch.manual_seed(2)
-            share(call(block, sequence().requires_grad_())).backward()  # a second pass adds the same again
+            # a second pass adds the same again
+            share(call(block, sequence().requires_grad_())).backward()
             doubled = {key: None if grad is None else grad * 2 for key, grad in first.items()}
             if name not in ("convolution", "spectral norm"):  # whose buffers have moved
-                models.assert_same_dicts(models.full_gradients(block), doubled, f"second pass: {mode_name(level, recompute)}")
+                models.assert_same_dicts(
+                    models.full_gradients(block),
+                    doubled,
+                    f"second pass: {mode_name(level, recompute)}",
+                )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +237,9 @@ def run_case(name: str) -> None:
     [(name, size) for name in CASES for size in ((1, 2) if name == "mixed dtypes" else (1, 3))],
 )
 def test_a_block_computes_what_its_module_computes(name: str, world_size: int) -> None:
-    """Values, gradients, state and names, for every kind of module, with and without recomputation, ZeRO-2 and 3."""
+    """Values, gradients, state and names, for every kind of module, with and without recomputation,
+    ZeRO-2 and 3.
+    """
     run_ranks(run_case, world_size, name, timeout=30)
 
 
@@ -216,7 +247,9 @@ def feed(levels: tuple[int, bool]) -> tuple[nn.Sequential, nn.Sequential]:
     """A plain net of three layers and its sharded twin, blocks nested."""
     level, recompute = levels
     torch.manual_seed(4)
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)) for _ in range(3)))
+    plain = nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 11), nn.Tanh(), nn.Linear(11, 6)) for _ in range(3))
+    )
     sharded = copy.deepcopy(plain)
     for index, layer in enumerate(sharded):
         sharded[index] = bmt.Block(layer, use_checkpoint=recompute, zero_level=level)
@@ -256,7 +289,8 @@ def interrupted_backward() -> None:
         check_step(plain, sharded, what)
         with pytest.raises(KeyError, match="boom"):
             sharded[2](sharded[1](Boom.apply(sharded[0](x)))).sum().backward()
-        with torch.no_grad():  # new weights: nothing may be answered from what the failed pass had gathered
+        # new weights: nothing may be answered from what the failed pass had gathered
+        with torch.no_grad():
             for module in (plain, sharded):
                 for param in module.parameters():
                     param.mul_(0.5)
@@ -269,7 +303,11 @@ def interrupted_inside() -> None:
     for mode in MODES:
         what = f"after a backward that raised inside a block, {mode_name(*mode)}"
         plain, sharded = feed(mode)
-        handle = sharded[1].get_submodule("1").register_forward_hook(lambda _module, _args, out: Boom.apply(out))
+        handle = (
+            sharded[1]
+            .get_submodule("1")
+            .register_forward_hook(lambda _module, _args, out: Boom.apply(out))
+        )
         with pytest.raises(KeyError, match="boom"):
             sharded(torch.ones(2, 6)).sum().backward()
         handle.remove()
@@ -284,7 +322,9 @@ def interrupted_inside() -> None:
 
 @pytest.mark.parametrize("program", [interrupted_backward, interrupted_inside])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backward_that_raised_leaves_nothing_behind(world_size: int, program: Callable[[], None]) -> None:
+def test_a_backward_that_raised_leaves_nothing_behind(
+    world_size: int, program: Callable[[], None]
+) -> None:
     """After zero_grad the next pass is exact, with changed weights too."""
     run_ranks(program, world_size, timeout=30)
 
@@ -294,7 +334,11 @@ def interrupted_forward() -> None:
         plain, sharded = feed(mode)
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             sharded(torch.ones(2, 7))
-        handle = sharded[1].get_submodule("2").register_forward_pre_hook(lambda *_: dict[str, Any]()["spam"])
+        handle = (
+            sharded[1]
+            .get_submodule("2")
+            .register_forward_pre_hook(lambda *_: dict[str, Any]()["spam"])
+        )
         with pytest.raises(KeyError, match="spam"):
             sharded(torch.ones(2, 6))
         handle.remove()
@@ -310,7 +354,9 @@ def without_grad() -> None:
         for context in (torch.no_grad, torch.inference_mode):
             with context():
                 for _ in range(2):
-                    models.assert_same(sharded(x), plain(x), f"{context.__name__}, {mode_name(*mode)}")
+                    models.assert_same(
+                        sharded(x), plain(x), f"{context.__name__}, {mode_name(*mode)}"
+                    )
             check_step(plain, sharded, f"after {context.__name__}, {mode_name(*mode)}")
         with torch.enable_grad():
             sharded(x)  # a graph that is never used
@@ -325,7 +371,11 @@ def two_losses() -> None:
             out = module(x) / part
             out.sum().backward(retain_graph=True)
             out.square().mul(part).sum().backward()
-        models.assert_same_dicts(models.full_gradients(sharded), models.plain_gradients(plain), f"two losses, {mode_name(*mode)}")
+        models.assert_same_dicts(
+            models.full_gradients(sharded),
+            models.plain_gradients(plain),
+            f"two losses, {mode_name(*mode)}",
+        )
         check_step(plain, sharded, f"after two losses, {mode_name(*mode)}")
 
 
@@ -351,7 +401,9 @@ def copies() -> None:
                 param.zero_()
         check_step(plain, sharded, f"the original after its copy changed, {mode_name(*mode)}")
         assert not any(value.any() for value in block.state_dict().values()), mode_name(*mode)
-        models.assert_same(wrapped(torch.ones(1, 6)), torch.zeros(1, 6), f"changed copy, {mode_name(*mode)}")
+        models.assert_same(
+            wrapped(torch.ones(1, 6)), torch.zeros(1, 6), f"changed copy, {mode_name(*mode)}"
+        )
 
 
 def stale() -> None:
@@ -360,7 +412,9 @@ def stale() -> None:
         loss = share(sharded(torch.ones(2, 6)).square().sum())
         with torch.no_grad():
             next(sharded.parameters()).add_(1)
-        with pytest.raises(StaleParameterError, match=r"weight.*changed in place after the forward"):
+        with pytest.raises(
+            StaleParameterError, match=r"weight.*changed in place after the forward"
+        ):
             loss.backward()
         with torch.no_grad():
             next(sharded.parameters()).sub_(1)
@@ -369,10 +423,14 @@ def stale() -> None:
 
 
 def hooks() -> None:
-    """All kinds, on a module inside and on the block's own, registered before and after: full weights, values, counts."""
+    """All kinds, on a module inside and on the block's own, registered before and after: full
+    weights, values, counts.
+    """
     for mode, early in itertools.product(MODES, (True, False)):
         torch.manual_seed(1)
-        plain = nn.ModuleDict({"whole": nn.Linear(6, 6), "part": nn.Sequential(nn.Linear(6, 6), nn.Tanh())})
+        plain = nn.ModuleDict(
+            {"whole": nn.Linear(6, 6), "part": nn.Sequential(nn.Linear(6, 6), nn.Tanh())}
+        )
         sharded = copy.deepcopy(plain)
         seen: dict[int, dict[str, list[torch.Tensor]]] = {}
         for number, net in enumerate((plain, sharded)):
@@ -385,17 +443,23 @@ def hooks() -> None:
             if not early:
                 watch(net, seen[number])
             x = torch.linspace(-1, 1, 12).view(2, 6).requires_grad_()
-            (net["part"](net["whole"](x)).square().sum() / (1 if net is plain else bmt.world_size())).backward()
+            (
+                net["part"](net["whole"](x)).square().sum()
+                / (1 if net is plain else bmt.world_size())
+            ).backward()
         assert sorted(seen[0]) == sorted(seen[1]), mode_name(*mode)
         for key, values in seen[0].items():
             got = seen[1][key]
-            # Those of the inner modules run again when their forward pass does, which stops at the last tensor that is needed.
+            # Those of the inner modules run again when their forward pass does, which stops at the
+            # last tensor that is needed.
             again = mode[1] and "forward" in key and (early or "part" in key)
             assert len(got) in ((1, 2) if again else (1,)), (key, len(got), mode_name(*mode))
             scale = bmt.world_size() if "backward" in key and "weight" not in key else 1
             for a, b in zip(got, values * 2, strict=False):
                 models.assert_same(a * scale, b, f"{key}, {early=}, {mode_name(*mode)}")
-        models.assert_same_dicts(models.full_gradients(sharded), models.plain_gradients(plain), mode_name(*mode))
+        models.assert_same_dicts(
+            models.full_gradients(sharded), models.plain_gradients(plain), mode_name(*mode)
+        )
 
 
 def watch(net: nn.ModuleDict, seen: dict[str, list[torch.Tensor]]) -> None:
@@ -440,13 +504,22 @@ def mutating() -> None:
     for mode, how in itertools.product(MODES, ("in place", "data", "another")):
         block = bmt.Block(Mutating(how), zero_level=mode[0], use_checkpoint=mode[1])
         for context in (torch.enable_grad, torch.no_grad):
-            with context(), pytest.raises(ParameterError, match=r"forward pass .*inner\.weight.*lost.*between passes"):
+            with (
+                context(),
+                pytest.raises(
+                    ParameterError, match=r"forward pass .*inner\.weight.*lost.*between passes"
+                ),
+            ):
                 block(torch.ones(2, 6))
-        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), mode_name(*mode)
+        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (
+            mode_name(*mode)
+        )
 
 
 class Outside(nn.Module):
-    """Modules outside of lists that read their weights in ways of their own, and one whose class a program asks for."""
+    """Modules outside of lists that read their weights in ways of their own, and one whose class a
+    program asks for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,7 +543,11 @@ def outside_of_lists() -> None:
     x = torch.randn(2, 3, 6)
     torch.manual_seed(1)
     model = bmt.BMTrainModelWrapper(Outside())
-    assert isinstance(model, Outside) and isinstance(model.recurrent, nn.LSTM) and model.__class__ is Outside
+    assert (
+        isinstance(model, Outside)
+        and isinstance(model.recurrent, nn.LSTM)
+        and model.__class__ is Outside
+    )
     assert list(model.state_dict()) == list(plain.state_dict())
     for step in range(2):
         plain.zero_grad()
@@ -479,7 +556,9 @@ def outside_of_lists() -> None:
         models.assert_same(got.detach(), want.detach(), f"value, step {step}")
         want.square().sum().backward()
         share(got.square().sum()).backward()
-        models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), f"step {step}")
+        models.assert_same_dicts(
+            models.full_gradients(model), models.plain_gradients(plain), f"step {step}"
+        )
         with torch.no_grad():
             for module in (plain, model):
                 for param in module.parameters():
@@ -499,12 +578,18 @@ def attributes() -> None:
     assert inner.flag is block.flag and "flag" in dict(block.named_children())
     del block.flag
     assert not any(name == "flag" for name, _ in inner.named_children())
-    assert isinstance(block, nn.Sequential) and isinstance(block, bmt.Block) and not isinstance(block, nn.Linear)
+    assert (
+        isinstance(block, nn.Sequential)
+        and isinstance(block, bmt.Block)
+        and not isinstance(block, nn.Linear)
+    )
     assert copy.deepcopy(block)(torch.ones(1, 4)).shape == (1, 4)
 
 
 def moving_buffers() -> None:
-    """Recomputation starts from the buffers of its own forward pass, though later passes have moved them."""
+    """Recomputation starts from the buffers of its own forward pass, though later passes have moved
+    them.
+    """
     for mode in MODES:
         torch.manual_seed(1)
         plain = Spectral()
@@ -512,18 +597,28 @@ def moving_buffers() -> None:
         for module, part in ((plain, 1), (block, bmt.world_size())):
             losses = [squared(module, sequence() * scale) for scale in (1.0, 2.0, 3.0)]
             (sum(losses) / part).backward()  # type: ignore[union-attr]
-        models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode))
-        models.assert_same_dicts(block.state_dict(), plain.state_dict(), f"buffers: {mode_name(*mode)}")
+        models.assert_same_dicts(
+            models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode)
+        )
+        models.assert_same_dicts(
+            block.state_dict(), plain.state_dict(), f"buffers: {mode_name(*mode)}"
+        )
 
 
 def training_mode() -> None:
     for mode in MODES:
-        net = bmt.BMTrainModelWrapper(nn.ModuleDict({"list": nn.ModuleList([nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))])}))
+        net = bmt.BMTrainModelWrapper(
+            nn.ModuleDict(
+                {"list": nn.ModuleList([nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4))])}
+            )
+        )
         lone = bmt.Block(nn.Dropout(0.5), use_checkpoint=mode[1], zero_level=mode[0])
         for module, inside in ((net, net.get_submodule("list.0.0")), (lone, lone)):
             module.eval()
             assert not inside.training, mode_name(*mode)
-            assert torch.equal(lone(torch.ones(99)), torch.ones(99)) or module is not lone, mode_name(*mode)
+            assert torch.equal(lone(torch.ones(99)), torch.ones(99)) or module is not lone, (
+                mode_name(*mode)
+            )
             module.train()
             assert inside.training, mode_name(*mode)
         assert (lone(torch.ones(99)) == 0).any(), mode_name(*mode)
@@ -544,7 +639,9 @@ def training_mode_overridden() -> None:
             return self.dropout(x)
 
     block = bmt.Block(Stubborn()).train()
-    assert torch.equal(block(torch.ones(99)), torch.ones(99)), "the module's own train() was not called"
+    assert torch.equal(block(torch.ones(99)), torch.ones(99)), (
+        "the module's own train() was not called"
+    )
 
 
 class Returning(nn.Module):
@@ -575,19 +672,31 @@ def returned_parameters() -> None:
     for mode, kind in itertools.product(MODES, ("tensor", "view", "dict", "dataclass")):
         torch.manual_seed(0)
         plain = nn.ModuleList([Returning(kind) for _ in range(6)])
-        sharded = nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=mode[1], zero_level=mode[0]) for m in plain])
+        sharded = nn.ModuleList(
+            [bmt.Block(copy.deepcopy(m), use_checkpoint=mode[1], zero_level=mode[0]) for m in plain]
+        )
         outs = [[weight_in(layer(torch.ones(2))) for layer in net] for net in (plain, sharded)]
         for index, (a, b) in enumerate(zip(*outs, strict=True)):
-            models.assert_same(b.detach(), a.detach(), f"returned {kind} of layer {index}, {mode_name(*mode)}")
+            models.assert_same(
+                b.detach(), a.detach(), f"returned {kind} of layer {index}, {mode_name(*mode)}"
+            )
         sum(out.square().sum() for out in outs[0]).backward()  # type: ignore[union-attr]
         share(sum(out.square().sum() for out in outs[1])).backward()  # type: ignore[arg-type]
-        models.assert_same_dicts(models.full_gradients(sharded), models.plain_gradients(plain), f"{kind}, {mode_name(*mode)}")
+        models.assert_same_dicts(
+            models.full_gradients(sharded),
+            models.plain_gradients(plain),
+            f"{kind}, {mode_name(*mode)}",
+        )
 
 
 def nested() -> None:
     for mode in MODES:
         torch.manual_seed(6)
-        plain = nn.Sequential(nn.Linear(6, 9), nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Sequential(nn.Linear(9, 6))), nn.Tanh())
+        plain = nn.Sequential(
+            nn.Linear(6, 9),
+            nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Sequential(nn.Linear(9, 6))),
+            nn.Tanh(),
+        )
         sharded: Any = copy.deepcopy(plain)
         options: dict[str, Any] = {"use_checkpoint": mode[1], "zero_level": mode[0]}
         sharded[1][2] = bmt.Block(sharded[1][2], **options)
@@ -609,7 +718,9 @@ def loading() -> None:
         models.assert_same_dicts(net.state_dict(), plain.state_dict(), mode_name(*mode), 0.0)
         check_step(plain, net, f"after load_state_dict, {mode_name(*mode)}")
         for state in (net.state_dict(), net[0].state_dict()):
-            assert all(value.device.type == "cpu" and not value.requires_grad for value in state.values())
+            assert all(
+                value.device.type == "cpu" and not value.requires_grad for value in state.values()
+            )
         names = [name for name, _ in net.named_parameters()]
         assert names == [name for name, _ in plain.named_parameters()], mode_name(*mode)
 
@@ -624,10 +735,24 @@ def extra_attributes() -> None:
 
 
 PROGRAMS = [
-    interrupted_forward, without_grad, two_losses, input_gradient, copies, stale, hooks, training_mode,
-    training_mode_overridden, returned_parameters, nested, loading, extra_attributes, attributes, mutating, outside_of_lists,
+    interrupted_forward,
+    without_grad,
+    two_losses,
+    input_gradient,
+    copies,
+    stale,
+    hooks,
+    training_mode,
+    training_mode_overridden,
+    returned_parameters,
+    nested,
+    loading,
+    extra_attributes,
+    attributes,
+    mutating,
+    outside_of_lists,
     moving_buffers,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -644,7 +769,9 @@ class Pair(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor, gain: float, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor, gain: float, shift: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.tanh(self.a(x) * gain + y), y + self.b(x) + shift
 
 
@@ -653,7 +780,9 @@ class Single(nn.Module):
         super().__init__()
         self.inner = nn.Linear(6, 6)
 
-    def forward(self, x: torch.Tensor, gain: float = 1.0, *, shift: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, gain: float = 1.0, *, shift: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = torch.tanh(self.inner(x) * gain)
         return out if shift is None else out + shift
 
@@ -663,7 +792,9 @@ def lists() -> None:
     shared = Pair()
     plain = nn.ModuleList([Pair(), shared, Pair(), shared])
     copied = copy.deepcopy(plain)
-    blocks = bmt.TransformerBlockList([copied[0], bmt.Block(copied[1], zero_level=2), copied[2], copied[3]], num_hidden=2)
+    blocks = bmt.TransformerBlockList(
+        [copied[0], bmt.Block(copied[1], zero_level=2), copied[2], copied[3]], num_hidden=2
+    )
     x, y, shift = torch.randn(3, 2, 6).unbind(0)
     steps = []
     a, b = x, y
@@ -700,7 +831,9 @@ def single_lists() -> None:
     for block in blocks:
         by_hand = block(by_hand, 2.0, shift=shift)
     models.assert_same(by_hand, want, "iterated")
-    models.assert_same(blocks[2](blocks[1](blocks[0](x))), plain[2](plain[1](plain[0](x))), "indexed")
+    models.assert_same(
+        blocks[2](blocks[1](blocks[0](x))), plain[2](plain[1](plain[0](x))), "indexed"
+    )
     assert blocks[-1] is list(blocks)[2] and [*blocks[:2]] == list(blocks)[:2]
     out, hidden = blocks(x, return_hidden_states=True)
     assert hidden.shape == (3, 2, 6) and out.shape == (2, 6)
@@ -709,18 +842,24 @@ def single_lists() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("program", [lists, single_lists])
 def test_transformer_block_list(program: Callable[[], None], world_size: int) -> None:
-    """Threaded hidden values, rest arguments, hidden states with gradients, sharing, iteration, indexing."""
+    """Threaded hidden values, rest arguments, hidden states with gradients, sharing, iteration,
+    indexing.
+    """
     run_ranks(program, world_size, timeout=30)
 
 
-def accumulate(accumulate_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, deferred: bool) -> torch.Tensor:
+def accumulate(
+    accumulate_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, deferred: bool
+) -> torch.Tensor:
     torch.manual_seed(3)
     layer = nn.Linear(16, 16, bias=False).bfloat16()
     block = bmt.Block(layer, accumulate_dtype=accumulate_dtype, reduce_dtype=reduce_dtype)
     optimizer = bmt.optim.AdamOptimizer(block.parameters())
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    inputs = torch.randn(64, bmt.world_size(), 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    inputs = torch.randn(
+        64, bmt.world_size(), 4, 16, generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
     for number, x in enumerate(inputs):
         loss = (block(x[bmt.rank()]).float() + 3).square().sum()
         manager.backward(loss, reduce_gradients=not deferred or number == len(inputs) - 1)
@@ -734,7 +873,9 @@ def accumulate_exact(world_size: int) -> torch.Tensor:
     torch.manual_seed(3)
     layer = nn.Linear(16, 16, bias=False).bfloat16()
     total = torch.zeros(16, 16, dtype=torch.float64)
-    inputs = torch.randn(64, world_size, 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+    inputs = torch.randn(
+        64, world_size, 4, 16, generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
     for x in inputs.flatten(0, 1):
         ((layer(x).float() + 3).square().sum()).backward()
         total += layer.weight.grad.double()  # type: ignore[union-attr]
@@ -755,7 +896,9 @@ def accumulate_all() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_fp32_accumulation_is_closer_to_the_truth(world_size: int) -> None:
-    """64 micro-batches of bf16 gradients: fp32 sums end at the bf16 rounding of the truth, bf16 sums far from it."""
+    """64 micro-batches of bf16 gradients: fp32 sums end at the bf16 rounding of the truth, bf16
+    sums far from it.
+    """
     exact = accumulate_exact(world_size)
     errors = {
         name: ((grad - exact).abs().max() / exact.abs().max()).item()

@@ -1,4 +1,6 @@
-"""save and load against torch's own files: world sizes, formats, bad files, full disks, background writing."""
+"""save and load against torch's own files: world sizes, formats, bad files, full disks, background
+writing.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Layer(torch.nn.Module):
 
 
 class Net(torch.nn.Module):
-    """Embedding tied to the head, blocks, a parameter smaller than the world, a scalar and a root buffer."""
+    """Embedding tied to the head, blocks, a parameter smaller than the world, a scalar and a root
+    buffer.
+    """
 
     table: torch.Tensor
 
@@ -65,7 +69,9 @@ class Net(torch.nn.Module):
 
 
 def plain(seed: int, tied: bool = True) -> Net:
-    """An ordinary model with random values everywhere, non-contiguous and integer buffers included."""
+    """An ordinary model with random values everywhere, non-contiguous and integer buffers
+    included.
+    """
     generator = torch.Generator().manual_seed(seed)
     net = Net(tied=tied)
     with torch.no_grad():
@@ -82,7 +88,8 @@ def sharded(seed: int, tied: bool = True) -> torch.nn.Module:
 
 def same(state: State, other: State) -> bool:
     return state.keys() == other.keys() and all(
-        torch.equal(state[name], other[name]) and state[name].dtype == other[name].dtype for name in state
+        torch.equal(state[name], other[name]) and state[name].dtype == other[name].dtype
+        for name in state
     )
 
 
@@ -112,7 +119,9 @@ def untouched(file: str, strict: bool = True) -> str:
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize(("writers", "readers"), [(1, 3), (3, 2), (2, 1)])
-def test_saved_by_some_ranks_loaded_by_others(tmp_path: pathlib.Path, writers: int, readers: int, ending: str) -> None:
+def test_saved_by_some_ranks_loaded_by_others(
+    tmp_path: pathlib.Path, writers: int, readers: int, ending: str
+) -> None:
     file = str(tmp_path / f"model{ending}")
     run_ranks(do_save, writers, file, 5)
     expected = plain(5).state_dict()
@@ -141,12 +150,20 @@ def test_the_safetensors_file_is_that_of_its_library(tmp_path: pathlib.Path) -> 
 
 
 def test_files_of_torch_load(tmp_path: pathlib.Path) -> None:
-    """Also those of one tied name, old archives, and what BMTrain wrote: flat dicts of full tensors."""
+    """Also those of one tied name, old archives, and what BMTrain wrote: flat dicts of full
+    tensors.
+    """
     expected = plain(5).state_dict()
     torch.save(expected, tmp_path / "plain.pt")
     torch.save(expected, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    torch.save({name: value for name, value in expected.items() if name != "embed.weight"}, tmp_path / "head.pt")
-    torch.save({name: value for name, value in expected.items() if name != "head.weight"}, tmp_path / "embed.pt")
+    torch.save(
+        {name: value for name, value in expected.items() if name != "embed.weight"},
+        tmp_path / "head.pt",
+    )
+    torch.save(
+        {name: value for name, value in expected.items() if name != "head.weight"},
+        tmp_path / "embed.pt",
+    )
     for file in ("plain.pt", "old.pt", "head.pt", "embed.pt"):
         for state, _ in run_ranks(do_load, 2, str(tmp_path / file)):
             assert same(state, expected), file
@@ -163,7 +180,11 @@ def test_a_tied_file_loads_into_an_untied_model(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_folders_with_an_index(tmp_path: pathlib.Path, ending: str) -> None:
-    state = {name: value.contiguous() for name, value in plain(5).state_dict().items() if name != "head.weight"}
+    state = {
+        name: value.contiguous()
+        for name, value in plain(5).state_dict().items()
+        if name != "head.weight"
+    }
     names, stem = list(state), "model" if ending == "safetensors" else "pytorch_model"
     places: dict[str, str] = {}
     for number, part in enumerate((names[:3], names[3:])):
@@ -172,7 +193,9 @@ def test_folders_with_an_index(tmp_path: pathlib.Path, ending: str) -> None:
             {name: state[name] for name in part}, tmp_path / file
         )
         places |= dict.fromkeys(part, file)
-    (tmp_path / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (tmp_path / f"{stem}.{ending}.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": places})
+    )
     for loaded, _ in run_ranks(do_load, 2, str(tmp_path)):
         assert same(loaded, plain(5).state_dict())
     (tmp_path / f"{stem}-00001.{ending}").unlink()
@@ -215,7 +238,9 @@ def bad_files(folder: pathlib.Path) -> dict[str, str]:
     (folder / "bad_index" / "model.safetensors.index.json").write_text("{")
     (folder / "lying_index").mkdir()
     safetensors.torch.save_file({"a": torch.ones(1)}, folder / "lying_index" / "x.safetensors")
-    (folder / "lying_index" / "model.safetensors.index.json").write_text('{"weight_map": {"b": "x.safetensors"}}')
+    (folder / "lying_index" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"b": "x.safetensors"}}'
+    )
     return {
         "half.pt": "truncated",
         "garbage.pt": "no checkpoint",
@@ -254,17 +279,24 @@ def test_names_and_shapes_that_do_not_fit(tmp_path: pathlib.Path) -> None:
     state["layers.0.projekt.weight"] = state.pop("layers.0.project.weight")
     torch.save(state, tmp_path / "names.pt")
     for message in run_ranks(untouched, 2, str(tmp_path / "names.pt")):
-        assert "missing from the file: 'layers.0.project.weight' (nearest: 'layers.0.projekt.weight')" in message
-        assert "unexpected in the file: 'layers.0.projekt.weight' (nearest: 'layers.0.project.weight')" in message
+        assert (
+            "missing from the file: 'layers.0.project.weight' (nearest: 'layers.0.projekt.weight')"
+        ) in message
+        assert (
+            "unexpected in the file: 'layers.0.projekt.weight' (nearest: 'layers.0.project.weight')"
+        ) in message
         assert "names.pt" in message
     for loaded, result in run_ranks(do_load, 2, str(tmp_path / "names.pt"), False):
         assert result == LoadResult(["layers.0.project.weight"], ["layers.0.projekt.weight"])
-        assert torch.equal(loaded["layers.0.project.weight"], plain(99).state_dict()["layers.0.project.weight"])
+        assert torch.equal(
+            loaded["layers.0.project.weight"], plain(99).state_dict()["layers.0.project.weight"]
+        )
         assert torch.equal(loaded["embed.weight"], state["embed.weight"])
     state["layers.0.project.weight"] = state.pop("layers.0.projekt.weight")
     state["tiny"], state["gain"] = torch.ones(2, 1), torch.ones(1)
     safetensors.torch.save_file(
-        {k: v.contiguous() for k, v in state.items() if k != "head.weight"}, tmp_path / "shapes.safetensors"
+        {k: v.contiguous() for k, v in state.items() if k != "head.weight"},
+        tmp_path / "shapes.safetensors",
     )
     for strict in (True, False):
         for message in run_ranks(untouched, 2, str(tmp_path / "shapes.safetensors"), strict):
@@ -281,8 +313,14 @@ def load_wide(file: str) -> tuple[State, list[str]]:
 
 def test_dtypes_are_converted_and_lost_precision_is_told_once(tmp_path: pathlib.Path) -> None:
     expected = plain(5).state_dict()
-    torch.save({k: v.double() if v.is_floating_point() else v for k, v in expected.items()}, tmp_path / "wide.pt")
-    torch.save({k: v.bfloat16() if v.is_floating_point() else v for k, v in expected.items()}, tmp_path / "narrow.pt")
+    torch.save(
+        {k: v.double() if v.is_floating_point() else v for k, v in expected.items()},
+        tmp_path / "wide.pt",
+    )
+    torch.save(
+        {k: v.bfloat16() if v.is_floating_point() else v for k, v in expected.items()},
+        tmp_path / "narrow.pt",
+    )
     for rank, (state, told) in enumerate(run_ranks(load_wide, 2, str(tmp_path / "wide.pt"))):
         assert same(state, expected)
         assert len(told) == (rank == 0)
@@ -308,12 +346,17 @@ def count_bytes(file: str) -> int:
     return read
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/io").exists(), reason="bytes are counted as Linux shows them"
+)
 def test_every_rank_reads_only_its_own_rows(tmp_path: pathlib.Path) -> None:
     size = 4 * 4096 * 4096
-    safetensors.torch.save_file({"weight": torch.arange(4096.0 * 4096).view(4096, 4096)}, tmp_path / "big.safetensors")
+    safetensors.torch.save_file(
+        {"weight": torch.arange(4096.0 * 4096).view(4096, 4096)}, tmp_path / "big.safetensors"
+    )
     for read in run_ranks(count_bytes, 4, str(tmp_path / "big.safetensors")):
-        assert size / 4 <= read < size / 4 + 20_000  # the header, and what the processes tell each other
+        # the header, and what the processes tell each other
+        assert size / 4 <= read < size / 4 + 20_000
 
 
 def shorten(file: str) -> str:
@@ -341,7 +384,11 @@ def test_a_file_cut_while_it_is_read_is_an_error_on_all_ranks(tmp_path: pathlib.
 
 def count_gathers(file: str) -> tuple[int, int]:
     net = sharded(5)
-    storages = {param.storage_of for param in net.parameters() if isinstance(param, bmt.DistributedParameter)}
+    storages = {
+        param.storage_of
+        for param in net.parameters()
+        if isinstance(param, bmt.DistributedParameter)
+    }
     gathered: list[Storage] = []
     original = Storage.gather
 
@@ -380,14 +427,20 @@ def save_limited(file: str, limit: int) -> list[str]:
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize(("world_size", "limit"), [(1, 1000), (2, 0), (2, 1000), (2, 3000)])
-def test_a_full_disk_leaves_the_old_file(tmp_path: pathlib.Path, ending: str, world_size: int, limit: int) -> None:
+def test_a_full_disk_leaves_the_old_file(
+    tmp_path: pathlib.Path, ending: str, world_size: int, limit: int
+) -> None:
     file = tmp_path / f"model{ending}"
     run_ranks(do_save, 1, str(file), 5)
     before = file.read_bytes()
     seen: list[list[str]] = run_ranks(save_and_compare, world_size, str(file), limit, before)
     for messages in seen:
         for message in messages:
-            assert str(file) in message and "intact" in message and ("File too large" in message or "os error 27" in message)
+            assert (
+                str(file) in message
+                and "intact" in message
+                and ("File too large" in message or "os error 27" in message)
+            )
     assert same(run_ranks(do_load, 1, str(file))[0][0], plain(6).state_dict())
     assert os.listdir(tmp_path) == [file.name]
 
@@ -482,7 +535,9 @@ def fail_in_background(folder: str) -> list[str]:
     return messages
 
 
-def test_a_failure_in_the_background_surfaces(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_in_the_background_surfaces(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for messages in run_ranks(fail_in_background, 2, str(tmp_path)):
         assert all("a.pt" in text and "No space left" in text for text in messages)
     assert os.listdir(tmp_path) == ["b.pt"]

@@ -1,4 +1,6 @@
-"""Programs that clear, keep and put back gradients at unusual places: the gradients of plain PyTorch, whatever memory was freed."""
+"""Programs that clear, keep and put back gradients at unusual places: the gradients of plain
+PyTorch, whatever memory was freed.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def gradients(model: nn.Module) -> Gradients:
 
 
 def retained(model: nn.Module) -> Iterator[Gradients]:
-    """A graph is gone through again after its gradients were cleared and another forward pass was made."""
+    """A graph is gone through again after its gradients were cleared and another forward pass was
+    made.
+    """
     loss = loss_of(model, 0)
     loss.backward(retain_graph=True)
     yield gradients(model)
@@ -54,7 +58,9 @@ def put_back(model: nn.Module) -> Iterator[Gradients]:
 
 
 def overlapping(model: nn.Module) -> Iterator[Gradients]:
-    """Two forward passes, then their backward passes with the gradients cleared between, then one on top."""
+    """Two forward passes, then their backward passes with the gradients cleared between, then one
+    on top.
+    """
     first, second = loss_of(model, 0), loss_of(model, 1)
     first.backward()
     yield gradients(model)
@@ -82,17 +88,30 @@ def failing(model: nn.Module) -> Iterator[Gradients]:
 def compare(program: Callable[[nn.Module], Iterator[Gradients]]) -> None:
     for level, accumulate_dtype in ((2, None), (3, None), (3, torch.float64)):
         torch.manual_seed(0)
-        plain = nn.Sequential(*(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.LayerNorm(DIM)) for _ in range(3)))
-        options: dict[str, Any] = {"zero_level": level, "use_checkpoint": False, "accumulate_dtype": accumulate_dtype}
+        plain = nn.Sequential(
+            *(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.LayerNorm(DIM)) for _ in range(3))
+        )
+        options: dict[str, Any] = {
+            "zero_level": level,
+            "use_checkpoint": False,
+            "accumulate_dtype": accumulate_dtype,
+        }
         sharded = nn.Sequential(*(bmt.Block(copy.deepcopy(layer), **options) for layer in plain))
         for got, want in zip(program(sharded), program(plain), strict=True):
             for own, whole, param in zip(got, want, sharded.parameters(), strict=True):
                 piece = param.storage_of.piece(param.index_in_storage)  # type: ignore[attr-defined]
                 part = whole.reshape(-1)[piece.start : piece.stop] * bmt.world_size()
-                assert_same(own.reshape(-1), part, f"{program.__name__}, ZeRO-{level}, {accumulate_dtype}", 1e-5)
+                assert_same(
+                    own.reshape(-1),
+                    part,
+                    f"{program.__name__}, ZeRO-{level}, {accumulate_dtype}",
+                    1e-5,
+                )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("program", [retained, put_back, overlapping, failing])
-def test_gradients_are_those_of_plain_pytorch(program: Callable[[nn.Module], Iterator[Gradients]], world_size: int) -> None:
+def test_gradients_are_those_of_plain_pytorch(
+    program: Callable[[nn.Module], Iterator[Gradients]], world_size: int
+) -> None:
     run_ranks(compare, world_size, program)

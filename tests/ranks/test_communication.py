@@ -1,4 +1,6 @@
-"""Differentiable collectives, the old NCCL verbs and the small helpers, against plain torch in one process."""
+"""Differentiable collectives, the old NCCL verbs and the small helpers, against plain torch in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def values(world_size: int, *, zeros: bool) -> torch.Tensor:
-    """Every rank's input, stacked (world_size, 12, 3); with ties, and with `zeros` none, one or two zeros per place."""
+    """Every rank's input, stacked (world_size, 12, 3); with ties, and with `zeros` none, one or two
+    zeros per place.
+    """
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(world_size, 12, 3, generator=generator, dtype=torch.float64)
     x[:, 0] = 1.5  # a tie over all ranks
@@ -44,7 +48,9 @@ def values(world_size: int, *, zeros: bool) -> torch.Tensor:
 
 def weights(rank: int, shape: torch.Size) -> torch.Tensor:
     """Makes each rank's loss a different one."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(100 + rank), dtype=torch.float64
+    )
 
 
 Result = tuple[torch.Tensor, torch.Tensor]
@@ -79,7 +85,9 @@ def expected(name: str, op: str, stacked: torch.Tensor) -> list[Result]:
         outs = [REDUCTIONS[op](x)] * size
     else:
         outs = list(REDUCTIONS[op](x).chunk(size))
-    torch.stack([(out * weights(rank, out.shape)).sum() for rank, out in enumerate(outs)]).sum().backward()
+    torch.stack(
+        [(out * weights(rank, out.shape)).sum() for rank, out in enumerate(outs)]
+    ).sum().backward()
     assert x.grad is not None
     return [(out.detach(), grad) for out, grad in zip(outs, x.grad, strict=True)]
 
@@ -162,9 +170,15 @@ def run_activations() -> tuple[torch.Tensor, torch.Tensor | None]:
 def test_activations_travel_with_shape_dtype_and_gradient() -> None:
     (_, first), (middle, second), (end, third) = run_ranks(run_activations, 3)
     x = torch.arange(6.0, dtype=torch.bfloat16).view(2, 3)
-    assert middle.dtype == torch.bfloat16 and torch.equal(middle, x * 6) and torch.equal(end, x * 18)
+    assert (
+        middle.dtype == torch.bfloat16 and torch.equal(middle, x * 6) and torch.equal(end, x * 18)
+    )
     assert first is not None and second is not None and third is not None
-    assert (first.unique().item(), second.unique().item(), third.unique().item()) == (18.0, 9.0, 3.0)
+    assert (first.unique().item(), second.unique().item(), third.unique().item()) == (
+        18.0,
+        9.0,
+        3.0,
+    )
 
 
 def run_plain_activations() -> tuple[torch.Tensor, bool]:
@@ -192,7 +206,9 @@ def run_wrong_calls() -> list[str]:
         lambda: distributed.all_gather(torch.ones(3), "world"),  # type: ignore[arg-type]
         lambda: nccl.allGather(torch.ones(3), torch.ones(5), config["comm"]),
         lambda: nccl.allReduce(torch.ones(3), torch.ones(3).double(), "sum", config["comm"]),
-        lambda: nccl.allReduce(torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage(), "sum", config["comm"]),
+        lambda: nccl.allReduce(
+            torch.ones(3).untyped_storage(), torch.ones(3).untyped_storage(), "sum", config["comm"]
+        ),
         nccl.groupEnd,
         lambda: results.gather_result([1]),  # type: ignore[arg-type]
         lambda: results.gather_result(torch.ones(2, 1 + bmt.rank())),
@@ -272,7 +288,9 @@ def test_nccl_verbs() -> None:
             assert got[f"reduce {op}"] == (whole if rank == size - 1 else [-1.0, -1.0])
             assert got[f"reduceScatter {op}"] == REDUCTIONS[op](wide).chunk(size)[rank].tolist()
         assert got["in place"] == stacked.sum(0).tolist()
-        assert got["allGather of bytes"] == got["allGather of storages"] == stacked.flatten().tolist()
+        assert (
+            got["allGather of bytes"] == got["allGather of storages"] == stacked.flatten().tolist()
+        )
         assert got["broadcast"] == stacked[-1].tolist()
         assert got["ring"] == stacked[rank - 1].tolist()
         assert got["send"] == (stacked[0] if rank == 1 else stacked[rank - 1]).tolist()
@@ -280,15 +298,28 @@ def test_nccl_verbs() -> None:
 
 
 def run_groups() -> dict[str, list[float]]:
-    """Sends before receives, receives before sends, several to one peer, two communicators in orders that differ."""
+    """Sends before receives, receives before sends, several to one peer, two communicators in
+    orders that differ.
+    """
     rank, comm, tp, pipe = bmt.rank(), config["comm"], config["tp_comm"], config["pipe_comm"]
     size = comm.size
     out: dict[str, list[float]] = {}
     for name, receives_first in (("same", True), ("mixed", rank % 2 == 0)):
-        sent = [[torch.full((3,), 100.0 * rank + 10 * peer + n) for n in range(2)] for peer in range(size)]
+        sent = [
+            [torch.full((3,), 100.0 * rank + 10 * peer + n) for n in range(2)]
+            for peer in range(size)
+        ]
         got = [[torch.empty(3) for _ in range(2)] for _ in range(size)]
-        sending = [lambda x=x, peer=peer: nccl.send(x, peer, comm) for peer in range(size) for x in sent[peer]]
-        receiving = [lambda x=x, peer=peer: nccl.recv(x, peer, comm) for peer in range(size) for x in got[peer]]
+        sending = [
+            lambda x=x, peer=peer: nccl.send(x, peer, comm)
+            for peer in range(size)
+            for x in sent[peer]
+        ]
+        receiving = [
+            lambda x=x, peer=peer: nccl.recv(x, peer, comm)
+            for peer in range(size)
+            for x in got[peer]
+        ]
         nccl.groupStart()
         for call in receiving + sending if receives_first else sending + receiving:
             call()
@@ -306,7 +337,8 @@ def run_groups() -> dict[str, list[float]]:
 
     exchanges = [exchange_along_tp, exchange_along_pipe]
     nccl.groupStart()
-    for exchange in exchanges if rank in (0, 3) else exchanges[::-1]:  # a ring of ranks that wait for one another
+    # a ring of ranks that wait for one another
+    for exchange in exchanges if rank in (0, 3) else exchanges[::-1]:
         exchange()
     total = torch.ones(2)
     nccl.allReduce(total, total, "sum", comm)  # not deferred: ready at once
@@ -317,7 +349,11 @@ def run_groups() -> dict[str, list[float]]:
 
 def test_groups_of_sends_and_receives_in_any_order() -> None:
     for rank, got in enumerate(run_ranks(run_groups, 4, init={"tp_size": 2, "pipe_size": 2})):
-        assert got["same"] == got["mixed"] == [100.0 * peer + 10 * rank + n for peer in range(4) for n in range(2)]
+        assert (
+            got["same"]
+            == got["mixed"]
+            == [100.0 * peer + 10 * rank + n for peer in range(4) for n in range(2)]
+        )
         assert got["two communicators"] == [(rank ^ 1) + 0.5, (rank ^ 2) + 0.25, 4.0, 4.0]
 
 
@@ -412,13 +448,21 @@ def test_sum_loss_and_gather_result(world_size: int) -> None:
     for losses, rows in run_ranks(run_results, world_size):
         mean = (world_size - 1) / 2
         assert [float(x.flatten()[0]) for x in losses] == [2 * mean, mean, mean, mean]
-        assert [x.dtype for x in losses] == [torch.float32, torch.float32, torch.float16, torch.float32]
+        assert [x.dtype for x in losses] == [
+            torch.float32,
+            torch.float32,
+            torch.float16,
+            torch.float32,
+        ]
         assert [x.dim() for x in losses] == [0, 0, 1, 0]
         assert rows[0].tolist() == [n for rank in range(world_size) for n in range(rank + 1)]
         assert rows[1].shape == (2 * (world_size > 1), 3) and rows[1].dtype == torch.bfloat16
         assert rows[2].tolist() == [rank == 1 for rank in range(world_size)]
         assert rows[3].shape == (0, 2)
-        parts = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).t() for rank in range(world_size)]
+        parts = [
+            torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)).t()
+            for rank in range(world_size)
+        ]
         assert torch.equal(rows[4], torch.cat(parts))
 
 
@@ -428,7 +472,10 @@ def run_old_use_of_config() -> dict[str, Any]:
     gathered = distributed.all_gather(torch.tensor([bmt.rank()]), bmt.config["zero_comm"])
     total = torch.ones(1)
     nccl.allReduce(total, total, "sum", bmt.config["tp_zero_comm"])
-    groups = {name: (topology.get_group_id(name), topology.get_group_rank(name)) for name in ("pipe", "zero", "tp_zero", "tp")}
+    groups = {
+        name: (topology.get_group_id(name), topology.get_group_rank(name))
+        for name in ("pipe", "zero", "tp_zero", "tp")
+    }
     with pytest.raises(ConfigurationError, match="unknown group 'dp'"):
         topology.get_group_id("dp")
     seen = dict(bmt.config)
@@ -447,26 +494,67 @@ def run_old_use_of_config() -> dict[str, Any]:
 
 
 CONFIG_NAMES = [
-    "rank", "local_rank", "world_size", "local_size", "initialized", "pipe_size", "pipe_enabled", "tp_size",
-    "tp_rank", "tp_zero_rank", "tp_zero_size", "zero_rank", "zero_size", "micros", "topology", "comm",
-    "zero_comm", "tp_comm", "tp_zero_comm", "pipe_comm", "pp_zero_comm", "pp_tp_zero_comm", "load_stream", "calc_stream",
-    "tp_comm_stream", "pp_comm_stream", "barrier_stream", "load_event", "zero_level", "num_micro_batches", "save_param_to_cpu",
-    "loss_scale_factor", "loss_scale_steps",
-]  # fmt: skip
+    "rank",
+    "local_rank",
+    "world_size",
+    "local_size",
+    "initialized",
+    "pipe_size",
+    "pipe_enabled",
+    "tp_size",
+    "tp_rank",
+    "tp_zero_rank",
+    "tp_zero_size",
+    "zero_rank",
+    "zero_size",
+    "micros",
+    "topology",
+    "comm",
+    "zero_comm",
+    "tp_comm",
+    "tp_zero_comm",
+    "pipe_comm",
+    "pp_zero_comm",
+    "pp_tp_zero_comm",
+    "load_stream",
+    "calc_stream",
+    "tp_comm_stream",
+    "pp_comm_stream",
+    "barrier_stream",
+    "load_event",
+    "zero_level",
+    "num_micro_batches",
+    "save_param_to_cpu",
+    "loss_scale_factor",
+    "loss_scale_steps",
+]
 
 
 def test_what_old_programs_do_with_config() -> None:
     before = {name: value for name, value in config.items() if name != "topology"}
     assert sorted(config) == sorted(CONFIG_NAMES)
-    for rank, got in enumerate(run_ranks(run_old_use_of_config, 4, init={"tp_size": 2, "pipe_size": 2})):
-        assert got["gathered"] == [0, 1, 2, 3] and got["total"] == 2.0 and got["names"] and got["comm"]
+    for rank, got in enumerate(
+        run_ranks(run_old_use_of_config, 4, init={"tp_size": 2, "pipe_size": 2})
+    ):
+        assert (
+            got["gathered"] == [0, 1, 2, 3] and got["total"] == 2.0 and got["names"] and got["comm"]
+        )
         assert got["groups"] == {
-            "pipe": (rank % 2, rank // 2), "zero": (0, rank), "tp_zero": (rank % 2, rank // 2), "tp": (rank // 2, rank % 2)
-        }  # fmt: skip
+            "pipe": (rank % 2, rank // 2),
+            "zero": (0, rank),
+            "tp_zero": (rank % 2, rank // 2),
+            "tp": (rank // 2, rank % 2),
+        }
         assert got["stages"] == (rank // 2, 2, rank % 2)
         assert got["sizes"] == {
-            "comm": 4, "zero_comm": 4, "tp_comm": 2, "tp_zero_comm": 2, "pipe_comm": 2, "pp_zero_comm": 2, "pp_tp_zero_comm": 1
-        }  # fmt: skip
+            "comm": 4,
+            "zero_comm": 4,
+            "tp_comm": 2,
+            "tp_zero_comm": 2,
+            "pipe_comm": 2,
+            "pp_zero_comm": 2,
+            "pp_tp_zero_comm": 1,
+        }
         assert got["after"] == before  # the run is over: one process again
 
 
@@ -478,29 +566,62 @@ def run_config() -> tuple[dict[str, object], int]:
 
 
 def test_config_shows_the_run() -> None:
-    for rank, (seen, tp_size) in enumerate(run_ranks(run_config, 4, init={"tp_size": 2, "pipe_size": 2})):
+    for rank, (seen, tp_size) in enumerate(
+        run_ranks(run_config, 4, init={"tp_size": 2, "pipe_size": 2})
+    ):
         assert tp_size == 2
         assert seen == {
-            "rank": rank, "local_rank": rank, "world_size": 4, "local_size": 4, "initialized": True, "pipe_size": 2,
-            "pipe_enabled": True, "tp_size": 2, "tp_rank": rank % 2, "tp_zero_rank": rank // 2, "tp_zero_size": 2,
-            "zero_rank": rank, "zero_size": 4, "micros": 2, "num_micro_batches": 2, "zero_level": 3, "save_param_to_cpu": True,
-            "loss_scale_factor": 2, "loss_scale_steps": 1024, "pipe_idx": rank % 2,
-        }  # fmt: skip
+            "rank": rank,
+            "local_rank": rank,
+            "world_size": 4,
+            "local_size": 4,
+            "initialized": True,
+            "pipe_size": 2,
+            "pipe_enabled": True,
+            "tp_size": 2,
+            "tp_rank": rank % 2,
+            "tp_zero_rank": rank // 2,
+            "tp_zero_size": 2,
+            "zero_rank": rank,
+            "zero_size": 4,
+            "micros": 2,
+            "num_micro_batches": 2,
+            "zero_level": 3,
+            "save_param_to_cpu": True,
+            "loss_scale_factor": 2,
+            "loss_scale_steps": 1024,
+            "pipe_idx": rank % 2,
+        }
 
 
 def test_config_before_the_run() -> None:
-    assert (config["initialized"], config["rank"], config["world_size"], config["comm"]) == (False, 0, 1, None)
+    assert (config["initialized"], config["rank"], config["world_size"], config["comm"]) == (
+        False,
+        0,
+        1,
+        None,
+    )
     assert len(config) == len(list(config)) and "rank" in config and "spam" not in config
     with pytest.raises(KeyError, match="nearest name is 'world_size'"):
         config["word_size"]
     with pytest.raises(ConfigurationError, match="init_distributed"):
         config["rank"] = 3
-    assert config.get("spam", 5) == 5 and config.get("tp_size") == 1 and {**config} == dict(config.items())
+    assert (
+        config.get("spam", 5) == 5
+        and config.get("tp_size") == 1
+        and {**config} == dict(config.items())
+    )
     assert config["topology"].get_group_id("tp") == 0 and "'world_size': 1" in repr(config)
 
 
 @pytest.mark.parametrize(
-    "call", [results.synchronize, lambda: results.sum_loss(1.0), lambda: distributed.all_gather(torch.ones(1)), nccl.groupStart]
+    "call",
+    [
+        results.synchronize,
+        lambda: results.sum_loss(1.0),
+        lambda: distributed.all_gather(torch.ones(1)),
+        nccl.groupStart,
+    ],
 )
 def test_before_the_run_is_an_error(call: Callable[[], object]) -> None:
     with pytest.raises(NotInitializedError, match="init_distributed"):
@@ -513,7 +634,11 @@ def run_benchmarks() -> list[list[benchmark.Row]]:
 
 def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = run_ranks(run_benchmarks, 2)
-    assert [[row.size for row in rows] for rows in first] == [[1024, 2048, 4096], [1024, 2048], [1024]]
+    assert [[row.size for row in rows] for rows in first] == [
+        [1024, 2048, 4096],
+        [1024, 2048],
+        [1024],
+    ]
     assert first == second
     assert all(row.seconds > 0 and row.bandwidth > 0 for rows in first for row in rows)
     printed = capsys.readouterr().out
@@ -521,7 +646,9 @@ def test_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_benchmarks_alone_and_where_sizes_do_not_divide(world_size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_alone_and_where_sizes_do_not_divide(
+    world_size: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     for gather, reduce, ring in run_ranks(run_benchmarks, world_size):
         assert (len(gather), len(reduce), len(ring)) == (3, 2, int(world_size > 1))
     printed = capsys.readouterr().out
@@ -542,7 +669,14 @@ def test_printing_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_printing, 2)
     zero, one = capsys.readouterr().out.split("-- rank 1 printed:")
     assert one.split() == ["from", "one"]
-    for text in ("first+second", "title of 0", "content", "numbers of 0", "lr", "memory of 0: peak resident memory"):
+    for text in (
+        "first+second",
+        "title of 0",
+        "content",
+        "numbers of 0",
+        "lr",
+        "memory of 0: peak resident memory",
+    ):
         assert zero.count(text) == 1
     assert "of 1" not in zero
 
@@ -562,7 +696,9 @@ def test_synchronize_waits_for_the_last(tmp_path: pathlib.Path) -> None:
 
 
 def run_to_the_end() -> tuple[bool, bool, bool]:
-    """Whether gloo's threads are there while the run lasts, are gone after it though a model keeps the axes, and what is said."""
+    """Whether gloo's threads are there while the run lasts, are gone after it though a model keeps
+    the axes, and what is said.
+    """
     block = bmt.Block(torch.nn.Linear(3, 3))
     block(torch.ones(2, 3, requires_grad=True)).sum().backward()
     axis = world.current().mesh.world
@@ -574,11 +710,16 @@ def run_to_the_end() -> tuple[bool, bool, bool]:
 
 
 def _num_gloo_threads() -> int:
-    names = [task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    names = [
+        task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()
+    ]
     return sum(name.startswith("pt_gloo_runloop") for name in names)
 
 
-@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="reads the names of threads from Linux's /proc")
+@pytest.mark.skipif(
+    not pathlib.Path("/proc/self/task").exists(),
+    reason="reads the names of threads from Linux's /proc",
+)
 def test_no_thread_of_gloo_outlives_the_run() -> None:
     """One that gives back a tensor when the interpreter ends would abort the process."""
     assert run_ranks(run_to_the_end, 2) == [(True, True, True)] * 2

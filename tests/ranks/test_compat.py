@@ -1,4 +1,6 @@
-"""BMTrain's import paths in programs of its users, against plain PyTorch; its gradients of collectives against its formulas."""
+"""BMTrain's import paths in programs of its users, against plain PyTorch; its gradients of
+collectives against its formulas.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,14 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.errors import CheckpointError, ConfigurationError, ParameterError
 
-# ---------------------------------------------------------------------------------------------- gradients of collectives
+# --------------------------------------------------------------------------------------------------
+# gradients of collectives
 
 
 def of_rank(rank: int, *, zero: bool = False) -> torch.Tensor:
-    """A rank's input (4, 3); the first row is the same on all ranks, the last may be 0 on the first."""
+    """A rank's input (4, 3); the first row is the same on all ranks, the last may be 0 on the
+    first.
+    """
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
     x[0] = 1.5
     if zero and rank == 0:
@@ -32,11 +37,15 @@ def of_rank(rank: int, *, zero: bool = False) -> torch.Tensor:
 
 def weight_of(rank: int, *shape: int) -> torch.Tensor:
     """Makes each rank's loss a different one."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(50 + rank), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(50 + rank), dtype=torch.float64
+    )
 
 
 def local_gradients() -> None:
-    """Values of all ranks, gradients as BMTrain gives them; backward on one rank alone waits for nobody."""
+    """Values of all ranks, gradients as BMTrain gives them; backward on one rank alone waits for
+    nobody.
+    """
     rank, size = bmt.rank(), bmt.world_size()
     everyone = torch.stack([of_rank(place, zero=True) for place in range(size)])
     own, weight = everyone[rank], weight_of(rank, 4, 3)
@@ -70,7 +79,9 @@ def local_gradients() -> None:
 
 
 def local_broadcast() -> None:
-    """The sum of all ranks' gradients on every rank, also where only some ranks' inputs want one."""
+    """The sum of all ranks' gradients on every rank, also where only some ranks' inputs want
+    one.
+    """
     rank, size = bmt.rank(), bmt.world_size()
     total = torch.stack([weight_of(place, 4, 3) for place in range(size)]).sum(0)
     for root in range(size):
@@ -85,7 +96,9 @@ def local_broadcast() -> None:
 
 
 def complete_by_default() -> None:
-    """Without the keyword: the gradients of the sum of all ranks' losses, so a mean over ranks trains as one process does."""
+    """Without the keyword: the gradients of the sum of all ranks' losses, so a mean over ranks
+    trains as one process does.
+    """
     torch.manual_seed(0)
     plain = nn.Linear(3, 2)
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -97,12 +110,18 @@ def complete_by_default() -> None:
     models.assert_same(mean.detach(), whole.detach(), "sum_loss")
     manager.backward(mean)
     whole.backward()
-    models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), "backward through sum_loss")
+    models.assert_same_dicts(
+        models.full_gradients(model), models.plain_gradients(plain), "backward through sum_loss"
+    )
     x = of_rank(bmt.rank()).requires_grad_()
     bmt.distributed.all_reduce(x).sum().backward()
     assert x.grad is not None and x.grad.eq(bmt.world_size()).all()
     bad: Any = 1
-    for call in (bmt.distributed.all_reduce, bmt.distributed.all_gather, lambda x, **kw: bmt.distributed.broadcast(x, 0, **kw)):
+    for call in (
+        bmt.distributed.all_reduce,
+        bmt.distributed.all_gather,
+        lambda x, **kw: bmt.distributed.broadcast(x, 0, **kw),
+    ):
         with pytest.raises(ConfigurationError, match="local_gradient=1"):
             call(x, local_gradient=bad)
 
@@ -118,7 +137,8 @@ def test_gradients_of_collectives(world_size: int) -> None:
     run_ranks(collectives_of_both_kinds, world_size)
 
 
-# ------------------------------------------------------------------------------------------------------ whole programs
+# --------------------------------------------------------------------------------------------------
+# whole programs
 
 VOCAB, DIM, LAYERS, ROWS, LENGTH = 17, 12, 3, 6, 5
 
@@ -199,17 +219,23 @@ def cpm_model(use_checkpoint: bool = True, zero_level: int = 3) -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.embedding = Embedding()
-            self.layers = TransformerBlockList([CheckpointBlock(Layer(Linear), use_checkpoint, zero_level) for _ in range(LAYERS)])
+            self.layers = TransformerBlockList(
+                [CheckpointBlock(Layer(Linear), use_checkpoint, zero_level) for _ in range(LAYERS)]
+            )
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.embedding.projection(self.layers(self.embedding(ids), (ids > 0).unsqueeze(-1)))
+            return self.embedding.projection(
+                self.layers(self.embedding(ids), (ids > 0).unsqueeze(-1))
+            )
 
     return Model()
 
 
 def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and targets (ROWS, LENGTH) of all ranks."""
-    drawn = torch.randint(0, VOCAB, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+    drawn = torch.randint(
+        0, VOCAB, (2, ROWS, LENGTH), generator=torch.Generator().manual_seed(step)
+    )
     return drawn[0], drawn[1]
 
 
@@ -244,7 +270,9 @@ def train_as_cpm(folder: str) -> None:
     assert {name for name, _ in grouped_parameters(model)} == {None}
     loss_func = bmt.loss.FusedCrossEntropy(ignore_index=-100)
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=1e-2, weight_decay=0.01)
-    scheduler = bmt.lr_scheduler.Noam(optimizer, start_lr=1e-2, warmup_iter=2, end_iter=None, num_iter=0)
+    scheduler = bmt.lr_scheduler.Noam(
+        optimizer, start_lr=1e-2, warmup_iter=2, end_iter=None, num_iter=0
+    )
     manager = OptimManager(loss_scale=256, loss_scale_factor=2, loss_scale_steps=2)
     manager.add_optimizer(optimizer, scheduler)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
@@ -271,11 +299,19 @@ def train_as_cpm(folder: str) -> None:
     models.assert_same_dicts(model.state_dict(), plain.state_dict(), "trained")
     rows = inspect.inspect_model(model, "*layers*")
     assert len(rows) == 2 * LAYERS and "layers.0.first.weight" in inspect.format_summary(rows)
-    assert allgather_objects({"rank": bmt.rank()}) == [{"rank": rank} for rank in range(bmt.world_size())]
-    assert gather_result(torch.ones(1)).numel() == nccl.commCount(config["comm"]) == config["world_size"]
+    assert allgather_objects({"rank": bmt.rank()}) == [
+        {"rank": rank} for rank in range(bmt.world_size())
+    ]
+    assert (
+        gather_result(torch.ones(1)).numel()
+        == nccl.commCount(config["comm"])
+        == config["world_size"]
+    )
     grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     grad_rescale(optimizer.param_groups, 2.0)
-    for grad, param in zip(grads, (p for p in model.parameters() if p.grad is not None), strict=True):
+    for grad, param in zip(
+        grads, (p for p in model.parameters() if p.grad is not None), strict=True
+    ):
         assert param.grad is not None and torch.equal(torch.as_tensor(param.grad), grad / 2)
     file = str(pathlib.Path(folder, "model.pt"))
     save(model, file)
@@ -305,7 +341,9 @@ def plain_hidden(model: PlainModel, ids: torch.Tensor) -> tuple[list[torch.Tenso
 
 
 def distil(use_checkpoint: bool, zero_level: int) -> None:
-    """A loss on the hidden states of student and teacher, taken from the inspector as BMCook does."""
+    """A loss on the hidden states of student and teacher, taken from the inspector as BMCook
+    does.
+    """
     torch.manual_seed(3)
     student, teacher = cpm_model(use_checkpoint, zero_level), cpm_model()
     bmt.init_parameters(student)
@@ -322,8 +360,15 @@ def distil(use_checkpoint: bool, zero_level: int) -> None:
             with torch.no_grad():
                 teacher(own(ids))
         records = inspector._summary
-        assert [record["summary_name"] for record in inspector.summary] == [f"{number}.hidden" for number in range(2 * LAYERS)]
-        assert num_own == LAYERS and len(records) == 2 * LAYERS and records[0]["name"] == "hidden" and records[0]["group"] is None
+        assert [record["summary_name"] for record in inspector.summary] == [
+            f"{number}.hidden" for number in range(2 * LAYERS)
+        ]
+        assert (
+            num_own == LAYERS
+            and len(records) == 2 * LAYERS
+            and records[0]["name"] == "hidden"
+            and records[0]["group"] is None
+        )
         ours, theirs = records[:LAYERS], records[LAYERS:]
         assert all(x["requires_grad"] for x in ours) and not any(x["requires_grad"] for x in theirs)
         loss = cross_entropy(logits, own(targets))
@@ -333,14 +378,18 @@ def distil(use_checkpoint: bool, zero_level: int) -> None:
         manager.backward(loss)
         found, plain_logits = plain_hidden(plain, ids)
         wanted, _ = plain_hidden(plain_teacher, ids)
-        whole = cross_entropy(plain_logits, targets) + sum(F.mse_loss(x, y.detach()) for x, y in zip(found, wanted, strict=True))
+        whole = cross_entropy(plain_logits, targets) + sum(
+            F.mse_loss(x, y.detach()) for x, y in zip(found, wanted, strict=True)
+        )
         found[0].retain_grad()
         reference.zero_grad()
         whole.backward()
         models.assert_same(records[0]["tensor"].detach(), own(found[0]).detach(), "hidden")
         assert records[0]["tensor"].grad is not None and found[0].grad is not None
         models.assert_same(records[0]["tensor"].grad, own(found[0].grad), "gradient of hidden")
-        models.assert_same_dicts(models.full_gradients(student), models.plain_gradients(plain), "distilled")
+        models.assert_same_dicts(
+            models.full_gradients(student), models.plain_gradients(plain), "distilled"
+        )
         manager.step()
         reference.step()
         assert len(inspector.get_summary()) == 2 * LAYERS
@@ -370,7 +419,9 @@ class Delta(nn.Module):
 
 
 def add_deltas(model: nn.Module) -> list[nn.Parameter]:
-    """Put a delta beside the first map of each layer by replacing its `forward`, and freeze everything else."""
+    """Put a delta beside the first map of each layer by replacing its `forward`, and freeze
+    everything else.
+    """
     for param in model.parameters():
         param.requires_grad_(False)
     added: list[nn.Parameter] = []
@@ -419,11 +470,14 @@ def test_a_program_of_opendelta(world_size: int) -> None:
     run_ranks(tune_deltas, world_size)
 
 
-# --------------------------------------------------------------------------------------------------------- single names
+# --------------------------------------------------------------------------------------------------
+# single names
 
 
 def states_of_both_libraries() -> None:
-    """The manager's state has BMTrain's keys and kinds of values; a state that BMTrain wrote is read."""
+    """The manager's state has BMTrain's keys and kinds of values; a state that BMTrain wrote is
+    read.
+    """
     torch.manual_seed(0)
     model = bmt.Block(nn.Linear(3, 2))
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=0.1)
@@ -436,15 +490,28 @@ def states_of_both_libraries() -> None:
     state = manager.state_dict(gather_opt=True)
     assert {"optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled"} <= set(state)
     assert state["loss_scale"] == 128.0 and state["loss_scale_enabled"] is True
-    assert state["lr_schedulers"] == [{"start_lr": 0.1, "warmup_iter": 1, "end_iter": None, "num_iter": 4}]
+    assert state["lr_schedulers"] == [
+        {"start_lr": 0.1, "warmup_iter": 1, "end_iter": None, "num_iter": 4}
+    ]
     unscaled = bmt.optim.OptimManager().state_dict()
     assert unscaled["loss_scale"] == 1 and unscaled["loss_scale_enabled"] is False
-    theirs = {key: state[key] for key in ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled")}
-    for saved, good_steps in ((state, 1), (theirs, 0), (theirs | {"loss_scale": {"value": 128.0, "good_steps": 2}}, 2)):
+    theirs = {
+        key: state[key]
+        for key in ("optimizers", "lr_schedulers", "loss_scale", "loss_scale_enabled")
+    }
+    for saved, good_steps in (
+        (state, 1),
+        (theirs, 0),
+        (theirs | {"loss_scale": {"value": 128.0, "good_steps": 2}}, 2),
+    ):
         fresh = bmt.optim.OptimManager(loss_scale=1, loss_scale_steps=3)
         fresh.add_optimizer(optimizer, bmt.lr_scheduler.Noam(optimizer, 0.5, 1, 7))
         fresh.load_state_dict(saved)
-        assert fresh.loss_scale == 128.0 and fresh._scale is not None and fresh._scale.good_steps == good_steps
+        assert (
+            fresh.loss_scale == 128.0
+            and fresh._scale is not None
+            and fresh._scale.good_steps == good_steps
+        )
         assert fresh.lr_schedulers[0].num_iter == 4
     kept = bmt.optim.OptimManager(loss_scale=8)
     kept.load_state_dict(unscaled)
@@ -458,11 +525,16 @@ def written_config() -> None:
     for value in (False, True):
         bmt.config["save_param_to_cpu"] = value
         assert bmt.global_var.config["save_param_to_cpu"] is value
-        assert {x.device for x in layer.state_dict().values()} == {torch.device("cpu") if value else bmt.device()}
+        assert {x.device for x in layer.state_dict().values()} == {
+            torch.device("cpu") if value else bmt.device()
+        }
     for key, bad in (("save_param_to_cpu", 1), ("zero_level", 2), ("rank", 0), ("no_such", 1)):
         with pytest.raises(ConfigurationError, match=key):
             bmt.config[key] = bad
-    assert bmt.config["zero_level"] == 2 and bmt.config["num_micro_batches"] == bmt.config["micros"] == 1
+    assert (
+        bmt.config["zero_level"] == 2
+        and bmt.config["num_micro_batches"] == bmt.config["micros"] == 1
+    )
 
 
 def stored_objects() -> None:
@@ -485,10 +557,14 @@ def stored_objects() -> None:
     assert list(kept) == (list(state) if rank == 0 else [])
     models.assert_same_dicts(dict(kept), state if rank == 0 else {}, "_save_to_rank0", 0)
     weight = model.embedding.get_parameter("weight")  # type: ignore[union-attr]
-    models.assert_same(OpAllGather.apply(weight).detach(), state["embedding.weight"], "OpAllGather", 0)
+    models.assert_same(
+        OpAllGather.apply(weight).detach(), state["embedding.weight"], "OpAllGather", 0
+    )
     with pytest.raises(ParameterError, match="OpAllGather"):
         OpAllGather.apply(torch.ones(2))
-    assert [*iterate_parameters(model.embedding)] == [weight] and not [*iterate_parameters(model.layers[0])]  # type: ignore[index]
+    assert [*iterate_parameters(model.embedding)] == [weight] and not [
+        *iterate_parameters(model.layers[0])  # type: ignore[index]
+    ]
     init_distributed_parameter([nn.Parameter(torch.ones(1)), *model.parameters()])
     assert all(not torch.equal(new, state[name]) for name, new in model.state_dict().items())
     assert tp_split_tensor(torch.arange(6).view(2, 3), 1).shape == (2, 3)
@@ -516,13 +592,17 @@ def split_tensor() -> torch.Tensor:
 
 
 def test_a_tensor_is_split_over_tensor_ranks() -> None:
-    assert torch.equal(torch.cat(run_ranks(split_tensor, 2, init={"tp_size": 2}), 1), torch.arange(8).view(2, 4))
+    assert torch.equal(
+        torch.cat(run_ranks(split_tensor, 2, init={"tp_size": 2}), 1), torch.arange(8).view(2, 4)
+    )
 
 
 def positions() -> list[Any]:
     """By position as in 1.0.1."""
     bmt.init_distributed("env://", 5, 2, 4, 1, zero_level=2, device="cpu")
-    return [bmt.config[key] for key in ("pipe_size", "pipe_enabled", "micros", "tp_size", "zero_level")]
+    return [
+        bmt.config[key] for key in ("pipe_size", "pipe_enabled", "micros", "tp_size", "zero_level")
+    ]
 
 
 def test_arguments_by_position() -> None:
@@ -530,16 +610,25 @@ def test_arguments_by_position() -> None:
 
 
 def old_loss_scale() -> None:
-    """CPM-Live's programs of 0.1.x give factor and steps to `init_distributed`, and "inf" to `clip_grad_norm`."""
+    """CPM-Live's programs of 0.1.x give factor and steps to `init_distributed`, and "inf" to
+    `clip_grad_norm`.
+    """
     torch.manual_seed(0)
     model = bmt.Block(nn.Linear(3, 2))
     optimizer = bmt.optim.AdamOffloadOptimizer(model.parameters(), lr=0.0, scale=32)
     for _ in range(4):
         optimizer.zero_grad()
         optimizer.loss_scale(model(torch.ones(1, 3)).square().mean()).backward()
-        largest = max(float(x.abs().max()) for x in models.full_gradients(model).values() if x is not None) / optimizer.scale
+        largest = (
+            max(
+                float(x.abs().max()) for x in models.full_gradients(model).values() if x is not None
+            )
+            / optimizer.scale
+        )
         norm_type: Any = "inf"
-        norm = bmt.optim.clip_grad_norm(optimizer.param_groups, 1e9, scale=optimizer.scale, norm_type=norm_type)
+        norm = bmt.optim.clip_grad_norm(
+            optimizer.param_groups, 1e9, scale=optimizer.scale, norm_type=norm_type
+        )
         assert float(norm) == pytest.approx(largest)
         bmt.optim_step(optimizer)
     assert optimizer.scale == 32 * 8**2

@@ -1,4 +1,6 @@
-"""torch.compile of blocks: by default and on request, compiled once for equal blocks, exact, and never in the way."""
+"""torch.compile of blocks: by default and on request, compiled once for equal blocks, exact, and
+never in the way.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,17 @@ class Layer(nn.Module):
 
 
 class Lowering(models.Counting):
-    """A backend that counts graphs and runs them as they are, or traces them forward and backward as torch's does, or fails."""
+    """A backend that counts graphs and runs them as they are, or traces them forward and backward
+    as torch's does, or fails.
+    """
 
     def __init__(self, traces: bool = False, fails: bool = False) -> None:
         super().__init__()
         self.traces, self.fails = traces, fails
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., object]:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any
+    ) -> Callable[..., object]:
         run = super().__call__(graph, inputs)
         if self.fails:
             raise RuntimeError("this processor is unknown\nand more")
@@ -64,7 +70,9 @@ def compare(plain: Layers, blocks: Layers, what: str, x: torch.Tensor | None = N
     for number in range(2):
         losses, grads = [], []
         for net in (plain, blocks):
-            h = leaf = (torch.linspace(-1, 1, 18).view(3, 6) if x is None else x.clone()).requires_grad_()
+            h = leaf = (
+                torch.linspace(-1, 1, 18).view(3, 6) if x is None else x.clone()
+            ).requires_grad_()
             for layer in net:
                 layer.zero_grad()
                 h = layer(h)
@@ -75,20 +83,26 @@ def compare(plain: Layers, blocks: Layers, what: str, x: torch.Tensor | None = N
         models.assert_same(losses[1].detach() * bmt.world_size(), losses[0].detach(), name)
         models.assert_same(grads[1], grads[0], name)
         for mine, theirs in zip(blocks, plain, strict=True):
-            models.assert_same_dicts(models.full_gradients(mine), models.plain_gradients(theirs), name)
+            models.assert_same_dicts(
+                models.full_gradients(mine), models.plain_gradients(theirs), name
+            )
             models.assert_same_dicts(dict(mine.named_buffers()), dict(theirs.named_buffers()), name)
 
 
 def pairs(layers: Sequence[nn.Module], **options: Any) -> tuple[nn.ModuleList, nn.ModuleList]:
     """The layers as they are, and as blocks."""
-    return nn.ModuleList(layers), nn.ModuleList([bmt.Block(copy.deepcopy(layer), **options) for layer in layers])
+    return nn.ModuleList(layers), nn.ModuleList(
+        [bmt.Block(copy.deepcopy(layer), **options) for layer in layers]
+    )
 
 
 def on_request() -> None:
     for level, recompute in ((2, False), (3, False), (3, True)):
         torch._dynamo.reset()
         torch.manual_seed(3)
-        plain, blocks = pairs([Layer() for _ in range(5)], use_checkpoint=recompute, zero_level=level)
+        plain, blocks = pairs(
+            [Layer() for _ in range(5)], use_checkpoint=recompute, zero_level=level
+        )
         counting = models.Counting()
         for block in blocks:
             block.compile(backend=counting)
@@ -98,14 +112,18 @@ def on_request() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_equal_blocks_compile_once(world_size: int) -> None:
-    """Five equal blocks give one graph (one more at most for the first input without gradient), and plain gradients."""
+    """Five equal blocks give one graph (one more at most for the first input without gradient), and
+    plain gradients.
+    """
     run_ranks(on_request, world_size, timeout=60)
 
 
 def by_default(num_layers: int, zero_level: int, recompute: Level) -> None:
     own = lowering(traces=num_layers < 40)
     torch.manual_seed(3)
-    plain, blocks = pairs([Layer() for _ in range(num_layers)], use_checkpoint=recompute, zero_level=zero_level)
+    plain, blocks = pairs(
+        [Layer() for _ in range(num_layers)], use_checkpoint=recompute, zero_level=zero_level
+    )
     compare(plain, blocks, f"ZeRO-{zero_level}, {recompute}, {bmt.world_size()} ranks")
     assert own.num_graphs == 1, f"compiled {own.num_graphs} graphs for {num_layers} equal blocks"
     with torch.no_grad():
@@ -115,11 +133,21 @@ def by_default(num_layers: int, zero_level: int, recompute: Level) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "num_layers", "zero_level", "recompute"),
-    [(1, 40, 3, Level.NOTHING), (1, 5, 3, Level.BLOCK), (2, 5, 3, Level.CHEAP), (2, 5, 3, Level.BLOCK), (2, 5, 2, Level.NOTHING)],
+    [
+        (1, 40, 3, Level.NOTHING),
+        (1, 5, 3, Level.BLOCK),
+        (2, 5, 3, Level.CHEAP),
+        (2, 5, 3, Level.BLOCK),
+        (2, 5, 2, Level.NOTHING),
+    ],
 )
-def test_equal_blocks_compile_once_by_default(world_size: int, num_layers: int, zero_level: int, recompute: Level) -> None:
+def test_equal_blocks_compile_once_by_default(
+    world_size: int, num_layers: int, zero_level: int, recompute: Level
+) -> None:
     """One graph, passes without gradients run uncompiled, and all is exact."""
-    run_ranks(by_default, world_size, num_layers, zero_level, recompute, init=BY_DEFAULT, timeout=60)
+    run_ranks(
+        by_default, world_size, num_layers, zero_level, recompute, init=BY_DEFAULT, timeout=60
+    )
 
 
 class Scaled(Layer):
@@ -180,7 +208,9 @@ def break_on_one_rank() -> None:
     layers = [Layer() for _ in range(2)]
     blocks = [bmt.Block(copy.deepcopy(layer), use_checkpoint=True) for layer in layers]
     if bmt.rank() == 0:
-        blocks[0].up.register_forward_hook(lambda module, args, out: print(out.norm().item(), file=io.StringIO()))
+        blocks[0].up.register_forward_hook(
+            lambda module, args, out: print(out.norm().item(), file=io.StringIO())
+        )
     for block in blocks:
         block.compile(backend="eager")
     with warnings.catch_warnings():
@@ -214,8 +244,13 @@ def not_one_graph(kind: type[Layer], recompute: bool) -> None:
     assert kind.__name__ in told[0] and "uncompiled" in told[0] and "\n" not in told[0], told
 
 
-@pytest.mark.parametrize(("world_size", "kind", "recompute"), [(1, WithItem, False), (2, WithItem, True), (1, Remembers, True)])
-def test_what_is_no_graph_runs_uncompiled(world_size: int, kind: type[Layer], recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "kind", "recompute"),
+    [(1, WithItem, False), (2, WithItem, True), (1, Remembers, True)],
+)
+def test_what_is_no_graph_runs_uncompiled(
+    world_size: int, kind: type[Layer], recompute: bool
+) -> None:
     """Said once per class; the numbers are right from the first pass on."""
     run_ranks(not_one_graph, world_size, kind, recompute, init=BY_DEFAULT)
 
@@ -271,7 +306,9 @@ def unsafe(kind: type[Layer], recompute: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "recompute"), [(Counts, False), (Counts, True), (Noisy, True)])
-def test_what_the_compiler_would_get_wrong_runs_uncompiled(kind: type[Layer], recompute: bool) -> None:
+def test_what_the_compiler_would_get_wrong_runs_uncompiled(
+    kind: type[Layer], recompute: bool
+) -> None:
     run_ranks(unsafe, 1, kind, recompute, init=BY_DEFAULT)
 
 
@@ -280,7 +317,9 @@ def failing(only_rank: int | None) -> None:
     for recompute, level in ((False, 3), (True, 3), (True, 2)):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            plain, blocks = pairs([Layer(dim) for dim in (6, 6, 6)], use_checkpoint=recompute, zero_level=level)
+            plain, blocks = pairs(
+                [Layer(dim) for dim in (6, 6, 6)], use_checkpoint=recompute, zero_level=level
+            )
             compare(plain, blocks, f"failing compiler, recompute={recompute}, ZeRO-{level}")
         told = [str(each.message) for each in said if "Layer runs uncompiled" in str(each.message)]
         assert len(told) == (own.fails and not recompute), told
@@ -343,7 +382,9 @@ def communicating() -> None:
                 outs.append(each(torch.full((2, 6), bmt.rank() + 1.0)))
                 outs[-1].square().sum().backward()
             assert torch.equal(outs[0], outs[1])
-            models.assert_same_dicts(models.full_gradients(block), models.full_gradients(again), kind.__name__)
+            models.assert_same_dicts(
+                models.full_gradients(block), models.full_gradients(again), kind.__name__
+            )
         assert own.num_graphs == 0, f"{kind.__name__} was compiled"
 
 
@@ -411,7 +452,9 @@ def special(recompute: bool) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_what_programs_do_to_blocks(recompute: bool) -> None:
-    """Statistics, blocks in blocks, hooks and functions put in after compiling, a graph that is kept."""
+    """Statistics, blocks in blocks, hooks and functions put in after compiling, a graph that is
+    kept.
+    """
     run_ranks(special, 1, recompute, init=BY_DEFAULT)
 
 

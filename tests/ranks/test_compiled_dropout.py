@@ -1,4 +1,6 @@
-"""Random numbers of compiled blocks: those of the program's generators, at every level, whoever compiles when."""
+"""Random numbers of compiled blocks: those of the program's generators, at every level, whoever
+compiles when.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ BY_DEFAULT = {"compile": True}
 DIM = 16
 
 
-@torch.library.custom_op("others::attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "others::attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def attention(x: torch.Tensor, dropout: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As attention on a GPU: draws in a kernel of its own, and returns a second tensor for backward."""
+    """As attention on a GPU: draws in a kernel of its own, and returns a second tensor for
+    backward.
+    """
     mask = (torch.rand_like(x) > dropout).to(x.dtype)
     return x * mask, mask
 
@@ -67,12 +73,17 @@ class Simple(nn.Module):
 
 
 class Lowering:
-    """Traces forward and backward and divides them as Inductor does, and runs them as they are. Notes what torch is asked for."""
+    """Traces forward and backward and divides them as Inductor does, and runs them as they are.
+
+    Notes what torch is asked for.
+    """
 
     def __init__(self) -> None:
         self.asked: list[bool] = []
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any
+    ) -> Any:
         self.asked.append(torch._functorch.config.graphsafe_rng_functionalization)
         return torch._dynamo.lookup_backend("aot_eager_decomp_partition")(graph, inputs)
 
@@ -97,13 +108,17 @@ def repeatable(levels: Sequence[Level]) -> None:
     want = draws.step(make_blocks(use_checkpoint=Level.NOTHING), rows(4), draws.SEED)
     for level in levels:
         blocks = make_blocks(use_checkpoint=level)
-        step = draws.assert_repeatable(blocks, [rows(4), rows(6), rows(9)], f"{level}, {bmt.world_size()} ranks")
+        step = draws.assert_repeatable(
+            blocks, [rows(4), rows(6), rows(9)], f"{level}, {bmt.world_size()} ranks"
+        )
         draws.assert_alike(step, want, f"{level}, beside {Level.NOTHING}", 1e-6, 1e-6)
     assert len(own.asked) > 2, "nothing was compiled"
     assert not models.is_refused(blocks[0])
 
 
-@pytest.mark.parametrize(("world_size", "levels"), [(1, [Level.NOTHING, Level.CHEAP, Level.BLOCK]), (2, [Level.BLOCK])])
+@pytest.mark.parametrize(
+    ("world_size", "levels"), [(1, [Level.NOTHING, Level.CHEAP, Level.BLOCK]), (2, [Level.BLOCK])]
+)
 def test_a_seed_gives_the_same_numbers_again(world_size: int, levels: list[Level]) -> None:
     """From the first call on, which compiles, and at every level; a restored state does too.
 
@@ -115,7 +130,8 @@ def test_a_seed_gives_the_same_numbers_again(world_size: int, levels: list[Level
 def planned() -> None:
     own = lowering()
     blocks = make_blocks(use_checkpoint="auto")
-    found = [draws.step(blocks, rows(4), draws.SEED) for _ in range(5)]  # first of all: other blocks would compile for them
+    # first of all: other blocks would compile for them
+    found = [draws.step(blocks, rows(4), draws.SEED) for _ in range(5)]
     want = draws.step(make_blocks(use_checkpoint=Level.NOTHING), rows(4), draws.SEED)
     for number, got in enumerate(found):
         draws.assert_alike(got, want, f"pass {number} of planned blocks", 1e-6, 1e-6)
@@ -124,7 +140,9 @@ def planned() -> None:
 
 
 def test_measured_blocks_stay_compiled() -> None:
-    """Passes that measure, too: the parameters that they run on look to the compiler as those of other passes do."""
+    """Passes that measure, too: the parameters that they run on look to the compiler as those of
+    other passes do.
+    """
     run_ranks(planned, 1, init={**BY_DEFAULT, "memory_limit": 2**30}, timeout=120)
 
 
@@ -143,7 +161,9 @@ def test_a_rank_that_compiles_draws_as_the_others() -> None:
     (first, few), (second, many) = run_ranks(compiled_apart, 2, init=BY_DEFAULT, timeout=60)
     assert few < many, "rank 1 did not compile again"
     for number, (mine, theirs) in enumerate(zip(first, second, strict=True)):
-        assert torch.equal(mine["cpu"], theirs["cpu"]), f"step {number}: ranks have drawn differently"
+        assert torch.equal(mine["cpu"], theirs["cpu"]), (
+            f"step {number}: ranks have drawn differently"
+        )
 
 
 def asked() -> None:
@@ -160,7 +180,10 @@ def asked() -> None:
 
 
 def test_torch_is_asked_for_no_generators_of_its_own() -> None:
-    """On a GPU it would make some, which no seed reaches. Only where blocks are lowered: a program's own code is its own affair."""
+    """On a GPU it would make some, which no seed reaches.
+
+    Only where blocks are lowered: a program's own code is its own affair.
+    """
     run_ranks(asked, 1, init=BY_DEFAULT)
 
 

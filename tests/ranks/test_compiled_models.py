@@ -1,4 +1,6 @@
-"""Layers of every model family compile as one graph, forward and backward, and have the values and gradients of plain ones."""
+"""Layers of every model family compile as one graph, forward and backward, and have the values and
+gradients of plain ones.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from model_center.model.roberta import Roberta, RobertaConfig
 GROUPED: dict[str, Any] = SIZES | {"num_layers": 2, "num_heads_kv": 1}
 BUCKETS: dict[str, Any] = {"position_bias_num_buckets": 8}
 FAMILIES: dict[str, tuple[type[BaseModel], Any]] = {
-    **{name: (kind, test_model_center.CONFIGS[name]) for name, kind in test_model_center.CLASSES.items()},
+    **{
+        name: (kind, test_model_center.CONFIGS[name])
+        for name, kind in test_model_center.CLASSES.items()
+    },
     "roberta": (Roberta, RobertaConfig(**SQUARE, num_layers=2, position_size=11)),
     "opt": (OPT, OPTConfig(**SQUARE, num_layers=2, position_size=11, dropout_p=0.0)),
     "mistral": (Mistral, MistralConfig(**GROUPED)),
@@ -46,7 +51,12 @@ def inputs(name: str, masked: bool) -> dict[str, torch.Tensor]:
     ids, every = given["input_ids"], torch.ones_like(given["attention_mask"])
     length = (given["attention_mask"] if masked else every).sum(1)
     if name == "cpm2":
-        return {"input_ids": ids, "length": length, "decoder_input_ids": ids.flip(1), "decoder_length": every.sum(1)}
+        return {
+            "input_ids": ids,
+            "length": length,
+            "decoder_input_ids": ids.flip(1),
+            "decoder_length": every.sum(1),
+        }
     return {"input_ids": ids, "length": length, "context": (ids % 2 == 0) & masked}
 
 
@@ -59,14 +69,20 @@ def answer(model: BaseModel, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def compare(name: str) -> None:
-    """Plain layers; recomputed ones; and ones with masks, in a program that has a default device."""
+    """Plain layers; recomputed ones; and ones with masks, in a program that has a default
+    device.
+    """
     kind, config = FAMILIES[name]
     plain = parity.randomized(kind(config), 0.15).train()
     state, cases = plain.state_dict(), [(False, True), (True, False)]
-    want = [(answer(plain, inputs(name, masked)), models.plain_gradients(plain)) for masked, _ in cases]
+    want = [
+        (answer(plain, inputs(name, masked)), models.plain_gradients(plain)) for masked, _ in cases
+    ]
     own, kinds = lowering(traces=True), 2 if name in ("t5", "cpm2") else 1
     bmt.init_distributed(device="cpu", compile=True)
-    for number, ((masked, recompute), (logits, gradients)) in enumerate(zip(cases, want, strict=True), 1):
+    for number, ((masked, recompute), (logits, gradients)) in enumerate(
+        zip(cases, want, strict=True), 1
+    ):
         if masked:
             torch.set_default_device("cpu")
         config.use_checkpoint = recompute
@@ -75,7 +91,9 @@ def compare(name: str) -> None:
         what = f"{name}, masked={masked}, recompute={recompute}"
         models.assert_same(answer(model, inputs(name, masked)), logits, what)
         models.assert_same_dicts(models.full_gradients(model), gradients, what)
-        assert own.num_graphs == number * kinds, f"{what}: {own.num_graphs} graphs so far for {kinds} kinds of layers"
+        assert own.num_graphs == number * kinds, (
+            f"{what}: {own.num_graphs} graphs so far for {kinds} kinds of layers"
+        )
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,4 +1,6 @@
-"""A program may choose torch's default device; what the library makes for itself is where it must be all the same."""
+"""A program may choose torch's default device; what the library makes for itself is where it must
+be all the same.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import bmtrain as bmt
 
 
 def train(folder: str, elsewhere: bool) -> dict[str, torch.Tensor]:
-    """A few steps of everything; tensors made on the meta device have no values, and fail or spoil what uses them."""
+    """A few steps of everything; tensors made on the meta device have no values, and fail or spoil
+    what uses them.
+    """
     torch.manual_seed(0)
     file, x = pathlib.Path(folder) / "model.pt", torch.randn(4, 6)
     layers = bmt.TransformerBlockList([bmt.Block(torch.nn.Linear(6, 6)) for _ in range(2)])
@@ -44,9 +48,12 @@ def train(folder: str, elsewhere: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("world_size", "pipe_size"), [(1, 1), (2, 2)])
-def test_the_default_device_is_the_programs(world_size: int, pipe_size: int, tmp_path: pathlib.Path) -> None:
+def test_the_default_device_is_the_programs(
+    world_size: int, pipe_size: int, tmp_path: pathlib.Path
+) -> None:
     (want, *_), results = (
-        run_ranks(train, world_size, str(tmp_path), elsewhere, init={"pipe_size": pipe_size}) for elsewhere in (False, True)
+        run_ranks(train, world_size, str(tmp_path), elsewhere, init={"pipe_size": pipe_size})
+        for elsewhere in (False, True)
     )
     for got in results:
         for name, value in want.items():

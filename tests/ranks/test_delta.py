@@ -1,4 +1,6 @@
-"""Delta tuning as OpenDelta and OpenPrompt do it, with modules put in before and after the model is sharded."""
+"""Delta tuning as OpenDelta and OpenPrompt do it, with modules put in before and after the model is
+sharded.
+"""
 
 from __future__ import annotations
 
@@ -94,11 +96,15 @@ class SoftPrompt(nn.Module):
         self.prompt = nn.Parameter(torch.randn(2, DIM))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.prompt.expand(len(tokens), -1, -1), self.embedding(tokens[:, 2:])], 1)
+        return torch.cat(
+            [self.prompt.expand(len(tokens), -1, -1), self.embedding(tokens[:, 2:])], 1
+        )
 
 
 def after(module: Any) -> None:
-    """OpenDelta's way: a new child, and a function in the place of `forward` that calls the old one and the child."""
+    """OpenDelta's way: a new child, and a function in the place of `forward` that calls the old one
+    and the child.
+    """
     module.adapter = Adapter()
     forward = module.forward
     module.forward = lambda *args, **kwargs: module.adapter(forward(*args, **kwargs))
@@ -170,20 +176,31 @@ class Pair:
         """Three steps: losses, gradients, parameters and names stay equal."""
         rows = ROWS // bmt.world_size()
         own = slice(bmt.rank() * rows, (bmt.rank() + 1) * rows)
-        assert [n for n, _ in self.model.named_parameters()] == [n for n, _ in self.plain.named_parameters()], self.what
+        assert [n for n, _ in self.model.named_parameters()] == [
+            n for n, _ in self.plain.named_parameters()
+        ], self.what
         for step in range(3):
             self.stepper.zero_grad()
             self.manager.zero_grad()
             tokens, targets = batch(step)
-            want, got = loss_of(self.plain, tokens, targets), loss_of(self.model, tokens[own], targets[own])
+            want, got = (
+                loss_of(self.plain, tokens, targets),
+                loss_of(self.model, tokens[own], targets[own]),
+            )
             here = f"{self.what}, step {step}"
-            models.assert_same(bmt.gather_result(got.detach().view(1)).mean(), want.detach(), f"{here}: loss")
+            models.assert_same(
+                bmt.gather_result(got.detach().view(1)).mean(), want.detach(), f"{here}: loss"
+            )
             want.backward()
             self.manager.backward(got)
-            models.assert_same_dicts(models.full_gradients(self.model), models.plain_gradients(self.plain), here)
+            models.assert_same_dicts(
+                models.full_gradients(self.model), models.plain_gradients(self.plain), here
+            )
             self.stepper.step()
             self.manager.step()
-        models.assert_same_dicts(self.model.state_dict(), self.plain.state_dict(), f"{self.what}: parameters")
+        models.assert_same_dicts(
+            self.model.state_dict(), self.plain.state_dict(), f"{self.what}: parameters"
+        )
         assert list(self.model.state_dict()) == list(self.plain.state_dict()), self.what
 
 
@@ -205,11 +222,15 @@ def before_sharding() -> None:
 def after_sharding() -> None:
     for deltas in (*((delta,) for delta in DELTAS), DELTAS):
         model = make(*deltas, wrap=True)
-        known = {id(param) for param in model.parameters() if isinstance(param, bmt.DistributedParameter)}
+        known = {
+            id(param) for param in model.parameters() if isinstance(param, bmt.DistributedParameter)
+        }
         assert not all_sharded(model)
         assert bmt.BMTrainModelWrapper(model) is model
         assert all_sharded(model)
-        assert known <= {id(param) for param in model.parameters()}, "parameters that were sharded before were replaced"
+        assert known <= {id(param) for param in model.parameters()}, (
+            "parameters that were sharded before were replaced"
+        )
         Pair(make(*deltas), model, f"after: {[delta.__name__ for delta in deltas]}").train()
 
 
@@ -222,21 +243,36 @@ def again_and_again() -> None:
         torch.manual_seed(6)
         children(module)
     assert bmt.BMTrainModelWrapper(pair.model) is pair.model and all_sharded(pair.model)
-    for module, optimizer, ids in zip((pair.plain, pair.model), (pair.stepper, pair.optimizer), known, strict=True):
-        optimizer.add_param_group({"params": [param for param in trainable(module) if id(param) not in ids]})
+    for module, optimizer, ids in zip(
+        (pair.plain, pair.model), (pair.stepper, pair.optimizer), known, strict=True
+    ):
+        optimizer.add_param_group(
+            {"params": [param for param in trainable(module) if id(param) not in ids]}
+        )
     pair.train()
     params = list(pair.model.parameters())
     storages = [param.storage_of for param in params]  # type: ignore[attr-defined]
     assert bmt.BMTrainModelWrapper(pair.model) is pair.model
-    assert all(a is b for a, b in zip(pair.model.parameters(), params, strict=True)), "nothing new, and parameters have changed"
-    assert [param.storage_of for param in params] == storages, "nothing new, and storages have changed"  # type: ignore[attr-defined]
+    assert all(a is b for a, b in zip(pair.model.parameters(), params, strict=True)), (
+        "nothing new, and parameters have changed"
+    )
+    assert [param.storage_of for param in params] == storages, (  # type: ignore[attr-defined]
+        "nothing new, and storages have changed"
+    )
     pair.train()
 
 
 def forgotten() -> None:
-    """Put into a block and not sharded: an error. Elsewhere: kept equal by whatever optimizer of ours takes them."""
+    """Put into a block and not sharded: an error.
+
+    Elsewhere: kept equal by whatever optimizer of ours takes them.
+    """
     model = make(adapters, wrap=True)
-    with pytest.raises(ParameterError, match=r"'(mixer\.)?adapter\.down\.weight'.*not sharded.*BMTrainModelWrapper\(model\) again"):
+    with pytest.raises(
+        ParameterError,
+        match=r"'(mixer\.)?adapter\.down\.weight'.*not sharded.*BMTrainModelWrapper\(model\) "
+        r"again",
+    ):
         loss_of(model, *batch(0))
     with torch.no_grad(), pytest.raises(ParameterError, match=r"adapter.*not sharded"):
         model(batch(0)[0])
@@ -253,7 +289,9 @@ def forgotten() -> None:
 
 
 def cached_prefix() -> None:
-    """Prefix tuning: trained keys and values arrive in the cache, which recomputation must not fill twice."""
+    """Prefix tuning: trained keys and values arrive in the cache, which recomputation must not fill
+    twice.
+    """
     plain = test_transformers.make("gpt2").requires_grad_(False)
     plain.set_attn_implementation("eager")  # others overlook keys at the end
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -271,11 +309,18 @@ def cached_prefix() -> None:
         assert out.past_key_values.get_seq_length() == 3 + test_transformers.LENGTH
         return out.loss
 
-    want, got = loss(plain, prefix, inputs), loss(model, sharded.gather(), test_transformers.own_rows(inputs))
+    want, got = (
+        loss(plain, prefix, inputs),
+        loss(model, sharded.gather(), test_transformers.own_rows(inputs)),
+    )
     models.assert_same(bmt.gather_result(got.detach().view(1)).mean(), want.detach(), "loss")
     want.backward()
     (got / bmt.world_size()).backward()
-    models.assert_same(bmt.gather_result(grad_of(sharded)).view(prefix.shape), prefix.grad, "gradient of the prefix")
+    models.assert_same(
+        bmt.gather_result(grad_of(sharded)).view(prefix.shape),
+        prefix.grad,
+        "gradient of the prefix",
+    )
 
 
 PROGRAMS = [before_sharding, after_sharding, again_and_again, forgotten, cached_prefix]

@@ -1,4 +1,6 @@
-"""Blocks whose linear maps are in eight bits: the same numbers whatever the ZeRO level, the recomputation and the compiler."""
+"""Blocks whose linear maps are in eight bits: the same numbers whatever the ZeRO level, the
+recomputation and the compiler.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def eight_bits(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return x + linear(h, frozen.weight, frozen.bias) + layer.back(layer.narrow(x))
 
 
-def passed(layers: Iterable[Any], call: Callable[[Any, torch.Tensor], torch.Tensor], scale: float) -> list[torch.Tensor]:
+def passed(
+    layers: Iterable[Any], call: Callable[[Any, torch.Tensor], torch.Tensor], scale: float
+) -> list[torch.Tensor]:
     """Output and gradient of the input, in gradients of the sum over ranks."""
     h = leaf = torch.linspace(-1, 1, 6 * DIM).view(2, 3, DIM).requires_grad_()
     for layer in layers:
@@ -68,7 +72,9 @@ def passed(layers: Iterable[Any], call: Callable[[Any, torch.Tensor], torch.Tens
     return [h.detach(), grad_of(leaf) * scale]
 
 
-def traced(graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Callable[..., Any]:
+def traced(
+    graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any
+) -> Callable[..., Any]:
     return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
@@ -83,10 +89,21 @@ def everywhere(compiles: bool) -> None:
     levels = (Level.NOTHING, Level.CHEAP, Level.BLOCK) if compiles else tuple(Level)
     for zero, level in itertools.product((2, 3), levels):
         blocks = nn.ModuleList(
-            [bmt.Block(copy.deepcopy(m), use_checkpoint=level, zero_level=zero, compile=compiles, fp8=True) for m in plain]
+            [
+                bmt.Block(
+                    copy.deepcopy(m),
+                    use_checkpoint=level,
+                    zero_level=zero,
+                    compile=compiles,
+                    fp8=True,
+                )
+                for m in plain
+            ]
         )
         what = f"ZeRO-{zero}, {level}, compiled={compiles}"
-        for mine, theirs in zip(passed(blocks, lambda layer, x: layer(x), bmt.world_size()), want, strict=True):
+        for mine, theirs in zip(
+            passed(blocks, lambda layer, x: layer(x), bmt.world_size()), want, strict=True
+        ):
             models.assert_same(mine, theirs, what)
         models.assert_same_dicts(models.full_gradients(blocks), models.plain_gradients(plain), what)
 
@@ -119,9 +136,15 @@ def checkpoints_inside() -> None:
         want = passed([plain], eight_bits, 1)
         for level in (Level.NOTHING, Level.BLOCK):
             block = bmt.Block(copy.deepcopy(plain), use_checkpoint=level, fp8=True)
-            for mine, theirs in zip(passed([block], lambda layer, x: layer(x), bmt.world_size()), want, strict=True):
+            for mine, theirs in zip(
+                passed([block], lambda layer, x: layer(x), bmt.world_size()), want, strict=True
+            ):
                 models.assert_same(mine, theirs, f"reentrant={is_reentrant}, {level}")
-            models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), f"{is_reentrant}, {level}")
+            models.assert_same_dicts(
+                models.full_gradients(block),
+                models.plain_gradients(plain),
+                f"{is_reentrant}, {level}",
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,4 +1,6 @@
-"""Generation with sharded models: every rank gets what one process gets for its prompts, whatever the other ranks do."""
+"""Generation with sharded models: every rank gets what one process gets for its prompts, whatever
+the other ranks do.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.t5 import T5, T5Config
 
 VOCAB = 48
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim_model": 32, "num_heads": 4, "dim_head": 8, "dim_ff": 48, "dtype": "float32"}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "dim_model": 32,
+    "num_heads": 4,
+    "dim_head": 8,
+    "dim_ff": 48,
+    "dtype": "float32",
+}
 CLASSES: dict[str, type[BaseModel]] = {"gpt2": GPT2, "t5": T5}
 # Of each rank: numbers of prompts and of their tokens, and options. The third one has no prompts.
 WORK: list[tuple[int, int, dict[str, Any]]] = [
@@ -79,13 +88,19 @@ def all_results(folder: pathlib.Path, name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_rank_gets_what_one_process_gets(folder: pathlib.Path, name: str, world_size: int) -> None:
+def test_every_rank_gets_what_one_process_gets(
+    folder: pathlib.Path, name: str, world_size: int
+) -> None:
     """Other numbers of prompts, other lengths, other ends on each rank, and none at all."""
     alone = made(folder, name)
     found = run_ranks(all_results, world_size, folder, name)
-    assert {len(row) for rows, _ in results(alone, 0) for row in rows} > {9}, "no row of rank 0 ended early"
+    assert {len(row) for rows, _ in results(alone, 0) for row in rows} > {9}, (
+        "no row of rank 0 ended early"
+    )
     for rank in range(world_size):
-        for (rows, scores), (expected, their_scores) in zip(found[rank], results(alone, rank), strict=True):
+        for (rows, scores), (expected, their_scores) in zip(
+            found[rank], results(alone, rank), strict=True
+        ):
             assert rows == expected
             parity.assert_close(scores, their_scores, "scores")
 
@@ -130,7 +145,12 @@ def wrong_on_one(folder: pathlib.Path) -> tuple[list[str], list[Any]]:
     """Rank 1 calls wrongly in several ways; then all generate."""
     model, ids = made(folder, "gpt2"), prompts(0)[0]
     told = []
-    for wrong in ({"temperatur": 1}, {"max_new_tokens": 100}, {"eos_token_id": 99}, {"attention_mask": torch.zeros(3, 5)}):
+    for wrong in (
+        {"temperatur": 1},
+        {"max_new_tokens": 100},
+        {"eos_token_id": 99},
+        {"attention_mask": torch.zeros(3, 5)},
+    ):
         try:
             generate(model, ids, **(wrong if bmt.rank() == 1 else {}))
         except (ConfigError, InputError) as error:
@@ -146,8 +166,16 @@ def test_an_error_on_one_rank_is_one_on_all(folder: pathlib.Path) -> None:
     """Before anything is computed; the rank that made it says what it is."""
     alone = made(folder, "gpt2")
     (told, after), (own, others_after) = run_ranks(wrong_on_one, 2, folder)
-    assert told[:4] == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 4
-    assert "nearest: 'temperature'" in own[0] and "20 positions" in own[1] and "token 99" in own[2] and "prompt 0" in own[3]
+    assert (
+        told[:4]
+        == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 4
+    )
+    assert (
+        "nearest: 'temperature'" in own[0]
+        and "20 positions" in own[1]
+        and "token 99" in own[2]
+        and "prompt 0" in own[3]
+    )
     assert told[4] == "InputError" and len(own) == 5
     for found, rank in ((after, 0), (others_after, 1)):
         assert [rows for rows, _ in found] == [rows for rows, _ in results(alone, rank)]

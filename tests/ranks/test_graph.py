@@ -1,4 +1,6 @@
-"""bmtrain.cuda_graph: the same training with and without, where a recording stands for the device's graphs."""
+"""bmtrain.cuda_graph: the same training with and without, where a recording stands for the device's
+graphs.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +46,17 @@ class Small:
 
     def __init__(self, max_graphs: int = 8) -> None:
         torch.manual_seed(1)
-        self.block = bmt.Block(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 3)), use_checkpoint=False)
+        self.block = bmt.Block(
+            nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 3)), use_checkpoint=False
+        )
         self.block.eval()
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(torch.optim.SGD(self.block.parameters(), lr=0.1))
         self.step = bmt.cuda_graph(self.run, max_graphs=max_graphs)
 
-    def run(self, x: Any, power: int = 2, inside: Callable[[Small], object] = lambda small: None) -> torch.Tensor:
+    def run(
+        self, x: Any, power: int = 2, inside: Callable[[Small], object] = lambda small: None
+    ) -> torch.Tensor:
         loss = self.block(x["x"]).pow(power).sum()
         self.manager.backward(loss)
         inside(self)
@@ -94,7 +100,11 @@ def behind(small: Small, inside: Callable[[Small], object]) -> tuple[list[str], 
 
 def fall_back() -> None:
     recorded = graphs.use()
-    for inside, reason in ((clip, "clip_grad_norm"), (read, "not permitted"), (keep_back, "reduce_gradients")):
+    for inside, reason in (
+        (clip, "clip_grad_norm"),
+        (read, "not permitted"),
+        (keep_back, "reduce_gradients"),
+    ):
         small, plain = Small(), Small()
         messages, losses = behind(small, inside)
         assert len(messages) == 1, messages
@@ -104,13 +114,17 @@ def fall_back() -> None:
             assert torch.equal(loss, plain.run(x(), inside=inside))
         plain.flush()
         for mine, theirs in zip(small.block.parameters(), plain.block.parameters(), strict=True):
-            assert torch.equal(grad_of(mine), grad_of(theirs)), f"{inside.__name__}: gradients of five passes"
+            assert torch.equal(grad_of(mine), grad_of(theirs)), (
+                f"{inside.__name__}: gradients of five passes"
+            )
     assert recorded.num_replays == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_cannot_be_captured_runs_as_it_is(world_size: int) -> None:
-    """One warning with the reason, and the gradients of every call, that of the failed capture too."""
+    """One warning with the reason, and the gradients of every call, that of the failed capture
+    too.
+    """
     run_ranks(fall_back, world_size)
 
 
@@ -169,7 +183,11 @@ def kinds() -> None:
     small.manager.zero_grad()
     assert recorded.num_captures == 2, "training mode is another kind"
     assert len(losses) == 2, "dropout draws"
-    assert any("more than 4" in text for count in range(3, 7) for text in warned(lambda: small.step(x(count))))  # noqa: B023
+    assert any(
+        "more than 4" in text
+        for count in range(3, 7)
+        for text in warned(lambda: small.step(x(count)))  # noqa: B023
+    )
     with pytest.raises(ValueError, match="max_graphs"):
         bmt.cuda_graph(small.run, max_graphs=0)
     with pytest.raises(ValueError, match="max_graphs"):

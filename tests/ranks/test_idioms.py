@@ -1,4 +1,6 @@
-"""What programs do with parameters and gradients beside training them: as in one process, or refused on all ranks."""
+"""What programs do with parameters and gradients beside training them: as in one process, or
+refused on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from unittest import mock
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
-from tests.ranks.test_whole_parameters import SHARDED, Tensors, batch, grads, loss_of, plain, state, whole
+from tests.ranks.test_whole_parameters import (
+    SHARDED,
+    Tensors,
+    batch,
+    grads,
+    loss_of,
+    plain,
+    state,
+    whole,
+)
 from torch import distributed as dist
 from torch import nn
 from torch.nn.utils import prune
@@ -57,7 +68,8 @@ def scripted() -> Any:
         return torch.jit.script(mean_of_squares)
 
 
-# Values ---------------------------------------------------------------------------------------------------------------------------
+# Values
+# --------------------------------------------------------------------------------------------------
 
 
 @idiom
@@ -71,7 +83,11 @@ def one_vector(model: nn.Module, is_plain: bool) -> Tensors:
 @idiom
 def indexed_writes(model: nn.Module, is_plain: bool) -> Tensors:
     p = first(model)
-    out = {"row": p[0].detach().clone(), "turned": p.T.detach().clone(), "sums": torch.stack([row.sum() for row in p]).detach()}
+    out = {
+        "row": p[0].detach().clone(),
+        "turned": p.T.detach().clone(),
+        "sums": torch.stack([row.sum() for row in p]).detach(),
+    }
     with torch.no_grad():
         p[1] = 0.5
         p[:, 2] += 1
@@ -93,7 +109,14 @@ def statistics(model: nn.Module, is_plain: bool) -> Tensors:
     for name, p in model.named_parameters():
         grad = p.grad
         assert grad is not None
-        figures = [p.abs().max(), p.mean(), p.min(), p.argmax().float(), (p > 0).float().mean(), p.count_nonzero().float()]
+        figures = [
+            p.abs().max(),
+            p.mean(),
+            p.min(),
+            p.argmax().float(),
+            (p > 0).float().mean(),
+            p.count_nonzero().float(),
+        ]
         out[name] = torch.stack(figures).detach()
         out[f"{name} histogram"] = torch.histc(grad.detach(), 5)
         out[f"{name} largest"] = p.detach().flatten().topk(1).values
@@ -137,7 +160,8 @@ def new_parameter(model: nn.Module, is_plain: bool) -> Tensors:
     return {"value": own.detach(), "gradient": own.grad}
 
 
-# Optimizers by hand ---------------------------------------------------------------------------------------------------------------
+# Optimizers by hand
+# --------------------------------------------------------------------------------------------------
 
 
 @idiom
@@ -158,7 +182,9 @@ def sharpness_aware(model: nn.Module, is_plain: bool) -> Tensors:
     for _ in range(2):
         optimizer.zero_grad()
         loss_of(model, is_plain).backward()
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for p in model.parameters() if p.grad is not None]), p=2)
+        norm = torch.norm(
+            torch.stack([p.grad.norm(p=2) for p in model.parameters() if p.grad is not None]), p=2
+        )
         with torch.no_grad():
             for p in model.parameters():
                 optimizer.state[p]["old"] = p.data.clone()
@@ -195,7 +221,9 @@ def centralised_gradients(model: nn.Module, is_plain: bool) -> Tensors:
 
 @idiom
 def gradients_of_tasks(model: nn.Module, is_plain: bool) -> Tensors:
-    """Kept from the first pass while the second computes its own: each is projected onto the other (Yu et al., 2020)."""
+    """Kept from the first pass while the second computes its own: each is projected onto the other
+    (Yu et al., 2020).
+    """
     loss_of(model, is_plain).backward()
     kept = [p.grad for p in model.parameters()]
     values = [whole(grad) for grad in kept if grad is not None]
@@ -281,7 +309,10 @@ def lists(model: nn.Module, is_plain: bool) -> Tensors:
     loss_of(model, is_plain).backward()
     params: list[torch.Tensor] = list(model.parameters())
     found = [p.grad for p in params if p.grad is not None]
-    norms = {"norm": torch.stack(torch._foreach_norm(found)).norm(), "total": nn.utils.get_total_norm(found)}
+    norms = {
+        "norm": torch.stack(torch._foreach_norm(found)).norm(),
+        "total": nn.utils.get_total_norm(found),
+    }
     with torch.no_grad():
         torch._foreach_mul_(found, 0.5)
         torch._foreach_add_(params, found, alpha=-0.1)
@@ -308,13 +339,20 @@ def the_librarys_adam(model: nn.Module, is_plain: bool) -> Tensors:
     return {**out, **state(model)}
 
 
-# Losses ---------------------------------------------------------------------------------------------------------------------------
+# Losses
+# --------------------------------------------------------------------------------------------------
 
 
 @idiom
 def losses_of_views(model: nn.Module, is_plain: bool) -> Tensors:
     p, loss = first(model), model(batch()).square().mean()
-    loss = loss + p[0].square().sum() + p.T[1].abs().sum() + p.view(-1).std() + torch.linalg.svdvals(p).sum()
+    loss = (
+        loss
+        + p[0].square().sum()
+        + p.T[1].abs().sum()
+        + p.view(-1).std()
+        + torch.linalg.svdvals(p).sum()
+    )
     loss = loss + torch.cat([q.view(-1) for q in model.parameters()]).norm() * 0.1
     loss = loss + torch.linalg.matrix_norm(p, ord=2) + torch.linalg.norm(p.t() @ p)
     (loss if is_plain else loss / bmt.world_size()).backward()
@@ -330,7 +368,9 @@ def fisher(model: nn.Module, is_plain: bool) -> Tensors:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         optimizer.zero_grad()
-        loss = model(batch()).square().mean() + sum((weights[name] * (p - old[name]) ** 2).sum() for name, p in named)
+        loss = model(batch()).square().mean() + sum(
+            (weights[name] * (p - old[name]) ** 2).sum() for name, p in named
+        )
         (loss if is_plain else loss / bmt.world_size()).backward()
         optimizer.step()
     return state(model)
@@ -383,10 +423,16 @@ def gradients_of_gradients_of_parameters(model: nn.Module, is_plain: bool) -> Te
 
 def adam(groups: Any, is_plain: bool) -> torch.optim.Optimizer:
     """The library's, whose state is laid out in flat tensors."""
-    return torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0) if is_plain else bmt.optim.AdamOptimizer(groups, lr=0.1)
+    return (
+        torch.optim.AdamW(groups, lr=0.1, weight_decay=0.0)
+        if is_plain
+        else bmt.optim.AdamOptimizer(groups, lr=0.1)
+    )
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, is_plain: bool, number: int = 1) -> Tensors:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, is_plain: bool, number: int = 1
+) -> Tensors:
     for _ in range(number):
         optimizer.zero_grad()
         loss_of(model, is_plain).backward()
@@ -453,7 +499,9 @@ def frozen_between_passes(model: nn.Module, is_plain: bool) -> Tensors:
 
 @idiom
 def averaged_by_hand(model: nn.Module, is_plain: bool) -> Tensors:
-    """The function of torch's tutorials, which leaves gradients as they are that ranks have summed already; and its neighbours."""
+    """The function of torch's tutorials, which leaves gradients as they are that ranks have summed
+    already; and its neighbours.
+    """
     ranks = 1 if is_plain else bmt.world_size()
     loss_of(model, is_plain).backward()
     group = dist.new_group([dist.get_rank()]) if is_plain else None
@@ -507,7 +555,9 @@ def a_graph_of_gradients(model: nn.Module, is_plain: bool) -> Tensors:
 @refused
 def hooks_of_nodes(model: nn.Module, is_plain: bool) -> Tensors:
     seen: list[int] = []
-    torch.autograd.graph.register_multi_grad_hook(list(model.parameters()), lambda grads: seen.append(len(grads)))
+    torch.autograd.graph.register_multi_grad_hook(
+        list(model.parameters()), lambda grads: seen.append(len(grads))
+    )
     loss_of(model, is_plain).backward()
     return {"calls": torch.tensor(seen)}
 
@@ -526,14 +576,19 @@ def rows_by_vmap(model: nn.Module, is_plain: bool) -> Tensors:
 
 @refused
 def other_values_for_one_call(model: nn.Module, is_plain: bool) -> Tensors:
-    values = {name: (p if is_plain else bmt.gather_result(p)).detach() * 0.5 for name, p in model.named_parameters()}
+    values = {
+        name: (p if is_plain else bmt.gather_result(p)).detach() * 0.5
+        for name, p in model.named_parameters()
+    }
     return {"out": torch.func.functional_call(model, values, (batch(),)).detach()}
 
 
 @refused
 def gradients_by_func(model: nn.Module, is_plain: bool) -> Tensors:
     values = {name: p.detach() for name, p in model.named_parameters()}
-    return torch.func.grad(lambda values: torch.func.functional_call(model, values, (batch(),)).square().mean())(values)
+    return torch.func.grad(
+        lambda values: torch.func.functional_call(model, values, (batch(),)).square().mean()
+    )(values)
 
 
 def compare(program: Idiom, *, may_refuse: bool) -> int:
@@ -570,7 +625,10 @@ def all_idioms() -> None:
 
 
 def refused_script() -> None:
-    """On a GPU it is fused, and the kernels read memory. TorchScript makes an error of its own of ours."""
+    """On a GPU it is fused, and the kernels read memory.
+
+    TorchScript makes an error of its own of ours.
+    """
     for make in SHARDED:
         with warnings.catch_warnings(record=True) as warned, pytest.raises(RuntimeError):
             warnings.simplefilter("always")

@@ -1,4 +1,6 @@
-"""torch.utils.checkpoint used inside of blocks, of either kind, against the same modules in plain PyTorch."""
+"""torch.utils.checkpoint used inside of blocks, of either kind, against the same modules in plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ import bmtrain as bmt
 
 
 class Inside(nn.Module):
-    """A user's checkpoints inside: a parameter in both of them, one in one of them and outside, nested ones, or nothing outside."""
+    """A user's checkpoints inside: a parameter in both of them, one in one of them and outside,
+    nested ones, or nothing outside.
+    """
 
-    def __init__(self, reentrant: bool, everything: bool = False, nested: bool = False, frozen: str = "") -> None:
+    def __init__(
+        self, reentrant: bool, everything: bool = False, nested: bool = False, frozen: str = ""
+    ) -> None:
         super().__init__()
         self.norm, self.scale = nn.LayerNorm(8), nn.Parameter(torch.randn(8))
         self.a, self.b, self.c = nn.Linear(8, 13), nn.Linear(13, 8), nn.Linear(8, 8)
@@ -35,7 +41,11 @@ class Inside(nn.Module):
         return self.b(torch.tanh(self.a(self.norm(x)))) * self.scale
 
     def second(self, x: torch.Tensor) -> torch.Tensor:
-        h = checkpoint(self.third, x, use_reentrant=self.reentrant) if self.nested else self.third(x)
+        h = (
+            checkpoint(self.third, x, use_reentrant=self.reentrant)
+            if self.nested
+            else self.third(x)
+        )
         return x + h * self.scale
 
     def third(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +73,9 @@ class BlockInside(nn.Module):
         return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = checkpoint(lambda y: torch.tanh(self.inner(self.before(y))), x, use_reentrant=self.reentrant)
+        h = checkpoint(
+            lambda y: torch.tanh(self.inner(self.before(y))), x, use_reentrant=self.reentrant
+        )
         return h + checkpoint(lambda y: torch.tanh(self.after(y)), h, use_reentrant=self.reentrant)
 
 
@@ -82,12 +94,17 @@ def checkpoints_inside(reentrant: bool) -> None:
     for mode, (name, options) in itertools.product(MODES, INSIDE.items()):
         call = squared if "frozen" in name else twice  # two calls of a block in one pass
         block = compare(functools.partial(Inside, reentrant, **options), call, sequence(), *mode)
-        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (name, mode)
+        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (
+            name,
+            mode,
+        )
         torch.manual_seed(2)
         first = models.full_gradients(block)
         share(call(block, sequence().requires_grad_())).backward()
         doubled = {key: None if grad is None else grad * 2 for key, grad in first.items()}
-        models.assert_same_dicts(models.full_gradients(block), doubled, f"{name}, second pass: {mode_name(*mode)}")
+        models.assert_same_dicts(
+            models.full_gradients(block), doubled, f"{name}, second pass: {mode_name(*mode)}"
+        )
 
 
 def blocks_inside(reentrant: bool) -> None:
@@ -98,11 +115,15 @@ def blocks_inside(reentrant: bool) -> None:
         for _ in range(2):
             squared(plain, sequence().requires_grad_()).backward()
             share(squared(block, sequence().requires_grad_())).backward()
-            models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode))
+            models.assert_same_dicts(
+                models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode)
+            )
 
 
 def interrupted(reentrant: bool) -> None:
-    """The error comes from inside of a block in backward; the parameters are slices again at once, whatever is done next."""
+    """The error comes from inside of a block in backward; the parameters are slices again at once,
+    whatever is done next.
+    """
     for mode in MODES:
         torch.manual_seed(1)
         plain = Inside(reentrant)
@@ -110,17 +131,25 @@ def interrupted(reentrant: bool) -> None:
         handle = block.c.register_full_backward_hook(lambda *_: dict[str, Any]()["boom"])
         with pytest.raises(KeyError, match="boom"):
             squared(block, sequence().requires_grad_()).backward()
-        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), mode_name(*mode)
+        assert all(isinstance(param, bmt.DistributedParameter) for param in block.parameters()), (
+            mode_name(*mode)
+        )
         handle.remove()
         block.zero_grad()
         squared(plain, sequence().requires_grad_()).backward()
         share(squared(block, sequence().requires_grad_())).backward()
-        models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode))
+        models.assert_same_dicts(
+            models.full_gradients(block), models.plain_gradients(plain), mode_name(*mode)
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("program", [checkpoints_inside, blocks_inside, interrupted])
-def test_a_checkpoint_inside_of_a_block(program: Callable[[bool], None], reentrant: bool, world_size: int) -> None:
-    """Recomputation that the block knows nothing of finds full parameters, and every gradient arrives once."""
+def test_a_checkpoint_inside_of_a_block(
+    program: Callable[[bool], None], reentrant: bool, world_size: int
+) -> None:
+    """Recomputation that the block knows nothing of finds full parameters, and every gradient
+    arrives once.
+    """
     run_ranks(program, world_size, reentrant)

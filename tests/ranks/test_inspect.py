@@ -37,19 +37,30 @@ def numbers_of(x: torch.Tensor) -> dict[str, float | None]:
     if exact.numel() == 0:
         return dict.fromkeys(VALUES)
     std = exact.std().item() if exact.numel() > 1 else None
-    return {"std": std, "mean": exact.mean().item(), "max": exact.max().item(), "min": exact.min().item()}
+    return {
+        "std": std,
+        "mean": exact.mean().item(),
+        "max": exact.max().item(),
+        "min": exact.min().item(),
+    }
 
 
 def row_of(name: str, x: torch.Tensor, grad: torch.Tensor | None) -> dict[str, Any]:
     """The row of a summary, by plain torch."""
     found = dict.fromkeys(("std", "mean")) if grad is None else numbers_of(grad)
     return {
-        "name": name, "shape": tuple(x.shape), **numbers_of(x), "grad_std": found["std"], "grad_mean": found["mean"],
-    }  # fmt: skip
+        "name": name,
+        "shape": tuple(x.shape),
+        **numbers_of(x),
+        "grad_std": found["std"],
+        "grad_mean": found["mean"],
+    }
 
 
 def assert_same_rows(got: Summary, want: Summary, what: str, tolerance: float = 1e-5) -> None:
-    """Equal names and shapes in the same order, and numbers that differ by less than `tolerance` of the spread."""
+    """Equal names and shapes in the same order, and numbers that differ by less than `tolerance` of
+    the spread.
+    """
     assert [row["name"] for row in got] == [row["name"] for row in want], what
     for mine, other in zip(got, want, strict=True):
         assert mine.keys() == other.keys(), what
@@ -57,9 +68,13 @@ def assert_same_rows(got: Summary, want: Summary, what: str, tolerance: float = 
         for keys, scales in ((VALUES, ("max", "min")), (GRADIENTS, GRADIENTS)):
             scale = max((abs(other[key]) for key in scales if other[key] is not None), default=0.0)
             for key in keys:
-                assert (mine[key] is None) == (other[key] is None), f"{what}: {mine}, expected {other}"
+                assert (mine[key] is None) == (other[key] is None), (
+                    f"{what}: {mine}, expected {other}"
+                )
                 if other[key] is not None:
-                    assert abs(mine[key] - other[key]) <= tolerance * scale + 1e-9, f"{what}: {key} of {mine}, expected {other}"
+                    assert abs(mine[key] - other[key]) <= tolerance * scale + 1e-9, (
+                        f"{what}: {key} of {mine}, expected {other}"
+                    )
 
 
 def assert_same_everywhere(summary: Summary) -> None:
@@ -86,16 +101,27 @@ def parameters_of_odd_models() -> None:
             for param in plain.parameters():
                 param.grad = None
             manager.zero_grad()
-            assert_same_rows(bmt.inspect.inspect_model(model, "*"), plain_rows(plain), f"{what}, before backward")
+            assert_same_rows(
+                bmt.inspect.inspect_model(model, "*"), plain_rows(plain), f"{what}, before backward"
+            )
             models.loss_of(plain, *models.batch(step), step).backward()
             tokens, targets = (my_rows(x) for x in models.batch(step))
             manager.backward(models.loss_of(model, tokens, targets, step))
             found = bmt.inspect.inspect_model(model, "*")
             assert_same_rows(found, plain_rows(plain), what)
             assert_same_everywhere(found)
-            assert any(row["grad_std"] is None for row in found) and any(row["grad_std"] for row in found), what
+            assert any(row["grad_std"] is None for row in found) and any(
+                row["grad_std"] for row in found
+            ), what
             assert bmt.inspect.format_summary(found).count("\n") == len(found)
-        patterns = ["body.layers.*.gain", "body.layers.[1-2].up.*", "*.norm.weight", "nothing", "", "body.layers.?.tiny"]
+        patterns = [
+            "body.layers.*.gain",
+            "body.layers.[1-2].up.*",
+            "*.norm.weight",
+            "nothing",
+            "",
+            "body.layers.?.tiny",
+        ]
         for pattern in patterns:
             names = [row["name"] for row in bmt.inspect.inspect_model(model, pattern)]
             assert names == [row["name"] for row in plain_rows(plain, pattern)], pattern
@@ -103,13 +129,17 @@ def parameters_of_odd_models() -> None:
 
 
 def plain_rows(plain: nn.Module, pattern: str = "*") -> Summary:
-    named = [(name, param) for name, param in plain.named_parameters() if fnmatch.fnmatch(name, pattern)]
+    named = [
+        (name, param) for name, param in plain.named_parameters() if fnmatch.fnmatch(name, pattern)
+    ]
     return [row_of(name, param, param.grad) for name, param in named]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parameters_and_gradients(world_size: int) -> None:
-    """Prime sizes, scalars, tied, frozen, unused and replicated parameters, before and after backward, in every mode."""
+    """Prime sizes, scalars, tied, frozen, unused and replicated parameters, before and after
+    backward, in every mode.
+    """
     run_ranks(parameters_of_odd_models, world_size)
 
 
@@ -142,7 +172,12 @@ def names_and_oddities() -> None:
         assert names == ["model.first.bias", "model.head.bias"]
         assert bmt.inspect.inspect_model(block, "first.*", prefix) == []
     (scalar,) = bmt.inspect.inspect_model(block, "scalar")
-    assert (scalar["shape"], scalar["mean"], scalar["std"], scalar["grad_std"]) == ((), 2.0, None, None)
+    assert (scalar["shape"], scalar["mean"], scalar["std"], scalar["grad_std"]) == (
+        (),
+        2.0,
+        None,
+        None,
+    )
     assert scalar["grad_mean"] is not None
     (empty,) = bmt.inspect.inspect_model(block, "empty")
     assert empty == {"name": "empty", "shape": (0, 4), **dict.fromkeys(VALUES + GRADIENTS)}
@@ -166,7 +201,9 @@ def gradients_on_some_ranks() -> None:
     block(torch.ones(2, 64)).square().sum().backward()
     weight = dict(block.named_parameters())["weight"]
     (before,) = bmt.inspect.inspect_model(block, "weight")
-    grads = bmt.distributed.collectives.gather_objects(own_slice(grad_of(weight)), world.current().mesh.world)
+    grads = bmt.distributed.collectives.gather_objects(
+        own_slice(grad_of(weight)), world.current().mesh.world
+    )
     if bmt.rank() == 0:
         weight.grad = None
     (after,) = bmt.inspect.inspect_model(block, "weight")
@@ -205,7 +242,9 @@ def no_gathers() -> None:
 
 def ranks_that_disagree() -> None:
     block = bmt.Block(nn.Linear(6, 5))
-    with pytest.raises(ConfigurationError, match=r"inspect_model: ranks \[1\] see other parameters than rank 0"):
+    with pytest.raises(
+        ConfigurationError, match=r"inspect_model: ranks \[1\] see other parameters than rank 0"
+    ):
         bmt.inspect.inspect_model(block, "*" if bmt.rank() == 1 else "weight")
     assert len(bmt.inspect.inspect_model(block, "*")) == 2
 
@@ -214,29 +253,47 @@ def tensor_parallel_parameters() -> None:
     tp = world.current().mesh.tp
     whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(6))
     model = bmt.DistributedModule()
-    model.column = bmt.DistributedParameter(whole.chunk(tp.size, 0)[tp.index], tp_mode=True, tp_split_dim=0)
-    model.row = bmt.DistributedParameter(whole.chunk(tp.size, 1)[tp.index], tp_mode=True, tp_split_dim=1)
+    model.column = bmt.DistributedParameter(
+        whole.chunk(tp.size, 0)[tp.index], tp_mode=True, tp_split_dim=0
+    )
+    model.row = bmt.DistributedParameter(
+        whole.chunk(tp.size, 1)[tp.index], tp_mode=True, tp_split_dim=1
+    )
     model.plain = bmt.DistributedParameter(whole, group="g")
     found = bmt.inspect.inspect_model(model, "*")
-    assert_same_rows(found, [row_of(name, whole, None) for name in ("column", "row", "plain")], "tensor parallel")
+    assert_same_rows(
+        found, [row_of(name, whole, None) for name in ("column", "row", "plain")], "tensor parallel"
+    )
     assert_same_everywhere(found)
     rows = bmt.inspect.print_inspect(model, file=io.StringIO())
-    assert [(row.shape, row.group) for row in rows] == [((6, 4), None), ((6, 4), None), ((6, 4), "g")]
+    assert [(row.shape, row.group) for row in rows] == [
+        ((6, 4), None),
+        ((6, 4), None),
+        ((6, 4), "g"),
+    ]
 
 
 def wrong_arguments() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ConfigurationError, match=r"inspect_model got str: expected a torch\.nn\.Module"):
+    with pytest.raises(
+        ConfigurationError, match=r"inspect_model got str: expected a torch\.nn\.Module"
+    ):
         bmt.inspect.inspect_model("model", "*")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"inspect_model got None as pattern: expected a string"):
+    with pytest.raises(
+        ConfigurationError, match=r"inspect_model got None as pattern: expected a string"
+    ):
         bmt.inspect.inspect_model(model, None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"inspect_model got 3 as prefix: expected a string"):
+    with pytest.raises(
+        ConfigurationError, match=r"inspect_model got 3 as prefix: expected a string"
+    ):
         bmt.inspect.inspect_model(model, "*", 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_names_and_odd_parameters(world_size: int) -> None:
-    """Tied names, prefixes, empty and 0-dim parameters, NaNs of one rank, gradients that some ranks lack, bad arguments."""
+    """Tied names, prefixes, empty and 0-dim parameters, NaNs of one rank, gradients that some ranks
+    lack, bad arguments.
+    """
     run_ranks(names_and_oddities, world_size)
     run_ranks(bad_values, world_size)
     run_ranks(gradients_on_some_ranks, world_size)
@@ -309,7 +366,9 @@ class Seen:
         if x.requires_grad:
             x.retain_grad()
         start = "" if group is None else f"{group}."
-        count = sum(full.startswith(start) and full.endswith(f".{name}") for full, _, _ in self.tensors)
+        count = sum(
+            full.startswith(start) and full.endswith(f".{name}") for full, _, _ in self.tensors
+        )
         self.tensors.append((f"{start}{count}.{name}", x.detach().clone(), x))
 
     def rows(self) -> Summary:
@@ -339,7 +398,9 @@ def shard_stack(kind: str, plain: Stack, level: int, recompute: bool) -> Stack:
     model = copy.deepcopy(plain)
     if kind == "wrapper":
         return bmt.BMTrainModelWrapper(model)
-    blocks = [bmt.Block(layer, use_checkpoint=recompute, zero_level=level) for layer in model.layers]
+    blocks = [
+        bmt.Block(layer, use_checkpoint=recompute, zero_level=level) for layer in model.layers
+    ]
     return Stack(bmt.TransformerBlockList(blocks) if kind == "list" else list(blocks), model.head)
 
 
@@ -349,7 +410,10 @@ def activations() -> None:
         plain(x).square().sum().backward()
     want = seen.rows()
     assert [row["name"] for row in want][:3] == ["0.input", "layer.0.wide", "0.hidden"]
-    for kind, (level, recompute) in [*itertools.product(("list", "blocks"), MODES), ("wrapper", (3, True))]:
+    for kind, (level, recompute) in [
+        *itertools.product(("list", "blocks"), MODES),
+        ("wrapper", (3, True)),
+    ]:
         what = f"{kind}, ZeRO-{level}, recompute={recompute}, {bmt.world_size()} ranks"
         model = shard_stack(kind, plain, level, recompute)
         with bmt.inspect.inspect_tensor() as inspector:
@@ -369,12 +433,17 @@ def activations() -> None:
             if mine.grad is not None:
                 models.assert_same(mine.grad, my_rows(grad_of(y)), f"{what}: gradient of {name}")
         first = inspector.get_tensor("wide", group="layer")
-        assert torch.equal(first, inspector.get_tensor("wide", group="layer", index=0)) and (first < 0).any()
+        assert (
+            torch.equal(first, inspector.get_tensor("wide", group="layer", index=0))
+            and (first < 0).any()
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_activations_and_their_gradients(world_size: int) -> None:
-    """Blocks, lists and wrapped models, with recomputation and without: each tensor once, as it was, with its gradient."""
+    """Blocks, lists and wrapped models, with recomputation and without: each tensor once, as it
+    was, with its gradient.
+    """
     run_ranks(activations, world_size)
 
 
@@ -413,7 +482,9 @@ def nested_and_repeated() -> None:
     assert [row["name"] for row in outer.get_summary()] == ["0.x", "1.x"]
     assert [row["name"] for row in inner.get_summary()] == ["0.x"]
     assert inner.get_tensor("x").grad is None
-    models.assert_same(outer.get_tensor("x", index=1).grad, 8 * torch.arange(3.0), "two backward passes add up")
+    models.assert_same(
+        outer.get_tensor("x", index=1).grad, 8 * torch.arange(3.0), "two backward passes add up"
+    )
     assert outer.get_tensor("x", index=0).grad is None, "no gradient came by"
 
 
@@ -425,7 +496,9 @@ def changed_in_place() -> None:
         y.mul_(5)
         y.sum().backward()
     models.assert_same(inspector.get_tensor("y"), 2 * torch.arange(1.0, 4.0), "as it was recorded")
-    models.assert_same(inspector.get_tensor("y").grad, torch.full((3,), 5.0), "of what was recorded")
+    models.assert_same(
+        inspector.get_tensor("y").grad, torch.full((3,), 5.0), "of what was recorded"
+    )
     (row,) = inspector.get_summary()
     assert (row["max"], row["grad_mean"]) == (6.0, 5.0)
 
@@ -435,7 +508,10 @@ def reentrant_recomputation() -> None:
     layer, x = Layer(), torch.ones(2, 6, requires_grad=True)
     with bmt.inspect.inspect_tensor() as inspector:
         checkpoint(layer, x, use_reentrant=True).sum().backward()
-    assert [(row["name"], row["grad_mean"]) for row in inspector.get_summary()] == [("layer.0.wide", None), ("0.hidden", None)]
+    assert [(row["name"], row["grad_mean"]) for row in inspector.get_summary()] == [
+        ("layer.0.wide", None),
+        ("0.hidden", None),
+    ]
 
 
 def tensors_of_every_kind() -> None:
@@ -460,10 +536,18 @@ def tensors_of_every_kind() -> None:
     assert_same_rows([found["0.ragged"]], [row_of("0.ragged", ragged, None)], "ragged")
     assert found["0.lengths"]["shape"] == (2 * n, 1 if n == 1 else -1)
     assert (found["0.lengths"]["mean"], found["0.lengths"]["std"]) == (1.0, 0.0)
-    assert (found["0.empty"]["shape"], found["0.empty"]["mean"], found["0.empty"]["max"]) == ((0, 3), None, None)
+    assert (found["0.empty"]["shape"], found["0.empty"]["mean"], found["0.empty"]["max"]) == (
+        (0, 3),
+        None,
+        None,
+    )
     assert (found["0.some"]["shape"], found["0.some"]["mean"]) == ((3, 3), 1.0)
     assert (found["0.number"]["shape"], found["0.number"]["mean"]) == ((n,), (total - n) / n)
-    assert (found["0.mask"]["mean"], found["0.tokens"]["mean"], found["0.half"]["mean"]) == (0.5, 2.0, 4.0)
+    assert (found["0.mask"]["mean"], found["0.tokens"]["mean"], found["0.half"]["mean"]) == (
+        0.5,
+        2.0,
+        4.0,
+    )
     assert found["0.complex"]["mean"] is None
     assert bmt.inspect.format_summary(found.values()).count("\n") == len(found)
 
@@ -481,14 +565,22 @@ def ranks_that_record_different_tensors() -> None:
     summary = inspector.get_summary()
     assert_same_everywhere(summary)
     n = bmt.world_size()
-    names = ["0.shared", "g.0.own", "0.special", *(f"g.{i}.own" for i in range(1, n - 1))] if n > 1 else ["0.shared"]
+    names = (
+        ["0.shared", "g.0.own", "0.special", *(f"g.{i}.own" for i in range(1, n - 1))]
+        if n > 1
+        else ["0.shared"]
+    )
     assert [row["name"] for row in summary] == names
     for row in summary[1:]:
         if row["name"] == "0.special":
             assert (row["shape"], row["grad_mean"]) == ((1,), 3.0)
         else:
             index = int(row["name"].split(".")[1])
-            assert (row["shape"], row["mean"], row["grad_mean"]) == ((n - 1 - index,), float(index), None)
+            assert (row["shape"], row["mean"], row["grad_mean"]) == (
+                (n - 1 - index,),
+                float(index),
+                None,
+            )
     if n > 1 and bmt.rank() == 0:
         with pytest.raises(KeyError, match=r"no tensor 'g\.0\.own' was recorded on this rank"):
             inspector.get_tensor("own", "g")
@@ -498,7 +590,10 @@ def bad_records() -> None:
     block = bmt.Block(Layer())
     record = bmt.inspect.record_tensor
     expected = [
-        (lambda: record(nn.Parameter(torch.ones(3)), "w"), r"parameter of shape \(3,\) as 'w'.*inspect_model"),
+        (
+            lambda: record(nn.Parameter(torch.ones(3)), "w"),
+            r"parameter of shape \(3,\) as 'w'.*inspect_model",
+        ),
         (lambda: record(dict(block.named_parameters())["up.bias"], "w"), "parameter of shape"),
         (lambda: record([1.0], "x"), r"got list as 'x': expected a tensor"),  # type: ignore[arg-type]
         (lambda: record(torch.ones(1), 3), r"the name 3: expected a string"),  # type: ignore[arg-type]
@@ -515,8 +610,13 @@ def bad_records() -> None:
     with bmt.inspect.inspect_tensor() as inspector:
         record(torch.ones(1), "hidden", "encoder")
         record(torch.ones(1), "logits")
-    for arguments, near in ((("hiden", "encoder"), r"'encoder\.0\.hidden'"), (("logit",), r"'0\.logits'")):
-        with pytest.raises(KeyError, match=f"no tensor .*was recorded on this rank: the nearest are {near}"):
+    for arguments, near in (
+        (("hiden", "encoder"), r"'encoder\.0\.hidden'"),
+        (("logit",), r"'0\.logits'"),
+    ):
+        with pytest.raises(
+            KeyError, match=f"no tensor .*was recorded on this rank: the nearest are {near}"
+        ):
             inspector.get_tensor(*arguments)
     with pytest.raises(KeyError, match=r"no tensor 'encoder\.1\.hidden'"):
         inspector.get_tensor("hidden", "encoder", 1)
@@ -538,11 +638,18 @@ class RecordsItsWeight(nn.Module):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_records_of_every_kind(world_size: int) -> None:
-    """Closed, nested, failed and empty contexts; ragged, 0-dim, empty and integer tensors; ranks that differ; bad input."""
+    """Closed, nested, failed and empty contexts; ragged, 0-dim, empty and integer tensors; ranks
+    that differ; bad input.
+    """
     for case in (
-        nothing_happens_unless_open, nested_and_repeated, changed_in_place, reentrant_recomputation, tensors_of_every_kind,
-        ranks_that_record_different_tensors, bad_records,
-    ):  # fmt: skip
+        nothing_happens_unless_open,
+        nested_and_repeated,
+        changed_in_place,
+        reentrant_recomputation,
+        tensors_of_every_kind,
+        ranks_that_record_different_tensors,
+        bad_records,
+    ):
         run_ranks(case, world_size)
 
 
@@ -565,7 +672,9 @@ def own_recomputation() -> None:
     layers = [OwnCheckpoint(bmt.Block(model.layers[0])), OwnCheckpoint(model.layers[1])]
     with bmt.inspect.inspect_tensor() as inspector:
         Stack(layers, model.head)(my_rows(x)).square().sum().backward()
-    assert_same_rows(inspector.get_summary(), seen.rows(), "checkpoint around a block and a plain layer")
+    assert_same_rows(
+        inspector.get_summary(), seen.rows(), "checkpoint around a block and a plain layer"
+    )
 
 
 def compiled_blocks(recompute: bool) -> None:
@@ -581,7 +690,11 @@ def compiled_blocks(recompute: bool) -> None:
         with bmt.inspect.inspect_tensor() if step == 1 else contextlib.nullcontext() as inspector:
             model(my_rows(x)).square().sum().backward()
         assert 1 <= backend.num_graphs <= 2, "the call of record_tensor broke the graph"
-        models.assert_same_dicts(models.full_gradients(model.layers), models.plain_gradients(plain.layers), f"step {step}")
+        models.assert_same_dicts(
+            models.full_gradients(model.layers),
+            models.plain_gradients(plain.layers),
+            f"step {step}",
+        )
         if inspector is not None:
             assert_same_rows(inspector.get_summary(), seen.rows(), "compiled")
     with bmt.inspect.inspect_tensor() as inspector:
@@ -605,7 +718,9 @@ def test_recomputation_of_the_model() -> None:
 
 
 class Pipelined:
-    """Stages by hand: rows of all ranks of a pipeline, in micro-batches, through the layers of one stage on each rank."""
+    """Stages by hand: rows of all ranks of a pipeline, in micro-batches, through the layers of one
+    stage on each rank.
+    """
 
     def __init__(self, layers: list[nn.Module], num_parts: int, order: list[int]) -> None:
         mesh = world.current().mesh
@@ -617,7 +732,9 @@ class Pipelined:
         self.num_parts, self.order = num_parts, order
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank computes all layers, but records those of its stage only: what a real pipeline would record."""
+        """Every rank computes all layers, but records those of its stage only: what a real pipeline
+        would record.
+        """
         rows = torch.cat(list(bmt.distributed.all_gather(x, self.axis)))
         parts: dict[int, torch.Tensor] = {}
         with self.recorder.pipelined_pass(self.axis.index) as micro_batch:
@@ -664,7 +781,11 @@ def pipelined_by_hand() -> None:
         got = inspector.get_summary()
         assert_same_everywhere(got)
         without = dict.fromkeys(GRADIENTS)
-        assert_same_rows([{**row, **without} for row in got], [{**row, **without} for row in want], f"{parts} micro-batches")
+        assert_same_rows(
+            [{**row, **without} for row in got],
+            [{**row, **without} for row in want],
+            f"{parts} micro-batches",
+        )
         last = pipelined.axis.index == pipelined.axis.size - 1
         layer = 4 // pipelined.axis.size * (pipelined.axis.index + 1) - 1
         _, whole, _ = next(entry for entry in seen.tensors if entry[0] == f"{layer}.hidden")
@@ -677,7 +798,9 @@ def pipelined_by_hand() -> None:
 
 @pytest.mark.parametrize(("world_size", "pipe_size"), [(2, 2), (4, 2), (4, 4), (1, 1)])
 def test_pipelined_passes_are_one_record(world_size: int, pipe_size: int) -> None:
-    """Each layer once, numbered over stages, with the rows of all micro-batches in any order; on every rank the same."""
+    """Each layer once, numbered over stages, with the rows of all micro-batches in any order; on
+    every rank the same.
+    """
     run_ranks(pipelined_by_hand, world_size, init={"pipe_size": pipe_size})
 
 
@@ -728,7 +851,9 @@ class Precise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([bmt.Block(nn.Linear(8, 8).bfloat16(), reduce_dtype=torch.float32) for _ in range(3)])
+        self.layers = nn.ModuleList(
+            [bmt.Block(nn.Linear(8, 8).bfloat16(), reduce_dtype=torch.float32) for _ in range(3)]
+        )
         self.layers[1].requires_grad_(False)
         self.exact = bmt.Block(nn.Linear(4, 4), accumulate_dtype=torch.float64)
         self.plain = nn.Parameter(torch.ones(3))
@@ -741,25 +866,64 @@ def precision() -> None:
     torch_adam = torch.optim.AdamW(model.exact.parameters())
     rows = bmt.inspect.precision_report(model, [adam, torch_adam], file=out)
     dtypes = ("stored", "computed", "reduced", "accumulated", "optimizer", "master", "moments")
-    found = [(row.names, row.num_elements, *(getattr(row, name) for name in dtypes)) for row in rows]
+    found = [
+        (row.names, row.num_elements, *(getattr(row, name) for name in dtypes)) for row in rows
+    ]
     assert found == [
         (("plain",), 3, single, single, None, single, None, None, ()),
-        (("layers.[0,2].weight", "layers.[0,2].bias"), 144, half, half, single, half, "AdamOptimizer", single, (single,)),
-        (("layers.1.weight", "layers.1.bias"), 72, half, half, None, None, "AdamOptimizer", single, (single,)),
-        (("exact.weight", "exact.bias"), 20, single, single, single, double, "AdamW", None, (single,)),
+        (
+            ("layers.[0,2].weight", "layers.[0,2].bias"),
+            144,
+            half,
+            half,
+            single,
+            half,
+            "AdamOptimizer",
+            single,
+            (single,),
+        ),
+        (
+            ("layers.1.weight", "layers.1.bias"),
+            72,
+            half,
+            half,
+            None,
+            None,
+            "AdamOptimizer",
+            single,
+            (single,),
+        ),
+        (
+            ("exact.weight", "exact.bias"),
+            20,
+            single,
+            single,
+            single,
+            double,
+            "AdamW",
+            None,
+            (single,),
+        ),
     ]
     assert [row.state_exists for row in rows] == [False, True, True, False]
     assert [(row.num_parameters, row.trainable, row.sharded) for row in rows] == [
-        (1, True, False), (4, True, True), (2, False, True), (2, True, True),
-    ]  # fmt: skip
+        (1, True, False),
+        (4, True, True),
+        (2, False, True),
+        (2, True, True),
+    ]
     text = out.getvalue()
-    assert ("AdamOptimizer" in text and "float32*" in text and "(frozen)" in text) == (bmt.rank() == 0)
+    assert ("AdamOptimizer" in text and "float32*" in text and "(frozen)" in text) == (
+        bmt.rank() == 0
+    )
     model.exact(torch.ones(1, 4)).sum().backward()
     torch_adam.step()
     assert bmt.inspect.precision_report(model, [adam, torch_adam], file=out)[-1].state_exists
 
 
-def optimizer_state(make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> tuple[Any, Any]:
+def optimizer_state(
+    make: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
+) -> tuple[Any, Any]:
     block = bmt.Block(nn.Linear(8, 8).to(dtype))
     optimizer = make(block.parameters())
     (before,) = bmt.inspect.precision_report(block, optimizer, file=io.StringIO())
@@ -790,7 +954,12 @@ def precision_of_optimizers() -> None:
         (AdamOffloadOptimizer, half, (single, (single,)), (single, (single,))),
         (torch.optim.AdamW, half, (None, (half,)), (None, (half,))),
         (lambda p: torch.optim.SGD(p, lr=0.1), half, (None, ()), (None, ())),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), half, (None, (half,)), (None, (half,))),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+            half,
+            (None, (half,)),
+            (None, (half,)),
+        ),
         (Foreign, half, (None, None), (None, (torch.float64,))),
     ]
     for make, dtype, before, after in cases:
@@ -805,7 +974,12 @@ def test_precision_in_force(world_size: int) -> None:
 
 
 def parameter_table() -> tuple[list[Any], str]:
-    model = nn.ModuleDict({"layers": nn.ModuleList([bmt.Block(nn.Linear(16, 16)) for _ in range(12)]), "head": nn.Linear(16, 3)})
+    model = nn.ModuleDict(
+        {
+            "layers": nn.ModuleList([bmt.Block(nn.Linear(16, 16)) for _ in range(12)]),
+            "head": nn.Linear(16, 3),
+        }
+    )
     out = io.StringIO()
     return bmt.inspect.print_inspect(model, file=out), out.getvalue()
 
@@ -822,7 +996,13 @@ def test_table_of_parameters(world_size: int) -> None:
             ("head.bias", 1, (3,), False),
         ]
     for place in range(2):
-        assert sum(rows[place].num_local for rows, _ in results) == math.prod(results[0][0][place].shape)
+        assert sum(rows[place].num_local for rows, _ in results) == math.prod(
+            results[0][0][place].shape
+        )
     text = results[0][1]
-    assert "layers.[0-11].weight" in text and "12 x (16, 16)" in text and "26 parameters of 3,315 elements" in text
+    assert (
+        "layers.[0-11].weight" in text
+        and "12 x (16, 16)" in text
+        and "26 parameters of 3,315 elements" in text
+    )
     assert not any(printed for _, printed in results[1:])

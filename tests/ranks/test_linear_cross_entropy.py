@@ -1,4 +1,6 @@
-"""FusedLinearCrossEntropy on gathered weights, in blocks and tied to an embedding, against plain torch on one process."""
+"""FusedLinearCrossEntropy on gathered weights, in blocks and tied to an embedding, against plain
+torch on one process.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,18 @@ class Head(nn.Module):
         hidden, targets = self.norm(hidden).flatten(0, 1), targets.flatten()
         if self.fused:
             return self.loss(hidden, self.linear.weight, targets, self.linear.bias)
-        return F.cross_entropy(self.linear(hidden), targets, reduction=self.loss.reduction, label_smoothing=0.1)
+        return F.cross_entropy(
+            self.linear(hidden), targets, reduction=self.loss.reduction, label_smoothing=0.1
+        )
 
 
-def compare_heads(level: int, recompute: bool, *, compiled: bool, frozen: bool, reduction: str) -> None:
-    what = f"ZeRO-{level}, recompute={recompute}, compiled={compiled}, frozen={frozen}, {reduction}, {bmt.world_size()} ranks"
+def compare_heads(
+    level: int, recompute: bool, *, compiled: bool, frozen: bool, reduction: str
+) -> None:
+    what = (
+        f"ZeRO-{level}, recompute={recompute}, compiled={compiled}, frozen={frozen}, "
+        f"{reduction}, {bmt.world_size()} ranks"
+    )
     linear_cross_entropy.CHUNK_ROWS, linear_cross_entropy.CHUNK_BYTES = 10, 0
     torch.manual_seed(1)
     plain = Head(False, reduction)
@@ -60,7 +69,9 @@ def compare_heads(level: int, recompute: bool, *, compiled: bool, frozen: bool, 
         torch._dynamo.reset()
         block.compile(backend="aot_eager", fullgraph=True)
     upstream = torch.linspace(0.5, 2.0, ROWS * LENGTH)
-    whole = torch.randn(ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    whole = torch.randn(
+        ROWS, LENGTH, DIM, generator=torch.Generator().manual_seed(3)
+    ).requires_grad_()
     part = own(whole.detach()).clone().requires_grad_()
     for _ in range(2):  # accumulated
         want, got = plain(whole, batch()[1]), block(part, own(batch()[1]))
@@ -68,7 +79,9 @@ def compare_heads(level: int, recompute: bool, *, compiled: bool, frozen: bool, 
             want, got = want * upstream, got * own(upstream)
         want.sum().backward()
         got.sum().backward()
-    models.assert_same(bmt.sum_loss(got.detach().sum()) * bmt.world_size(), want.detach().sum(), what)
+    models.assert_same(
+        bmt.sum_loss(got.detach().sum()) * bmt.world_size(), want.detach().sum(), what
+    )
     assert part.grad is not None and whole.grad is not None
     models.assert_same(part.grad, own(whole.grad), f"{what}: gradient of the hidden states")
     models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), what)
@@ -119,7 +132,9 @@ def tied() -> None:
             for micro in range(2):
                 tokens, targets = batch(micro)
                 manager.backward(sharded(own(tokens), own(targets)))
-                for some_tokens, some_targets in zip(tokens.chunk(bmt.world_size()), targets.chunk(bmt.world_size()), strict=True):
+                for some_tokens, some_targets in zip(
+                    tokens.chunk(bmt.world_size()), targets.chunk(bmt.world_size()), strict=True
+                ):
                     logits = reference.table(some_tokens)
                     for layer in reference.layers:
                         logits = logits + torch.tanh(layer(logits))
@@ -127,7 +142,12 @@ def tied() -> None:
                     (F.cross_entropy(scores, some_targets.flatten()) / bmt.world_size()).backward()
             manager.step()
             stepper.step()
-        models.assert_same_dicts(sharded.state_dict(), reference.state_dict(), f"ZeRO-{level}, recompute={recompute}", 1e-5)
+        models.assert_same_dicts(
+            sharded.state_dict(),
+            reference.state_dict(),
+            f"ZeRO-{level}, recompute={recompute}",
+            1e-5,
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,4 +1,6 @@
-"""Memory, counted: full buffers, shards, storages that outlive a step, models that outlive their last reference."""
+"""Memory, counted: full buffers, shards, storages that outlive a step, models that outlive their
+last reference.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def tensors() -> dict[int, int]:
     found: dict[int, int] = {}
     for thing in gc.get_objects():
         # isinstance would wake lazy modules; a sharded tensor shows memory that another one has
-        if issubclass(type(thing), torch.Tensor) and not issubclass(type(thing), Slices) and thing.device.type == "cpu":
+        if (
+            issubclass(type(thing), torch.Tensor)
+            and not issubclass(type(thing), Slices)
+            and thing.device.type == "cpu"
+        ):
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return found
@@ -41,8 +47,13 @@ def num_of_bytes() -> int:
 
 
 def make(level: int, recompute: bool) -> nn.Sequential:
-    layers = [nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM)) for _ in range(LAYERS)]
-    return nn.Sequential(*(bmt.Block(layer, use_checkpoint=recompute, zero_level=level) for layer in layers))
+    layers = [
+        nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.Tanh(), nn.Linear(2 * DIM, DIM))
+        for _ in range(LAYERS)
+    ]
+    return nn.Sequential(
+        *(bmt.Block(layer, use_checkpoint=recompute, zero_level=level) for layer in layers)
+    )
 
 
 def full_numel(model: nn.Sequential) -> int:
@@ -59,7 +70,9 @@ def between() -> None:
             loss = model(torch.ones(2, DIM)).sum()
             full = [address for address, nbytes in tensors().items() if nbytes >= size]
             assert engine.num_ring_buffers() <= 3
-            assert len(full) <= engine.num_ring_buffers(), f"recompute={recompute}: {len(full)} full buffers after forward"
+            assert len(full) <= engine.num_ring_buffers(), (
+                f"recompute={recompute}: {len(full)} full buffers after forward"
+            )
             loss.backward()
             assert engine.num_ring_buffers() <= 3
         del loss
@@ -77,13 +90,21 @@ def between() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_zero_3_keeps_only_the_ring(world_size: int) -> None:
-    """No full buffer beyond the ring's three between forward and backward, recomputing or not; ZeRO-2's go with backward."""
+    """No full buffer beyond the ring's three between forward and backward, recomputing or not;
+    ZeRO-2's go with backward.
+    """
     run_ranks(between, world_size, timeout=40)
 
 
 def cleared() -> None:
-    """Gradients of all kinds of optimizers, with sums in another dtype too; cleared by the manager, and as plain programs do."""
-    for policy, factory in ((None, AdamOptimizer), (torch.float64, AdamOffloadOptimizer), (None, torch.optim.AdamW)):
+    """Gradients of all kinds of optimizers, with sums in another dtype too; cleared by the manager,
+    and as plain programs do.
+    """
+    for policy, factory in (
+        (None, AdamOptimizer),
+        (torch.float64, AdamOffloadOptimizer),
+        (None, torch.optim.AdamW),
+    ):
         layers = [nn.Linear(DIM, DIM) for _ in range(LAYERS)]
         model = nn.Sequential(*(bmt.Block(layer, accumulate_dtype=policy) for layer in layers))
         manager, gradients = OptimManager(), [storage_of(layer).gradient for layer in model]
@@ -101,7 +122,9 @@ def cleared() -> None:
             # What comes: inputs and states of generators, which are kept for recomputation.
             gone = sum(gradient.layout.shard_numel * 4 for gradient in gradients[1:])
             assert all(gradient.flat is None for gradient in gradients)
-            assert num_of_bytes() <= before - gone + LAYERS * 2**13, f"step {step}, {factory.__name__}"
+            assert num_of_bytes() <= before - gone + LAYERS * 2**13, (
+                f"step {step}, {factory.__name__}"
+            )
             manager.backward(loss)
             assert held.equal(kept), "a gradient that the program holds has changed"
             del held
@@ -132,7 +155,9 @@ def test_small_gradients_stay_where_they_are() -> None:
 def shares() -> None:
     for factory in (AdamOptimizer, AdamOffloadOptimizer):
         model = make(3, True)
-        total = sum(math.prod(sharded_parameter(param)._original_shape) for param in model.parameters())
+        total = sum(
+            math.prod(sharded_parameter(param)._original_shape) for param in model.parameters()
+        )
         optimizer = factory(model.parameters())
         manager = OptimManager()
         manager.add_optimizer(optimizer)
@@ -143,7 +168,10 @@ def shares() -> None:
         held: dict[str, list[Any]] = {
             "parameters": [storage.shard for storage in storages],
             "gradients": [storage.gradient.flat for storage in storages],
-            **{name: [optimizer.state[p][name].local for p in model.parameters()] for name in ("exp_avg", "exp_avg_sq")},
+            **{
+                name: [optimizer.state[p][name].local for p in model.parameters()]
+                for name in ("exp_avg", "exp_avg_sq")
+            },
         }
         for what, values in held.items():
             memory = {v.untyped_storage().data_ptr(): v.untyped_storage().nbytes() for v in values}
@@ -173,7 +201,9 @@ def growth() -> None:
             with torch.no_grad():
                 model(torch.ones(2, DIM))
             seen.append(num_of_bytes())
-        assert max(seen[2:]) <= seen[1], f"ZeRO-{level}, recompute={recompute}: bytes after each step {seen}"
+        assert max(seen[2:]) <= seen[1], (
+            f"ZeRO-{level}, recompute={recompute}: bytes after each step {seen}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -1,4 +1,6 @@
-"""Models of model_center on several ranks against the same models, not sharded, in one process: from one folder, one answer."""
+"""Models of model_center on several ranks against the same models, not sharded, in one process:
+from one folder, one answer.
+"""
 
 from __future__ import annotations
 
@@ -27,25 +29,63 @@ from model_center.model.t5 import T5, T5Config
 from model_center.model.vit import ViT, VitConfig
 
 ROWS, LENGTH, STEPS, VOCAB = 8, 7, 3, 61
-SIZES: dict[str, Any] = {"vocab_size": VOCAB, "dim_model": 22, "num_heads": 3, "dim_head": 6, "dim_ff": 29, "half": False}
-SQUARE = SIZES | {"dim_head": 7, "dim_model": 21}  # what Hugging Face's GPT-2, GPT-J and BERT can be
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "dim_model": 22,
+    "num_heads": 3,
+    "dim_head": 6,
+    "dim_ff": 29,
+    "half": False,
+}
+# what Hugging Face's GPT-2, GPT-J and BERT can be
+SQUARE = SIZES | {"dim_head": 7, "dim_model": 21}
 CONFIGS = {
     "gpt2": GPT2Config(**SQUARE, num_layers=3, position_size=11),
     "bert": BertConfig(**SQUARE, num_layers=2, position_size=11),
     "t5": T5Config(**SIZES, num_encoder_layers=2, num_decoder_layers=2, scale_logits=True),
     "gptj": GPTjConfig(**SQUARE | {"num_heads": 3}, num_layers=2, pos_rotary_dim=4),
     "llama": LlamaConfig(**SIZES, num_layers=2, num_heads_kv=1),
-    "cpm3": CPM3Config(**SIZES, num_layers=2, prompt_types=2, prompt_length=2, segment_types=3, position_bias_num_buckets=8),
-    "longformer": LongformerConfig(**SQUARE, num_layers=2, position_size=11, attention_window=2, dropout_p=0.0),
-    "glm": GLMConfig(**SIZES, num_layers=2, position_size=11, dropout_p=0.0, sop_tok_id=VOCAB - 1, mask_tok_id=VOCAB - 2),
+    "cpm3": CPM3Config(
+        **SIZES,
+        num_layers=2,
+        prompt_types=2,
+        prompt_length=2,
+        segment_types=3,
+        position_bias_num_buckets=8,
+    ),
+    "longformer": LongformerConfig(
+        **SQUARE, num_layers=2, position_size=11, attention_window=2, dropout_p=0.0
+    ),
+    "glm": GLMConfig(
+        **SIZES,
+        num_layers=2,
+        position_size=11,
+        dropout_p=0.0,
+        sop_tok_id=VOCAB - 1,
+        mask_tok_id=VOCAB - 2,
+    ),
     "vit": VitConfig(
-        img_size=6, patch_size=2, num_classes=VOCAB, hidden_size=21, num_heads=3, mlp_size=29, num_layers=2, half=False
+        img_size=6,
+        patch_size=2,
+        num_classes=VOCAB,
+        hidden_size=21,
+        num_heads=3,
+        mlp_size=29,
+        num_layers=2,
+        half=False,
     ),
 }
 CLASSES: dict[str, type[BaseModel]] = {
-    "gpt2": GPT2, "bert": Bert, "t5": T5, "gptj": GPTj, "llama": Llama, "cpm3": CPM3, "longformer": Longformer, "glm": GLM,
+    "gpt2": GPT2,
+    "bert": Bert,
+    "t5": T5,
+    "gptj": GPTj,
+    "llama": Llama,
+    "cpm3": CPM3,
+    "longformer": Longformer,
+    "glm": GLM,
     "vit": ViT,
-}  # fmt: skip
+}
 # ZeRO level, recomputation, optimizer
 MODES = [(2, False, "offload"), (2, True, "sgd"), (3, False, "adam"), (3, True, "sgd")]
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -71,7 +111,9 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     """Ids, padding at the end of some rows, and for encoder-decoders two sequences."""
     ids = parity.token_ids(ROWS, LENGTH, high=VOCAB - 2 * (name == "glm"), low=0, seed=step)
     if name == "vit":
-        pixels = torch.randn(ROWS, 3, 6, 6, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+        pixels = torch.randn(
+            ROWS, 3, 6, 6, generator=torch.Generator("cpu").manual_seed(step), device="cpu"
+        )
         return {"input_seq": pixels.to(torch.get_default_device())}
     if name == "glm":
         ids[:, 1], ids[:, 4] = VOCAB - 2, VOCAB - 1
@@ -81,7 +123,9 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
     length = torch.tensor([LENGTH, 5] * (ROWS // 2))
     inputs = {"input_ids": ids, "attention_mask": torch.arange(LENGTH) < length[:, None]}
     if name == "longformer":  # only the first rank has a global token
-        return inputs | {"global_attention_mask": torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) == 2}
+        return inputs | {
+            "global_attention_mask": torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) == 2
+        }
     return inputs | ({"decoder_input_ids": ids.flip(1)} if name == "t5" else {})
 
 
@@ -94,26 +138,41 @@ def answer(model: BaseModel, inputs: dict[str, torch.Tensor]) -> tuple[torch.Ten
     return out.logits, loss + out.pooler_output.square().mean() if "pooler_output" in out else loss
 
 
-def train(name: str, folder: pathlib.Path, level: int, recompute: bool, optimizer: str) -> dict[str, Any]:
-    """Load, save, and train some steps, on all ranks or in this process; what there is to compare."""
-    model = CLASSES[name].from_pretrained(folder, dtype="float32", zero_level=level, use_checkpoint=recompute)
+def train(
+    name: str, folder: pathlib.Path, level: int, recompute: bool, optimizer: str
+) -> dict[str, Any]:
+    """Load, save, and train some steps, on all ranks or in this process; what there is to
+    compare.
+    """
+    model = CLASSES[name].from_pretrained(
+        folder, dtype="float32", zero_level=level, use_checkpoint=recompute
+    )
     saved = folder.parent / f"{'ranks' if bmt.is_initialized() else 'plain'}-{level}-{recompute}"
     model.save_pretrained(saved, format=way_out(name))
     sharded = bmt.is_initialized()
-    assert any(isinstance(param, bmt.DistributedParameter) for param in model.parameters()) == sharded
+    assert (
+        any(isinstance(param, bmt.DistributedParameter) for param in model.parameters()) == sharded
+    )
     stepper = OPTIMIZERS[optimizer][sharded](model.parameters())
     manager = bmt.optim.OptimManager() if sharded else None
     if manager is not None:
         manager.add_optimizer(stepper)
-    result: dict[str, Any] = {"saved": saved, "start": {key: value.clone() for key, value in model.state_dict().items()}}
+    result: dict[str, Any] = {
+        "saved": saved,
+        "start": {key: value.clone() for key, value in model.state_dict().items()},
+    }
     for step in range(STEPS):
         stepper.zero_grad()
-        inputs = {key: value.chunk(bmt.world_size())[bmt.rank()] for key, value in batch(name, step).items()}
+        inputs = {
+            key: value.chunk(bmt.world_size())[bmt.rank()]
+            for key, value in batch(name, step).items()
+        }
         logits, loss = answer(model, inputs)
         loss.backward() if manager is None else manager.backward(loss)
         if step == 0:
             result |= {"logits": logits.detach(), "loss": loss.detach()}
-            result["gradients"] = models.plain_gradients(model)  # in a process group those of this rank's slices
+            # in a process group those of this rank's slices
+            result["gradients"] = models.plain_gradients(model)
         stepper.step() if manager is None else manager.step()
     result["state"] = model.state_dict()
     return result
@@ -121,7 +180,9 @@ def train(name: str, folder: pathlib.Path, level: int, recompute: bool, optimize
 
 def written(folder: pathlib.Path, name: str) -> bytes:
     """The file with the weights."""
-    return (folder / ("pytorch_model.pt" if way_out(name) == "model_center" else "model.safetensors")).read_bytes()
+    return (
+        folder / ("pytorch_model.pt" if way_out(name) == "model_center" else "model.safetensors")
+    ).read_bytes()
 
 
 def train_in_all_modes(name: str, folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -129,19 +190,32 @@ def train_in_all_modes(name: str, folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def compare(ranks: list[dict[str, Any]], plain: dict[str, Any], name: str, what: str) -> None:
-    """What the ranks have together, and each of them of the whole model, is what one process has."""
-    models.assert_same(torch.cat([rank["logits"] for rank in ranks]), plain["logits"], f"{what}: logits")
-    models.assert_same(torch.stack([rank["loss"] for rank in ranks]).mean(), plain["loss"], f"{what}: loss")
+    """What the ranks have together, and each of them of the whole model, is what one process
+    has.
+    """
+    models.assert_same(
+        torch.cat([rank["logits"] for rank in ranks]), plain["logits"], f"{what}: logits"
+    )
+    models.assert_same(
+        torch.stack([rank["loss"] for rank in ranks]).mean(), plain["loss"], f"{what}: loss"
+    )
     for key, grad in plain["gradients"].items():
         slices = torch.cat([rank["gradients"][key].flatten() for rank in ranks])
         parity.assert_close(slices.view_as(grad), grad, f"{what}: gradient of {key}")
     for rank in ranks:
-        assert rank["gradients"].keys() == plain["gradients"].keys() and rank["state"].keys() == plain["state"].keys()
+        assert (
+            rank["gradients"].keys() == plain["gradients"].keys()
+            and rank["state"].keys() == plain["state"].keys()
+        )
         for key, value in plain["state"].items():
             is_trained = not torch.equal(value, plain["start"][key])
-            assert is_trained or key.endswith(("project_k.bias", "project_k_global.bias")), f"{what}: {key} was not trained"
+            assert is_trained or key.endswith(("project_k.bias", "project_k_global.bias")), (
+                f"{what}: {key} was not trained"
+            )
             parity.assert_close(rank["state"][key], value, f"{what}: {key} after {STEPS} steps")
-    assert written(ranks[0]["saved"], name) == written(plain["saved"], name), f"{what}: not the same file"
+    assert written(ranks[0]["saved"], name) == written(plain["saved"], name), (
+        f"{what}: not the same file"
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,9 +231,13 @@ def compare(ranks: list[dict[str, Any]], plain: dict[str, Any], name: str, what:
     ],
 )
 def test_training(name: str, world_size: int, tmp_path: pathlib.Path) -> None:
-    """Scores, loss, gradients, parameters after some steps of an optimizer, and what is saved, in every mode."""
+    """Scores, loss, gradients, parameters after some steps of an optimizer, and what is saved, in
+    every mode.
+    """
     folder = tmp_path / "start"
-    parity.randomized(CLASSES[name](CONFIGS[name]), 0.15).save_pretrained(folder, format=way_out(name))
+    parity.randomized(CLASSES[name](CONFIGS[name]), 0.15).save_pretrained(
+        folder, format=way_out(name)
+    )
     ranks = run_ranks(train_in_all_modes, world_size, name, folder)
     for place, mode in enumerate(MODES):
         what = f"{name}, ZeRO-{mode[0]}, recompute={mode[1]}, {mode[2]}, {world_size} ranks"

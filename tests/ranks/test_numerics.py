@@ -1,4 +1,6 @@
-"""AdamW steps of a model with every oddity: any number of ranks and any mode give plain PyTorch's parameters."""
+"""AdamW steps of a model with every oddity: any number of ranks and any mode give plain PyTorch's
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def train(mode: Mode) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         models.switch_frozen(model, step)
         manager.zero_grad()
-        tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()].chunk(micros) for part in models.batch(step))
+        tokens, targets = (
+            part.chunk(bmt.world_size())[bmt.rank()].chunk(micros) for part in models.batch(step)
+        )
         for number, pair in enumerate(zip(tokens, targets, strict=True)):
             loss = models.loss_of(model, *pair, step) / micros
             manager.backward(loss, reduce_gradients=not deferred or number == micros - 1)
@@ -65,21 +69,31 @@ def train_all() -> dict[Mode, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_training_gives_the_parameters_of_plain_pytorch(world_size: int) -> None:
-    """Every mode within 1e-5 of plain PyTorch on the concatenated batch, hence of every other mode; ranks agree bitwise."""
+    """Every mode within 1e-5 of plain PyTorch on the concatenated batch, hence of every other mode;
+    ranks agree bitwise.
+    """
     ranks = run_ranks(train_all, world_size, timeout=400)
     for mode in MODES:
         models.assert_same_dicts(ranks[0][mode], answer(), f"{mode} on {world_size} ranks")
         for rank in ranks[1:]:
-            models.assert_same_dicts(rank[mode], ranks[0][mode], f"{mode}: one rank against another", 0.0)
+            models.assert_same_dicts(
+                rank[mode], ranks[0][mode], f"{mode}: one rank against another", 0.0
+            )
 
 
-def micro_gradients(level: int, recompute: bool, last_reduces: bool) -> dict[str, torch.Tensor | None]:
+def micro_gradients(
+    level: int, recompute: bool, last_reduces: bool
+) -> dict[str, torch.Tensor | None]:
     model = models.shard_whole(level, recompute)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters()))
-    tokens, targets = (part.chunk(bmt.world_size())[bmt.rank()].chunk(3) for part in models.batch(1))
+    tokens, targets = (
+        part.chunk(bmt.world_size())[bmt.rank()].chunk(3) for part in models.batch(1)
+    )
     for number, pair in enumerate(zip(tokens, targets, strict=True)):
-        manager.backward(models.loss_of(model, *pair, 1) / 3, reduce_gradients=last_reduces and number == 2)
+        manager.backward(
+            models.loss_of(model, *pair, 1) / 3, reduce_gradients=last_reduces and number == 2
+        )
     if not last_reduces:
         manager.clip_grad_norm(model.parameters(), 1e9)  # reduces what was kept back
     return models.full_gradients(model)
@@ -102,9 +116,13 @@ def test_gradients_are_those_of_the_concatenated_batch(world_size: int) -> None:
 
 def keep_on_one_rank() -> float:
     layer = bmt.BMTrainModelWrapper(torch.nn.Linear(5, 3))
-    kept = [layer.weight, bmt.Block(torch.nn.Linear(4, 4), zero_level=2, use_checkpoint=False)(torch.ones(1, 4))]
+    kept = [
+        layer.weight,
+        bmt.Block(torch.nn.Linear(4, 4), zero_level=2, use_checkpoint=False)(torch.ones(1, 4)),
+    ]
     if bmt.rank() == 1:
-        kept.clear()  # the others keep full tensors and a graph alive, as a program that logs on one rank does
+        # the others keep full tensors and a graph alive, as a program that logs on one rank does
+        kept.clear()
     for _ in range(3):
         layer(torch.ones(2, 5)).sum().backward()
         del kept[1:]
@@ -112,7 +130,9 @@ def keep_on_one_rank() -> float:
 
 
 def test_what_one_rank_keeps_alive_does_not_change_what_it_gathers() -> None:
-    """Whether to gather must not depend on how long a program, or a thread of Gloo, keeps a full tensor alive."""
+    """Whether to gather must not depend on how long a program, or a thread of Gloo, keeps a full
+    tensor alive.
+    """
     first, *others = run_ranks(keep_on_one_rank, 3, timeout=20)
     assert others == [first, first]
 
@@ -132,7 +152,8 @@ def collect_garbage_on_one_rank() -> float:
         if bmt.rank() == 0:
             kept.clear()
             gc.collect()
-        with torch.no_grad():  # validation, twice, with another number of blocks than the training step
+        # validation, twice, with another number of blocks than the training step
+        with torch.no_grad():
             models.loss_of(model, tokens, targets, step + 1)
             models.loss_of(model, tokens, targets, step + 2)
     return bmt.sum_loss(loss).item()
@@ -140,7 +161,9 @@ def collect_garbage_on_one_rank() -> float:
 
 def lose_a_block_between_forward_and_backward() -> torch.Tensor:
     gc.disable()
-    lost, kept = (bmt.Block(torch.nn.Linear(8, 8), use_checkpoint=True, zero_level=3) for _ in range(2))
+    lost, kept = (
+        bmt.Block(torch.nn.Linear(8, 8), use_checkpoint=True, zero_level=3) for _ in range(2)
+    )
     x = torch.ones(2, 8, requires_grad=True)
     kept(x).sum().backward()
     cycle: list[object] = [lost]
@@ -161,6 +184,8 @@ def test_a_block_lost_on_one_rank_does_not_part_the_ranks() -> None:
 
 
 def test_garbage_collected_on_one_rank_does_not_part_the_ranks() -> None:
-    """Training and validation in turn, with one rank dropping old graphs at once and the others keeping them."""
+    """Training and validation in turn, with one rank dropping old graphs at once and the others
+    keeping them.
+    """
     first, second = run_ranks(collect_garbage_on_one_rank, 2, timeout=40)
     assert first == second

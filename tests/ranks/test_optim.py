@@ -1,4 +1,6 @@
-"""Optimizers, clipping, loss scaling and the manager against torch's, and their state across world sizes."""
+"""Optimizers, clipping, loss scaling and the manager against torch's, and their state across world
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ BOTH: dict[str, Callable[..., Any]] = {"adam": AdamOptimizer, "offload": AdamOff
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Prime sizes, one layer smaller than the world."""
     torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 2), nn.Linear(2, 1, bias=True)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 2), nn.Linear(2, 1, bias=True)
+    ).to(dtype)
 
 
 def sharded_net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -49,11 +53,18 @@ def loss_of(model: nn.Module, x: torch.Tensor, step: int) -> torch.Tensor:
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
     weights = [param for name, param in model.named_parameters() if not name.endswith("bias")]
-    return [{"params": weights, "weight_decay": 0.3}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
+    return [
+        {"params": weights, "weight_decay": 0.3},
+        {"params": biases, "lr": 0.02, "weight_decay": 0.0},
+    ]
 
 
 def steps(
-    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range, *, manager: OptimManager | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numbers: range,
+    *,
+    manager: OptimManager | None = None,
 ) -> OptimManager:
     if manager is None:
         manager = OptimManager()
@@ -112,7 +123,9 @@ def train_pairs() -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_optimizers_do_what_torch_does(world_size: int) -> None:
-    """torch's own optimizers unchanged, and ours with every option, give torch's parameters; both ways of zero_grad."""
+    """torch's own optimizers unchanged, and ours with every option, give torch's parameters; both
+    ways of zero_grad.
+    """
     got = run_ranks(train_pairs, world_size)
     for name, (factory, _) in PAIRS.items():
         want = plain_steps(factory, 5).state_dict()
@@ -138,7 +151,9 @@ def train_and_save() -> dict[str, Any]:
         second.add_optimizer(other)
         second.load_state_dict(local)
         steps(again, other, range(4, 8), manager=second)
-        models.assert_same_dicts(again.state_dict(), model.state_dict(), f"{name}: this rank's own state", 0.0)
+        models.assert_same_dicts(
+            again.state_dict(), model.state_dict(), f"{name}: this rank's own state", 0.0
+        )
     return out
 
 
@@ -155,26 +170,34 @@ def resume(saved: dict[str, Any]) -> dict[str, Any]:
         for index, state in again["optimizers"][0]["state"].items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    assert torch.equal(value, saved[name][1]["optimizers"][0]["state"][index][key]), f"{name}: {index} {key}"
+                    assert torch.equal(
+                        value, saved[name][1]["optimizers"][0]["state"][index][key]
+                    ), f"{name}: {index} {key}"
         steps(model, optimizer, range(4, 8), manager=manager)
         out[name] = models.cloned_state(model)
     return out
 
 
 def test_gathered_state_goes_on_at_any_world_size() -> None:
-    """State of 3 ranks goes on at 1, 2, 3 and 4 as if never interrupted; at the same size bitwise."""
+    """State of 3 ranks goes on at 1, 2, 3 and 4 as if never interrupted; at the same size
+    bitwise.
+    """
     saved = run_ranks(train_and_save, 3)[0]
     for world_size in (1, 2, 3, 4):
         for name, state in run_ranks(resume, world_size, saved)[0].items():
-            # Else sums are taken in another order, and Adam divides small gradients by themselves: 1.1e-6 on one processor.
+            # Else sums are taken in another order, and Adam divides small gradients by themselves:
+            # 1.1e-6 on one processor.
             tolerance = 0.0 if world_size == 3 else 4e-6
-            models.assert_same_dicts(state, saved[name][2], f"{name}: 3 ranks to {world_size}", tolerance)
+            models.assert_same_dicts(
+                state, saved[name][2], f"{name}: 3 ranks to {world_size}", tolerance
+            )
 
 
 def half_master(dtype: torch.dtype, kind: str) -> None:
     """Master weights are exact, survive their state dict, and follow weights loaded later."""
     model = sharded_net(dtype)
-    optimizer = BOTH[kind](model.parameters(), lr=1e-5)  # too small a step for half precision to show
+    # too small a step for half precision to show
+    optimizer = BOTH[kind](model.parameters(), lr=1e-5)
     start = {name: value.float() * 2 for name, value in model.state_dict().items()}
     exact = nn.Sequential(*(copy.deepcopy(m) for m in net(dtype).float()))
     reference = torch.optim.AdamW(exact.parameters(), lr=1e-5, weight_decay=0.0)
@@ -190,20 +213,28 @@ def half_master(dtype: torch.dtype, kind: str) -> None:
         manager.step()
     for (name, value), want in zip(model.state_dict().items(), exact.parameters(), strict=True):
         assert value.dtype == dtype
-        assert torch.equal(value, want.detach().to(dtype)), f"{kind} {dtype} {name} is not the rounded master"
+        assert torch.equal(value, want.detach().to(dtype)), (
+            f"{kind} {dtype} {name} is not the rounded master"
+        )
     state = optimizer.state_dict(gather=True)
     for index, want in enumerate(exact.parameters()):
-        models.assert_same(state["state"][index]["master"], want.detach(), f"{kind} {dtype} master {index}", 1e-6)
+        models.assert_same(
+            state["state"][index]["master"], want.detach(), f"{kind} {dtype} master {index}", 1e-6
+        )
     model.load_state_dict({name: value.to(dtype) for name, value in start.items()})
     manager.zero_grad()
     manager.backward(loss_of(model, mine(0, dtype), 0) * 0)
     manager.step()
     for name, value in model.state_dict().items():
         error = (value.float() - start[name]).abs().max()
-        assert error <= 1e-4 * start[name].abs().max() + 2e-5, f"{kind} {dtype} {name}: the loaded weights were undone"
+        assert error <= 1e-4 * start[name].abs().max() + 2e-5, (
+            f"{kind} {dtype} {name}: the loaded weights were undone"
+        )
     master = optimizer.state_dict(gather=True)["state"]
     for index, (name, value) in enumerate(start.items()):
-        assert (master[index]["master"] - value).abs().max() < 2e-5, f"{kind} {dtype} {name}: the master did not follow"
+        assert (master[index]["master"] - value).abs().max() < 2e-5, (
+            f"{kind} {dtype} {name}: the master did not follow"
+        )
 
 
 def all_half_masters() -> None:
@@ -214,7 +245,9 @@ def all_half_masters() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_half_precision_has_exact_masters(world_size: int) -> None:
-    """bf16 and fp16: weights are the rounded fp32 masters; a checkpoint loaded after steps is honoured."""
+    """bf16 and fp16: weights are the rounded fp32 masters; a checkpoint loaded after steps is
+    honoured.
+    """
     run_ranks(all_half_masters, world_size)
 
 
@@ -249,7 +282,13 @@ def overflow() -> None:
         model = sharded_net()
         optimizer = factory(model.parameters(), lr=0.01)
         scheduler = bmt.lr_scheduler.NoDecay(optimizer, 0.01, 0, -1)
-        manager = OptimManager(loss_scale=8, loss_scale_factor=4, loss_scale_steps=2, min_loss_scale=1, max_loss_scale=16)
+        manager = OptimManager(
+            loss_scale=8,
+            loss_scale_factor=4,
+            loss_scale_steps=2,
+            min_loss_scale=1,
+            max_loss_scale=16,
+        )
         manager.add_optimizer(optimizer, scheduler)
         before = models.cloned_state(model)
         for bad, want in ((math.inf, 2.0), (math.nan, 1.0)):
@@ -260,7 +299,9 @@ def overflow() -> None:
             manager.step()
             assert manager.loss_scale == want, f"{factory.__name__}: {manager.loss_scale}"
             assert scheduler.num_iter == iteration, "the schedule went on at a skipped step"
-        models.assert_same_dicts(model.state_dict(), before, f"{factory.__name__} after skipped steps", 0.0)
+        models.assert_same_dicts(
+            model.state_dict(), before, f"{factory.__name__} after skipped steps", 0.0
+        )
         scales = []
         for step in range(6):
             manager.zero_grad()
@@ -269,19 +310,25 @@ def overflow() -> None:
             scales.append(manager.loss_scale)
         assert scales == [1, 4, 4, 16, 16, 16], f"{factory.__name__}: {scales}"
         plain = net()
-        reference: torch.optim.Optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0)
+        reference: torch.optim.Optimizer = torch.optim.AdamW(
+            plain.parameters(), lr=0.01, weight_decay=0
+        )
         if factory is torch.optim.SGD:
             reference = torch.optim.SGD(plain.parameters(), lr=0.01)
         for step in range(6):
             reference.zero_grad()
             loss_of(plain, inputs(step), step).backward()
             reference.step()
-        models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{factory.__name__} under a loss scale")
+        models.assert_same_dicts(
+            model.state_dict(), plain.state_dict(), f"{factory.__name__} under a loss scale"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_all_ranks_skip_when_one_overflows(world_size: int) -> None:
-    """Skipped steps change nothing but the scale, which stays in its bounds, grows after good steps and does not change results."""
+    """Skipped steps change nothing but the scale, which stays in its bounds, grows after good steps
+    and does not change results.
+    """
     run_ranks(overflow, world_size)
 
 
@@ -313,7 +360,10 @@ def clip(order: float, scale: float | None) -> None:
     want = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type=order)
     got = manager.clip_grad_norm(optimizer.param_groups, 0.01, norm_type=order)
     models.assert_same(got, want, what)
-    scaled = {name: None if grad is None else grad * (scale or 1) for name, grad in models.plain_gradients(plain).items()}
+    scaled = {
+        name: None if grad is None else grad * (scale or 1)
+        for name, grad in models.plain_gradients(plain).items()
+    }
     models.assert_same_dicts(models.full_gradients(whole), scaled, what)
     again = manager.clip_grad_norm(whole.parameters(), 1e9, norm_type=order)
     assert abs(again.item() - 0.01) < 1e-5, what
@@ -330,7 +380,9 @@ def clip_all() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_norms_and_clipping_are_torchs(world_size: int) -> None:
-    """2, 1, 3 and inf norms of all parameters, tied ones once, unscaled; and the clipped gradients."""
+    """2, 1, 3 and inf norms of all parameters, tied ones once, unscaled; and the clipped
+    gradients.
+    """
     run_ranks(clip_all, world_size)
 
 
@@ -341,7 +393,9 @@ def looked_at_early() -> None:
     for step in range(2):
         manager.backward(loss_of(model, mine(step), step), reduce_gradients=False)
         loss_of(plain, inputs(step), step).backward()
-        models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), f"micro-batch {step}")
+        models.assert_same_dicts(
+            models.full_gradients(model), models.plain_gradients(plain), f"micro-batch {step}"
+        )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -359,12 +413,16 @@ def abandoned() -> None:
     manager.backward(loss_of(model, mine(1), 1))
     plain = net()
     loss_of(plain, inputs(1), 1).backward()
-    models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), "after zero_grad")
+    models.assert_same_dicts(
+        models.full_gradients(model), models.plain_gradients(plain), "after zero_grad"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_zero_grad_clears_what_was_kept_back(world_size: int) -> None:
-    """A micro-batch whose reduction was deferred is gone after zero_grad, as in plain accumulation."""
+    """A micro-batch whose reduction was deferred is gone after zero_grad, as in plain
+    accumulation.
+    """
     run_ranks(abandoned, world_size)
 
 
@@ -379,32 +437,42 @@ def edited() -> None:
             grad_of(params[0]).mul_(0.5)
             params[1].grad = grad_of(params[1]) * 3
             params[2].grad = None if step == 1 else params[2].grad
-    models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), "edited gradients")
+    models.assert_same_dicts(
+        models.full_gradients(model), models.plain_gradients(plain), "edited gradients"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_gradients_belong_to_the_program(world_size: int) -> None:
-    """Gradients scaled in place, replaced or cleared between backward passes count as in plain PyTorch."""
+    """Gradients scaled in place, replaced or cleared between backward passes count as in plain
+    PyTorch.
+    """
     run_ranks(edited, world_size)
 
 
 def old_program() -> dict[str, torch.Tensor]:
     model = sharded_net()
-    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.01, weight_decay=0.1, scale=64, scale_factor=2, scale_steps=3)
+    optimizer = AdamOffloadOptimizer(
+        model.parameters(), lr=0.01, weight_decay=0.1, scale=64, scale_factor=2, scale_steps=3
+    )
     scheduler = bmt.lr_scheduler.NoDecay(optimizer, 0.01, 0, -1)
     scales = []
     for step in range(5):
         optimizer.zero_grad()
         loss = optimizer.loss_scale(loss_of(model, mine(step), step))
         loss.backward()
-        norm = bmt.optim.clip_grad_norm(optimizer.param_groups, 0.05, scale=optimizer.scale, norm_type=2)
+        norm = bmt.optim.clip_grad_norm(
+            optimizer.param_groups, 0.05, scale=optimizer.scale, norm_type=2
+        )
         assert norm > 0
         bmt.optim_step(optimizer, scheduler)
         scales.append(optimizer.scale)
     assert scales == [64, 64, 128, 128, 128]
     before = models.cloned_state(model)
     optimizer.zero_grad()
-    (optimizer.loss_scale(loss_of(model, mine(0), 0)) * (math.inf if bmt.rank() == 0 else 1)).backward()
+    (
+        optimizer.loss_scale(loss_of(model, mine(0), 0)) * (math.inf if bmt.rank() == 0 else 1)
+    ).backward()
     bmt.optim_step(optimizer, scheduler)
     assert optimizer.scale == 64
     models.assert_same_dicts(model.state_dict(), before, "after an overflow", 0.0)
@@ -413,7 +481,9 @@ def old_program() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_programs_of_the_first_api(world_size: int) -> None:
-    """loss_scale, scale, clip_grad_norm and optim_step train as torch does, and skip an overflow on all ranks."""
+    """loss_scale, scale, clip_grad_norm and optim_step train as torch does, and skip an overflow on
+    all ranks.
+    """
     plain = net()
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.1)
     for step in range(5):
@@ -433,12 +503,18 @@ def deltas() -> tuple[float, float, torch.Tensor]:
     manager = steps(model, optimizer, range(2, 3))
     assert manager.optimizers == [optimizer]
     after = model.state_dict()
-    return optimizer.get_avg_delta(), optimizer.get_var_delta(), torch.cat([(after[n] - before[n]).reshape(-1) for n in after])
+    return (
+        optimizer.get_avg_delta(),
+        optimizer.get_var_delta(),
+        torch.cat([(after[n] - before[n]).reshape(-1) for n in after]),
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_record_delta(world_size: int) -> None:
-    """Mean and variance of the last update of every weight of the whole model, padding not counted."""
+    """Mean and variance of the last update of every weight of the whole model, padding not
+    counted.
+    """
     for mean, variance, change in run_ranks(deltas, world_size):
         assert mean == pytest.approx(change.double().mean().item(), rel=1e-4)
         assert variance == pytest.approx(change.double().var(unbiased=False).item(), rel=1e-4)
@@ -452,7 +528,10 @@ def manager_state() -> None:
     manager.add_optimizer(one, bmt.lr_scheduler.Linear(one, 0.01, 2, 9))
     manager.add_optimizer(two)
     steps(model, one, range(4), manager=manager)
-    states = (copy.deepcopy(manager.state_dict(gather_opt=True)), copy.deepcopy(manager.state_dict()))
+    states = (
+        copy.deepcopy(manager.state_dict(gather_opt=True)),
+        copy.deepcopy(manager.state_dict()),
+    )
     weights = models.cloned_state(model)
     steps(model, one, range(4, 8), manager=manager)
     want = models.cloned_state(model)
@@ -496,7 +575,11 @@ def nan_warning() -> list[str]:
 def test_a_loss_that_is_not_finite_is_named_by_its_step() -> None:
     """One warning for a run of bad steps, naming the first, on every rank."""
     for rank, messages in enumerate(run_ranks(nan_warning, 2)):
-        assert len(messages) == 1 and "loss of step 3 is NaN" in messages[0] and f"[rank {rank}]" in messages[0], messages
+        assert (
+            len(messages) == 1
+            and "loss of step 3 is NaN" in messages[0]
+            and f"[rank {rank}]" in messages[0]
+        ), messages
 
 
 def without_argument() -> None:
@@ -508,12 +591,16 @@ def without_argument() -> None:
     models.assert_same(bmt.sum_loss(loss).detach(), whole.detach(), "sum_loss")
     manager.backward()
     whole.backward()
-    models.assert_same_dicts(models.full_gradients(model), models.plain_gradients(plain), "backward()")
+    models.assert_same_dicts(
+        models.full_gradients(model), models.plain_gradients(plain), "backward()"
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_backward_without_a_loss(world_size: int) -> None:
-    """The README's `backward()` runs on the loss last given to sum_loss, whose value is the mean over ranks."""
+    """The README's `backward()` runs on the loss last given to sum_loss, whose value is the mean
+    over ranks.
+    """
     run_ranks(without_argument, world_size)
 
 
@@ -541,7 +628,10 @@ def test_replicas_stay_equal() -> None:
 
 
 def frozen_replica() -> None:
-    plain, frozen = nn.Linear(7, 3), nn.Parameter(torch.full((3,), float(bmt.rank())), requires_grad=False)
+    plain, frozen = (
+        nn.Linear(7, 3),
+        nn.Parameter(torch.full((3,), float(bmt.rank())), requires_grad=False),
+    )
     optimizer = AdamOptimizer([*plain.parameters(), frozen], lr=0.1)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
@@ -553,7 +643,9 @@ def frozen_replica() -> None:
 
 
 def test_a_frozen_replica_may_be_given_and_unfrozen() -> None:
-    """A plain parameter without gradient is no error in any optimizer, and is averaged once it has one."""
+    """A plain parameter without gradient is no error in any optimizer, and is averaged once it has
+    one.
+    """
     run_ranks(frozen_replica, 2)
 
 
@@ -562,7 +654,10 @@ def step_replicas() -> None:
     optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
     x = torch.full((4, 3), float(bmt.rank()))
     linear(x).sum().backward()
-    with pytest.raises(ConfigurationError, match=r"optim_step got SGD with a parameter of shape \(2, 3\) that is not sharded"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"optim_step got SGD with a parameter of shape \(2, 3\) that is not sharded",
+    ):
         bmt.optim_step(optimizer)
     optimizer.zero_grad()
     bmt.optim.OptimManager().add_optimizer(optimizer)

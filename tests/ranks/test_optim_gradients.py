@@ -1,4 +1,6 @@
-"""Finding gradients step after step: few tensors, the same as long as they stay, nothing kept alive that is the program's."""
+"""Finding gradients step after step: few tensors, the same as long as they stay, nothing kept alive
+that is the program's.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def make() -> tuple[nn.Module, nn.Linear]:
 
 def backward(manager: OptimManager, block: nn.Module, plain: nn.Module, step: int = 0) -> None:
     manager.zero_grad()
-    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).chunk(bmt.world_size())[bmt.rank()]
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(step)).chunk(bmt.world_size())[
+        bmt.rank()
+    ]
     manager.backward(plain(block(x)).square().mean())
 
 
@@ -53,7 +57,10 @@ def looked_for() -> None:
     params[1].grad = own
     replaced, _ = gradients.look()
     assert gradients.places is not places
-    assert any(part.grad.data_ptr() == own_slice(own).data_ptr() for part in replaced.parts) or not own_slice(own).numel()
+    assert (
+        any(part.grad.data_ptr() == own_slice(own).data_ptr() for part in replaced.parts)
+        or not own_slice(own).numel()
+    )
     params[1].grad = None
     assert sum(len(part.piece.params) for part in gradients.look()[0].parts) == 3
     backward(manager, block, plain)
@@ -74,12 +81,16 @@ def freed() -> None:
     for step in range(3):
         backward(manager, block, plain, step)
         sharded[0].grad = grad_of(sharded[0]).clone()
-        kept: list[weakref.ref[Any]] = [weakref.ref(grad_of(param)) for param in (sharded[0], *plain.parameters())]
+        kept: list[weakref.ref[Any]] = [
+            weakref.ref(grad_of(param)) for param in (sharded[0], *plain.parameters())
+        ]
         kept += [weakref.ref(grad_of(param).untyped_storage()) for param in plain.parameters()]
         manager.clip_grad_norm(optimizer.param_groups, 1.0)
         manager.step()
         manager.zero_grad()
-        assert not any(reference() is not None for reference in kept), "somebody keeps gradients of the program"
+        assert not any(reference() is not None for reference in kept), (
+            "somebody keeps gradients of the program"
+        )
     model = weakref.ref(block)
     params = [weakref.ref(param) for param in (*sharded, *plain.parameters())]
     del block, plain, sharded, manager, optimizer
@@ -95,14 +106,25 @@ def test_nothing_is_kept_alive() -> None:
 def partial() -> None:
     """Parameters get their gradients at different steps, in two groups; against torch."""
     block, plain = make()
-    twin_block, twin_plain = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)), nn.Linear(3, 2)
+    twin_block, twin_plain = (
+        nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)),
+        nn.Linear(3, 2),
+    )
     torch.manual_seed(0)
     for module in (twin_block[0], twin_block[2], twin_plain):
         module.reset_parameters()  # type: ignore[operator]
     sides: list[list[dict[str, Any]]] = []
-    for params in ([*block.parameters(), *plain.parameters()], [*twin_block.parameters(), *twin_plain.parameters()]):
-        sides.append([{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.02}])
-    ours, torchs = AdamOptimizer(sides[0], lr=0.01), torch.optim.AdamW(sides[1], lr=0.01, weight_decay=0.0)
+    for params in (
+        [*block.parameters(), *plain.parameters()],
+        [*twin_block.parameters(), *twin_plain.parameters()],
+    ):
+        sides.append(
+            [{"params": params[::2], "weight_decay": 0.1}, {"params": params[1::2], "lr": 0.02}]
+        )
+    ours, torchs = (
+        AdamOptimizer(sides[0], lr=0.01),
+        torch.optim.AdamW(sides[1], lr=0.01, weight_decay=0.0),
+    )
     manager = OptimManager()
     manager.add_optimizer(ours)
     for step in range(8):
@@ -124,19 +146,30 @@ def partial() -> None:
             (*block.parameters(), *plain.parameters()),
             strict=True,
         ):
-            mine = param.gather().detach() if isinstance(param, bmt.DistributedParameter) else param.detach()
+            mine = (
+                param.gather().detach()
+                if isinstance(param, bmt.DistributedParameter)
+                else param.detach()
+            )
             models.assert_same(mine, twin.detach(), f"{name} after step {step}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_changing_gradients_and_counts(world_size: int) -> None:
-    """Which parameters step together is planned once and again when it changes: bias corrections are right all the way."""
+    """Which parameters step together is planned once and again when it changes: bias corrections
+    are right all the way.
+    """
     run_ranks(partial, world_size)
 
 
 def combined() -> None:
-    """One norm over sharded, tensor-free and ordinary gradients of several dtypes, with what is not finite on one rank only."""
-    sharded = [bmt.DistributedParameter(torch.ones(9, dtype=dtype)) for dtype in (torch.float32, torch.float16, torch.float64)]
+    """One norm over sharded, tensor-free and ordinary gradients of several dtypes, with what is not
+    finite on one rank only.
+    """
+    sharded = [
+        bmt.DistributedParameter(torch.ones(9, dtype=dtype))
+        for dtype in (torch.float32, torch.float16, torch.float64)
+    ]
     plain = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     manager = OptimManager()
     for bad in (None, math.inf, math.nan):
@@ -207,7 +240,9 @@ def ordinary_alone_refused() -> None:
 
 
 def told_nothing_at_first(what: str) -> None:
-    """An adapter in front of a block whose last layer begins with zeros; one that sees the same rows first; settings."""
+    """An adapter in front of a block whose last layer begins with zeros; one that sees the same
+    rows first; settings.
+    """
     block, _ = make()
     adapter = torch.nn.Linear(7, 7)
     with torch.no_grad():
@@ -218,7 +253,11 @@ def told_nothing_at_first(what: str) -> None:
     for step in range(5):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        own = x if what == "settings" or (what == "rows" and step < 2) else x.chunk(bmt.world_size())[bmt.rank()]
+        own = (
+            x
+            if what == "settings" or (what == "rows" and step < 2)
+            else x.chunk(bmt.world_size())[bmt.rank()]
+        )
         (block(adapter(own)) - 1).square().mean().backward()
         if what == "settings" and step == 2:
             optimizers[1].param_groups[0]["lr"] = 0.1 / (1 + bmt.rank())
@@ -267,7 +306,10 @@ def joined_late(is_plain: bool) -> list[torch.Tensor]:
             manager.backward(loss)
             manager.step()
     params = [param for part in (model, *heads) for param in part.parameters()]
-    return [param.gather().detach() if isinstance(param, bmt.DistributedParameter) else param.detach() for param in params]
+    return [
+        param.gather().detach() if isinstance(param, bmt.DistributedParameter) else param.detach()
+        for param in params
+    ]
 
 
 def late_parameters() -> None:
@@ -280,7 +322,9 @@ def test_parameters_that_join_an_optimizer_late() -> None:
 
 
 def test_ordinary_parameters_in_an_optimizer_of_their_own() -> None:
-    """They are trained where their gradients are alike on all ranks, and refused before a step changes them where not."""
+    """They are trained where their gradients are alike on all ranks, and refused before a step
+    changes them where not.
+    """
     run_ranks(ordinary_alone_refused, 2)
     run_ranks(ordinary_alone, 1, "rank")
 

@@ -38,11 +38,15 @@ def make_model() -> nn.Module:
 class Training:
     """A small fp16 model under one manager, on every rank's own rows."""
 
-    def __init__(self, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, scale: float = 64.0) -> None:
+    def __init__(
+        self, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, scale: float = 64.0
+    ) -> None:
         self.model = make_model()
         self.plain = nn.Linear(1, 1).half()  # an ordinary layer
         params = [*self.model.parameters(), *self.plain.parameters()]
-        self.optimizer = AdamOptimizer([{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}], lr=0.01)
+        self.optimizer = AdamOptimizer(
+            [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}], lr=0.01
+        )
         self.schedule: Any = None if schedule is None else schedule(self.optimizer)
         self.manager = OptimManager(loss_scale=scale, loss_scale_steps=100)
         self.manager.add_optimizer(self.optimizer, self.schedule)
@@ -61,23 +65,41 @@ class Training:
     def numbers(self) -> list[Any]:
         """What a step counts, as it is now: read without settling."""
         counts = [state["step"] for state in self.optimizer.state.values()]
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
         schedule = None if self.schedule is None else self.schedule.state_dict()
         return copy.deepcopy([counts, groups, schedule, self.manager._num_steps])
 
     def tensors(self) -> list[torch.Tensor]:
-        states = [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-        return [x.detach().clone() for x in (*self.model.parameters(), *self.plain.parameters(), *states)]
+        states = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return [
+            x.detach().clone()
+            for x in (*self.model.parameters(), *self.plain.parameters(), *states)
+        ]
 
 
 SCHEDULES: dict[str, Callable[[Any], Any] | None] = {
     "none": None,
     "ours": lambda optimizer: bmt.lr_scheduler.Linear(optimizer, 0.01, 3, 20),
-    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
-    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
+    "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda epoch: 1 / (1 + epoch)
+    ),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 0.1, total_steps=30
+    ),
     "chain": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer,
-        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer),
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ],
         milestones=[4],
     ),
 }
@@ -95,7 +117,8 @@ ASK: dict[str, Callable[[Training], object]] = {
 
 def skipped() -> None:
     as_on_a_gpu()
-    warnings.filterwarnings("ignore", message="The epoch parameter")  # a sequence of schedules of torch 2.8 uses it itself
+    # a sequence of schedules of torch 2.8 uses it itself
+    warnings.filterwarnings("ignore", message="The epoch parameter")
     for number, (name, schedule) in enumerate(SCHEDULES.items()):
         training = Training(schedule, 1024.0)
         for step in range(3):
@@ -107,7 +130,9 @@ def skipped() -> None:
             scale = training.manager.loss_scale
             training.step(place, BAD[(number + place) % 3])
             if name != "none":
-                assert training.numbers()[1:3] != numbers[1:3], f"{what}: schedules go on until the verdict is asked for"
+                assert training.numbers()[1:3] != numbers[1:3], (
+                    f"{what}: schedules go on until the verdict is asked for"
+                )
             ask(training)
             assert training.numbers() == numbers, what
             assert training.manager.loss_scale == scale / 2, what
@@ -119,7 +144,9 @@ def skipped() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_step_left_out_is_taken_back_whoever_asks(world_size: int) -> None:
-    """Weights, masters, moments bit by bit; step counts, hyperparameters, schedules of ours and of torch, number of steps."""
+    """Weights, masters, moments bit by bit; step counts, hyperparameters, schedules of ours and of
+    torch, number of steps.
+    """
     run_ranks(skipped, world_size)
 
 
@@ -135,14 +162,18 @@ def same_as_at_once() -> None:
             scales.append(training.manager.loss_scale)
         results.append((scales, training.numbers(), training.tensors()))
     (scales, numbers, tensors), (late_scales, late_numbers, late_tensors) = results
-    assert scales == late_scales and scales[-1] == 4 and numbers == late_numbers and numbers[-1] == 8
+    assert (
+        scales == late_scales and scales[-1] == 4 and numbers == late_numbers and numbers[-1] == 8
+    )
     for one, other in zip(tensors, late_tensors, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_late_verdicts_change_no_training(world_size: int) -> None:
-    """Bitwise the run in which every verdict is known at once, overflows at the first, in following and at the last step."""
+    """Bitwise the run in which every verdict is known at once, overflows at the first, in following
+    and at the last step.
+    """
     run_ranks(same_as_at_once, world_size)
 
 
@@ -163,7 +194,9 @@ def what_the_program_writes() -> None:
 
 
 def test_what_the_program_has_written_since_stays() -> None:
-    """A learning rate set by hand between the step and the verdict is not the schedule's to take back."""
+    """A learning rate set by hand between the step and the verdict is not the schedule's to take
+    back.
+    """
     run_ranks(what_the_program_writes, 1)
 
 
@@ -220,7 +253,9 @@ def at_once() -> None:
 
 
 def test_who_cannot_go_back_waits() -> None:
-    """Schedules without a state, torch's optimizers, the one in host memory, hooks: the host decides before anything steps."""
+    """Schedules without a state, torch's optimizers, the one in host memory, hooks: the host
+    decides before anything steps.
+    """
     run_ranks(at_once, 1)
 
 

@@ -1,4 +1,6 @@
-"""Parameters outside of blocks meet tensors of each rank's rows, of their own shape too: values and gradients of one process."""
+"""Parameters outside of blocks meet tensors of each rank's rows, of their own shape too: values and
+gradients of one process.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ class Model(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.linear, self.program = nn.Linear(DIM, DIM), program
-        self.position, self.row = nn.Parameter(torch.randn(1, 3, DIM)), nn.Parameter(torch.randn(DIM))
+        self.position, self.row = (
+            nn.Parameter(torch.randn(1, 3, DIM)),
+            nn.Parameter(torch.randn(DIM)),
+        )
         self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,12 +73,19 @@ def compared() -> None:
         out = sharded(rows()[bmt.rank()][None])
         out.square().sum().backward()
         torch.testing.assert_close(
-            bmt.gather_result(out) if isinstance(out, bmt.DistributedParameter) else out, outputs[bmt.rank()]
+            bmt.gather_result(out) if isinstance(out, bmt.DistributedParameter) else out,
+            outputs[bmt.rank()],
         )
         for (path, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), (name, path)
             if q.grad is not None:
-                torch.testing.assert_close(bmt.gather_result(grad_of(p)), q.grad, rtol=1e-9, atol=1e-12, msg=f"{name}: {path}")
+                torch.testing.assert_close(
+                    bmt.gather_result(grad_of(p)),
+                    q.grad,
+                    rtol=1e-9,
+                    atol=1e-12,
+                    msg=f"{name}: {path}",
+                )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -86,7 +98,9 @@ OF_TOKENS: dict[str, Callable[[Any, float], Any]] = {
     "mul": lambda m, tokens: nn.functional.linear(torch.ones(DIM), m.linear.weight * tokens),
     "mul_": lambda m, tokens: m.linear.weight.grad.mul_(1 / tokens),
     "div_": lambda m, tokens: m.linear.weight.grad.div_(torch.tensor(tokens)),
-    "_foreach_div_": lambda m, tokens: torch._foreach_div_([m.linear.weight.grad, m.linear.bias.grad], tokens),
+    "_foreach_div_": lambda m, tokens: torch._foreach_div_(
+        [m.linear.weight.grad, m.linear.bias.grad], tokens
+    ),
     "add_": lambda m, tokens: m.linear.weight.data.add_(m.linear.weight.grad, alpha=-0.1 / tokens),
     "fill_": lambda m, tokens: tokens > 2 and m.linear.weight.grad.fill_(torch.inf),
 }

@@ -1,4 +1,6 @@
-"""FusedCrossEntropy(parallel=True) on a split vocabulary against torch's cross_entropy of the whole logits in fp64."""
+"""FusedCrossEntropy(parallel=True) on a split vocabulary against torch's cross_entropy of the whole
+logits in fp64.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from bmtrain.nn import VPEmbedding
 ROWS, CLASSES = 12, 24
 MESHES = [(1, 1), (2, 2), (4, 4), (4, 2)]  # world size, tp_size
 REDUCTIONS = ("mean", "sum", "none")
-GRADIENT_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 1e-12}
+GRADIENT_TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+    torch.float64: 1e-12,
+}
 
 
 def tp_size() -> int:
@@ -47,7 +54,9 @@ def own_part(logits: torch.Tensor) -> torch.Tensor:
 
 def seen_by(rank: int, loss: torch.Tensor) -> torch.Tensor:
     """The gradient that comes in on a rank: another on each."""
-    return torch.linspace(-1.0, 2.0, max(loss.numel(), 2))[: loss.numel()].view(loss.shape) + 0.25 * (rank % tp_size())
+    return torch.linspace(-1.0, 2.0, max(loss.numel(), 2))[: loss.numel()].view(
+        loss.shape
+    ) + 0.25 * (rank % tp_size())
 
 
 def check(loss: FusedCrossEntropy, logits: torch.Tensor, target: torch.Tensor, what: str) -> None:
@@ -57,40 +66,57 @@ def check(loss: FusedCrossEntropy, logits: torch.Tensor, target: torch.Tensor, w
     got.backward(seen_by(bmt.rank(), got).to(got.dtype))
     plain = logits.double().requires_grad_()
     weight = None if loss.weight is None else loss.weight.double()
-    want = F.cross_entropy(plain, target, weight, reduction=loss.reduction, label_smoothing=loss.label_smoothing)
+    want = F.cross_entropy(
+        plain, target, weight, reduction=loss.reduction, label_smoothing=loss.label_smoothing
+    )
     want.backward(torch.stack([seen_by(rank, want) for rank in range(tp_size())]).sum(0).double())
     assert plain.grad is not None and own.grad is not None and own.grad.dtype == logits.dtype
     assert got.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        got.double(), want, rtol=2e-6, atol=2e-6, msg=lambda text: f"{what}: {text}"
+    )
     grad = plain.grad.chunk(tp_size(), 1)[bmt.config["tp_rank"]]
     tolerance = GRADIENT_TOLERANCE[logits.dtype]
-    torch.testing.assert_close(own.grad.double(), grad, rtol=tolerance, atol=1e-7, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        own.grad.double(), grad, rtol=tolerance, atol=1e-7, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def against_torch() -> None:
-    cross_entropy.CHUNK_NUMEL = 5 * CLASSES // tp_size() + 1  # several chunks of rows, the last one shorter
-    for dtype, reduction, weighted, smoothing in itertools.product(GRADIENT_TOLERANCE, REDUCTIONS, (False, True), (0.0, 0.1, 1.0)):
+    # several chunks of rows, the last one shorter
+    cross_entropy.CHUNK_NUMEL = 5 * CLASSES // tp_size() + 1
+    for dtype, reduction, weighted, smoothing in itertools.product(
+        GRADIENT_TOLERANCE, REDUCTIONS, (False, True), (0.0, 0.1, 1.0)
+    ):
         weight = torch.linspace(0.0, 2.0, CLASSES).roll(7) if weighted else None
-        loss = FusedCrossEntropy(weight, reduction=reduction, label_smoothing=smoothing, parallel=True)
+        loss = FusedCrossEntropy(
+            weight, reduction=reduction, label_smoothing=smoothing, parallel=True
+        )
         check(loss, *batch(dtype), f"{dtype} {loss} weighted {weighted}")
 
 
 def nothing_valid() -> None:
     for reduction, rows in itertools.product(("mean", "sum"), (ROWS, 0)):
         own = own_part(torch.randn(rows, CLASSES, generator=torch.Generator().manual_seed(1)))
-        loss = FusedCrossEntropy(reduction=reduction, label_smoothing=0.1, parallel=True)(own, torch.full((rows,), -100))
+        loss = FusedCrossEntropy(reduction=reduction, label_smoothing=0.1, parallel=True)(
+            own, torch.full((rows,), -100)
+        )
         loss.backward()
         assert loss.isnan() if reduction == "mean" else loss.item() == 0.0
         assert own.grad is not None and not own.grad.any()
 
 
 def extremes() -> None:
-    """No overflow; classes that are masked on all of one rank's columns; an ignored row with an infinite logit."""
+    """No overflow; classes that are masked on all of one rank's columns; an ignored row with an
+    infinite logit.
+    """
     logits = torch.full((3, CLASSES), -6e4, dtype=torch.float16)
     logits[0, 1], logits[2, 5] = 6e4, torch.inf
     own = own_part(logits)
     loss = FusedCrossEntropy(reduction="none", parallel=True)(own, torch.tensor([1, 1, -100]))
-    torch.testing.assert_close(loss, torch.tensor([0.0, torch.tensor(float(CLASSES)).log().item(), 0.0]))
+    torch.testing.assert_close(
+        loss, torch.tensor([0.0, torch.tensor(float(CLASSES)).log().item(), 0.0])
+    )
     loss[:2].sum().backward()
     assert own.grad is not None and own.grad[:2].isfinite().all()
     logits = torch.full((1, CLASSES), -torch.inf)
@@ -111,7 +137,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN204
         results = func(*args, **(kwargs or {}))
         for result in results if isinstance(results, (tuple, list)) else [results]:
-            if isinstance(result, torch.Tensor) and result.dtype != torch.float64:  # what ranks tell each other of their doings
+            # what ranks tell each other of their doings
+            if isinstance(result, torch.Tensor) and result.dtype != torch.float64:
                 self.numel = max(self.numel, result.numel())
         return results
 
@@ -139,14 +166,22 @@ def compiled() -> None:
 
 def head() -> None:
     """With VPEmbedding as the head: hidden rows of every rank in, the loss of all rows out."""
-    hidden = [torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(bmt.world_size())]
-    targets = [torch.randint(0, CLASSES, (3, 2), generator=torch.Generator().manual_seed(9 + r)) for r in range(bmt.world_size())]
+    hidden = [
+        torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(rank))
+        for rank in range(bmt.world_size())
+    ]
+    targets = [
+        torch.randint(0, CLASSES, (3, 2), generator=torch.Generator().manual_seed(9 + r))
+        for r in range(bmt.world_size())
+    ]
     table = VPEmbedding(CLASSES, 5)
     bmt.init_parameters(table)
     ranks = range(group() * tp_size(), (group() + 1) * tp_size())
     own = hidden[bmt.rank()].clone().requires_grad_()
     logits = table(own, projection=True)
-    loss = FusedCrossEntropy(parallel=True)(logits.flatten(0, 1), torch.cat([targets[r] for r in ranks]).flatten())
+    loss = FusedCrossEntropy(parallel=True)(
+        logits.flatten(0, 1), torch.cat([targets[r] for r in ranks]).flatten()
+    )
     loss.backward()
     plain = hidden[bmt.rank()].clone().requires_grad_()
     rows = torch.cat([plain if r == bmt.rank() else hidden[r] for r in ranks])

@@ -1,4 +1,6 @@
-"""Ranks that do different things: right where a block takes no part on some of them, else refused on all in time."""
+"""Ranks that do different things: right where a block takes no part on some of them, else refused
+on all in time.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,9 @@ def assert_gradients(model: torch.nn.Module, plain: torch.nn.Module, what: objec
                 raise AssertionError(f"{what}: {name} has a gradient")
             continue
         own = storage.slice_of(index, expected)
-        torch.testing.assert_close(torch.as_tensor(storage.gradient.flat)[slice_of(storage, index)], own, msg=said)
+        torch.testing.assert_close(
+            torch.as_tensor(storage.gradient.flat)[slice_of(storage, index)], own, msg=said
+        )
 
 
 def slice_of(storage: Any, index: int) -> slice:
@@ -111,11 +115,19 @@ def train_with_blocks_unused_on_some_ranks() -> None:
     """Two passes each, accumulated."""
     rank, size = bmtrain.rank(), bmtrain.world_size()
     for kind in (Skipping, SkippingInDict, Either):
-        for options in ({"zero_level": 3}, {"zero_level": 2}, {"use_checkpoint": False}, {"use_checkpoint": "auto"}):
+        for options in (
+            {"zero_level": 3},
+            {"zero_level": 2},
+            {"use_checkpoint": False},
+            {"use_checkpoint": "auto"},
+        ):
             for needs_grad in (True, False):
                 plain, model = layers(3, kind), blocks(layers(3, kind), **options)
                 for _ in range(2):
-                    losses = [through(plain, rows(seed).requires_grad_(needs_grad)) for seed in range(size)]
+                    losses = [
+                        through(plain, rows(seed).requires_grad_(needs_grad))
+                        for seed in range(size)
+                    ]
                     torch.stack([loss for loss in losses if loss.requires_grad]).sum().backward()
                     through(model, rows(rank).requires_grad_(needs_grad)).backward()
                 assert_gradients(model, plain, (kind, options, needs_grad))
@@ -222,9 +234,19 @@ def block_on_one_rank(model: torch.nn.Sequential) -> None:
 
 
 PROGRAMS = (
-    another_block, one_more_forward, another_order_of_backward, output_unused, no_backward, step_on_one_rank, another_rate,
-    a_gradient_less, frozen_on_one_rank, state_on_one_rank, load_on_one_rank, block_on_one_rank,
-)  # fmt: skip
+    another_block,
+    one_more_forward,
+    another_order_of_backward,
+    output_unused,
+    no_backward,
+    step_on_one_rank,
+    another_rate,
+    a_gradient_less,
+    frozen_on_one_rank,
+    state_on_one_rank,
+    load_on_one_rank,
+    block_on_one_rank,
+)
 
 
 def shards(model: Any) -> list[torch.Tensor]:
@@ -290,7 +312,9 @@ def refused_outside_of_blocks(program: Callable[[torch.nn.Module], None]) -> str
     return str(caught.value)
 
 
-@pytest.mark.parametrize("program", [another_module, norms_of_others, sums_of_others, nothing_on_one_rank])
+@pytest.mark.parametrize(
+    "program", [another_module, norms_of_others, sums_of_others, nothing_on_one_rank]
+)
 def test_ranks_that_part_outside_of_blocks(program: Callable[[torch.nn.Module], None]) -> None:
     messages = run_ranks(refused_outside_of_blocks, 2, program)
     assert len(set(messages)) == 1 and "did different things" in messages[0]
@@ -313,7 +337,9 @@ def leaves_early(seconds: float) -> str:
 @pytest.mark.parametrize("seconds", [0.0, 12.0], ids=["ends", "sleeps"])
 def test_a_rank_that_does_not_come_is_named(seconds: float) -> None:
     """The others hear of it when it has gone, at the latest after the time limit of collectives."""
-    first, second, last = run_ranks(leaves_early, 3, seconds, init={"timeout": 5.0 if seconds else 60.0})
+    first, second, last = run_ranks(
+        leaves_early, 3, seconds, init={"timeout": 5.0 if seconds else 60.0}
+    )
     assert last == "left"
     assert "rank 2 did not come" in first and "rank 2 did not come" in second
 
@@ -398,11 +424,17 @@ def give_other_values() -> None:
     def renormalized() -> None:
         words(torch.tensor([bmtrain.rank()]))
 
-    before = {name: value.clone() for module in (model, words) for name, value in module.state_dict().items()}
+    before = {
+        name: value.clone()
+        for module in (model, words)
+        for name, value in module.state_dict().items()
+    }
     for write in (data, grad, view, copy, renormalized):
         with pytest.raises(ParameterError, match="differ between ranks"):
             write()
-    after = {name: value for module in (model, words) for name, value in module.state_dict().items()}
+    after = {
+        name: value for module in (model, words) for name, value in module.state_dict().items()
+    }
     assert all(torch.equal(after[name], value) for name, value in before.items())
     param.data = same
     param.grad = same
@@ -416,10 +448,15 @@ def test_values_that_differ_between_ranks_are_refused() -> None:
 
 def give_to_strangers() -> None:
     """Refused when tried; the model trains on as if nothing had been."""
-    warnings.filterwarnings("ignore", category=DeprecationWarning)  # of torch, about itself, when its compiler is imported
+    # of torch, about itself, when its compiler is imported
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
     plain = layers(2)
     for model in (blocks(layers(2)), bmtrain.BMTrainModelWrapper(layers(2))):
-        for take in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel, torch.compile):
+        for take in (
+            torch.nn.parallel.DistributedDataParallel,
+            torch.nn.DataParallel,
+            torch.compile,
+        ):
             with pytest.raises(ParameterError, match="cannot hold a sharded model"):
                 take(model)
         plain.zero_grad()

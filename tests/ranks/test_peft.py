@@ -1,4 +1,6 @@
-"""Adapters of peft on a wrapped model: only they train, only they have state, and they are those of one process."""
+"""Adapters of peft on a wrapped model: only they train, only they have state, and they are those of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,24 @@ from bmtrain.optim import AdamOptimizer, OptimManager
 
 
 def adapted(name: str, **options: Any) -> Any:
-    """A model of transformers with adapters that already do something, on layers inside and outside of the list."""
-    warnings.filterwarnings("ignore", message=".*is deprecated and will be removed in v6")  # peft calls transformers so
+    """A model of transformers with adapters that already do something, on layers inside and outside
+    of the list.
+    """
+    # peft calls transformers so
+    warnings.filterwarnings("ignore", message=".*is deprecated and will be removed in v6")
     warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
-    targets = {"llama": ["q_proj", "v_proj", "down_proj", "embed_tokens"], "gpt2": ["c_attn", "c_fc"]}[name]
-    config = peft.LoraConfig(r=3, lora_alpha=7, target_modules=targets, lora_dropout=0.0, fan_in_fan_out=name == "gpt2", **options)
+    targets = {
+        "llama": ["q_proj", "v_proj", "down_proj", "embed_tokens"],
+        "gpt2": ["c_attn", "c_fc"],
+    }[name]
+    config = peft.LoraConfig(
+        r=3,
+        lora_alpha=7,
+        target_modules=targets,
+        lora_dropout=0.0,
+        fan_in_fan_out=name == "gpt2",
+        **options,
+    )
     model = peft.get_peft_model(test_transformers.make(name), config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -43,26 +58,38 @@ def training() -> None:
         assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
         test_transformers.train_both(name, plain, model)
         for param_name, param in model.named_parameters():
-            assert param.requires_grad == ("lora_" in param_name) == (param.grad is not None), param_name
+            assert param.requires_grad == ("lora_" in param_name) == (param.grad is not None), (
+                param_name
+            )
             storage = sharded_parameter(param).storage_of
             frozen = not any(other is not None and other.requires_grad for other in storage.params)
-            assert frozen == ("lora_" not in param_name), f"{param_name} shares a storage with trained parameters"
-            assert (storage.gradient.flat is None) == frozen, f"{param_name} has memory for a gradient"
+            assert frozen == ("lora_" not in param_name), (
+                f"{param_name} shares a storage with trained parameters"
+            )
+            assert (storage.gradient.flat is None) == frozen, (
+                f"{param_name} has memory for a gradient"
+            )
 
 
 def optimizer_states() -> None:
     for kind in (AdamOptimizer, torch.optim.AdamW):
         model = bmt.BMTrainModelWrapper(adapted("llama"))
-        adapters = sum(param._original_shape.numel() for param in model.parameters() if param.requires_grad)
+        adapters = sum(
+            param._original_shape.numel() for param in model.parameters() if param.requires_grad
+        )
         optimizer = kind((param for param in model.parameters() if param.requires_grad), lr=1e-2)
         manager = OptimManager()
         manager.add_optimizer(optimizer)
-        manager.backward(model(**test_transformers.own_rows(test_transformers.batch(model, 0))).loss)
+        manager.backward(
+            model(**test_transformers.own_rows(test_transformers.batch(model, 0))).loss
+        )
         manager.step()
         for name in ("exp_avg", "exp_avg_sq"):
             own = sum(state[name].local.numel() for state in optimizer.state.values())
             total = sum(bmt.gather_result(torch.tensor([own])).tolist())
-            assert total == adapters, f"{kind.__name__}: {total} elements of {name} for {adapters} of the adapters"
+            assert total == adapters, (
+                f"{kind.__name__}: {total} elements of {name} for {adapters} of the adapters"
+            )
 
 
 def adapter_files(folder: str) -> None:
@@ -72,7 +99,10 @@ def adapter_files(folder: str) -> None:
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         state, want = peft.get_peft_model_state_dict(model), peft.get_peft_model_state_dict(plain)
         models.assert_same_dicts(state, want, f"{name}: adapters", 0.0)
-        fresh = [peft.get_peft_model(test_transformers.make(name), plain.peft_config["default"]) for _ in range(2)]
+        fresh = [
+            peft.get_peft_model(test_transformers.make(name), plain.peft_config["default"])
+            for _ in range(2)
+        ]
         fresh[1] = bmt.BMTrainModelWrapper(fresh[1])
         for other in fresh:
             result: Any = peft.set_peft_model_state_dict(other, state)
@@ -90,7 +120,9 @@ def merging() -> None:
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for merge in (model.merge_adapter, model.unmerge_adapter, model.merge_and_unload):
-        with pytest.raises(ParameterError, match=r"merge.*sharded.*save_pretrained.*from_pretrained"):
+        with pytest.raises(
+            ParameterError, match=r"merge.*sharded.*save_pretrained.*from_pretrained"
+        ):
             merge()
     models.assert_same_dicts(model.state_dict(), before, "after a merge that failed", 0.0)
     with model.disable_adapter(), plain.disable_adapter():

@@ -1,4 +1,6 @@
-"""PipelineTransformerBlockList against the same layers in one process: outputs, hidden states, gradients, training, files."""
+"""PipelineTransformerBlockList against the same layers in one process: outputs, hidden states,
+gradients, training, files.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,31 @@ from bmtrain.shard.slices import local_of
 
 WIDTH, LAYERS, ROWS, SEQ = 8, 5, 2, 3
 # world size, stages, tensor ranks, micro-batches
-GRID = [(1, 1, 1, 2), (2, 2, 1, 2), (2, 2, 1, 4), (2, 2, 1, 1), (4, 2, 1, 4), (3, 3, 1, 3), (4, 4, 1, 4), (4, 2, 2, 2)]
+GRID = [
+    (1, 1, 1, 2),
+    (2, 2, 1, 2),
+    (2, 2, 1, 4),
+    (2, 2, 1, 1),
+    (4, 2, 1, 4),
+    (3, 3, 1, 3),
+    (4, 4, 1, 4),
+    (4, 2, 2, 2),
+]
 
 
 class Layer(torch.nn.Module):
-    """One residual layer with a mask per sample, a shift for all samples that is trained, and a gain."""
+    """One residual layer with a mask per sample, a shift for all samples that is trained, and a
+    gain.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.Linear(2 * WIDTH, WIDTH)
         self.register_buffer("factor", torch.tensor(0.5))
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor, *, gain: Any = 1.0) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor, shift: torch.Tensor, *, gain: Any = 1.0
+    ) -> torch.Tensor:
         return x + self.factor * gain * mask[:, :, None] * self.down(torch.tanh(self.up(x + shift)))
 
 
@@ -42,7 +57,9 @@ class Model(torch.nn.Module):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, scale = self.embed(x), torch.sigmoid(x[:, :1, :1])
         # A shape that no batch has, so that nobody takes it for rows.
-        shift = self.shift.view(1, 1, WIDTH).expand(1, SEQ, WIDTH) if x.shape[0] != 1 else self.shift
+        shift = (
+            self.shift.view(1, 1, WIDTH).expand(1, SEQ, WIDTH) if x.shape[0] != 1 else self.shift
+        )
         if isinstance(self.layers, torch.nn.ModuleList):
             inputs = []
             for layer in self.layers:
@@ -58,7 +75,9 @@ def make(pipelined: bool, use_checkpoint: bool = True) -> Model:
     torch.manual_seed(11)
     model = Model()
     if pipelined:
-        model.layers = bmt.PipelineTransformerBlockList([bmt.Block(m, use_checkpoint=use_checkpoint) for m in model.layers])
+        model.layers = bmt.PipelineTransformerBlockList(
+            [bmt.Block(m, use_checkpoint=use_checkpoint) for m in model.layers]
+        )
         model = bmt.BMTrainModelWrapper(model)
     return model
 
@@ -66,12 +85,16 @@ def make(pipelined: bool, use_checkpoint: bool = True) -> Model:
 def batch(step: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     rows = num_ranks * ROWS
-    return torch.randn(rows, SEQ, WIDTH, generator=generator), torch.rand(rows, SEQ, generator=generator) > 0.3
+    return torch.randn(rows, SEQ, WIDTH, generator=generator), torch.rand(
+        rows, SEQ, generator=generator
+    ) > 0.3
 
 
 def own_rows(step: int, num_ranks: int) -> list[torch.Tensor]:
     """This rank's part of the batch for so many ranks, on its device."""
-    return [part.chunk(bmt.world_size())[bmt.rank()].to(bmt.device()) for part in batch(step, num_ranks)]
+    return [
+        part.chunk(bmt.world_size())[bmt.rank()].to(bmt.device()) for part in batch(step, num_ranks)
+    ]
 
 
 def on_cpu(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -134,11 +157,18 @@ def close(actual: Any, expected: Any) -> None:
 @pytest.mark.parametrize(("ranks", "stages", "tp", "micro_batches"), GRID)
 @pytest.mark.parametrize("use_checkpoint", [True, False])
 def test_trains_as_one_process(
-    ranks: int, stages: int, tp: int, micro_batches: int, use_checkpoint: bool, tmp_path: pathlib.Path
+    ranks: int,
+    stages: int,
+    tp: int,
+    micro_batches: int,
+    use_checkpoint: bool,
+    tmp_path: pathlib.Path,
 ) -> None:
     model, optimizer, expected = plain(ranks)
     init = {"pipe_size": stages, "tp_size": tp, "num_micro_batches": micro_batches}
-    results = run_ranks(train, ranks, use_checkpoint, str(tmp_path / "model.pt"), use_checkpoint, init=init)
+    results = run_ranks(
+        train, ranks, use_checkpoint, str(tmp_path / "model.pt"), use_checkpoint, init=init
+    )
     for rank, result in enumerate(results):
         close(result["logits"], expected["logits"].chunk(ranks)[rank])
         close(result["states"], expected["states"].chunk(ranks, 1)[rank])
@@ -150,7 +180,12 @@ def test_trains_as_one_process(
             state = optimizer.state[param]
             close(result["state"][index]["exp_avg"], state["exp_avg"])
             largest = float(state["exp_avg_sq"].max())  # far below what `close` takes for nothing
-            torch.testing.assert_close(result["state"][index]["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-4, atol=1e-5 * largest)
+            torch.testing.assert_close(
+                result["state"][index]["exp_avg_sq"],
+                state["exp_avg_sq"],
+                rtol=1e-4,
+                atol=1e-5 * largest,
+            )
             assert float(result["state"][index]["step"]) == 3
     for name, param in model.named_parameters():
         assert sum(result["sizes"][name] for result in results) == param.numel(), name
@@ -168,7 +203,9 @@ def resume(file: str, state: dict[str, Any], steps: range) -> dict[str, torch.Te
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2, weight_decay=0.01)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)
-    manager.load_state_dict({"optimizers": [state], "lr_schedulers": [None], "loss_scale": None, "num_steps": 3})
+    manager.load_state_dict(
+        {"optimizers": [state], "lr_schedulers": [None], "loss_scale": None, "num_steps": 3}
+    )
     for step in steps:
         manager.zero_grad()
         manager.backward(loss_of(*model(*own_rows(step, 2))))
@@ -191,8 +228,12 @@ def whole_state(file: str) -> dict[str, Any]:
     return manager.state_dict(gather_opt=True)["optimizers"][0]
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2))])
-def test_goes_on_with_another_number_of_stages(before: tuple[int, int], after: tuple[int, int], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 1), (2, 2))]
+)
+def test_goes_on_with_another_number_of_stages(
+    before: tuple[int, int], after: tuple[int, int], tmp_path: pathlib.Path
+) -> None:
     model, _, _ = plain(2, 5)
     file = str(tmp_path / "model.safetensors")
     state = run_ranks(whole_state, before[0], file, init={"pipe_size": before[1]})[0]
@@ -228,13 +269,24 @@ def pairs(frozen: tuple[int, ...], dropout: bool, use_checkpoint: bool = True) -
     generator = torch.Generator().manual_seed(bmt.rank())
     x, count = torch.randn(2, WIDTH, generator=generator), torch.arange(2).view(2, 1) + bmt.rank()
     blocks = copy.deepcopy(blocks)
-    for rows in (1, 2):  # another shape first: what was learned of one shape is not used for the other
+    # another shape first: what was learned of one shape is not used for the other
+    for rows in (1, 2):
         out, counted = blocks(x[:rows], count[:rows])
     (out * torch.arange(1.0, WIDTH + 1)).sum().backward()
-    engine_grads = {name: None if p.grad is None else own_slice(p.grad).clone() for name, p in blocks.named_parameters()}
+    engine_grads = {
+        name: None if p.grad is None else own_slice(p.grad).clone()
+        for name, p in blocks.named_parameters()
+    }
     with torch.no_grad():
         quiet, _ = blocks(x, count)
-    return {"x": x, "count": count, "out": out.detach(), "counted": counted, "grads": engine_grads, "quiet": quiet}
+    return {
+        "x": x,
+        "count": count,
+        "out": out.detach(),
+        "counted": counted,
+        "grads": engine_grads,
+        "quiet": quiet,
+    }
 
 
 @pytest.mark.parametrize("frozen", [(), (0, 1), (2, 3), (0, 1, 2)])
@@ -259,32 +311,47 @@ def test_two_hidden_tensors_and_frozen_stages(frozen: tuple[int, ...]) -> None:
 
 
 def test_recomputation_replays_dropout() -> None:
-    kept, recomputed = (run_ranks(pairs, 2, (), True, use_checkpoint, init={"pipe_size": 2}) for use_checkpoint in (False, True))
+    kept, recomputed = (
+        run_ranks(pairs, 2, (), True, use_checkpoint, init={"pipe_size": 2})
+        for use_checkpoint in (False, True)
+    )
     for one, other in zip(kept, recomputed, strict=True):
         assert not torch.equal(one["out"], one["quiet"])
         assert torch.equal(one["out"], other["out"])
         for name, grad in one["grads"].items():
-            assert (grad is None and other["grads"][name] is None) or torch.equal(grad, other["grads"][name]), name
+            assert (grad is None and other["grads"][name] is None) or torch.equal(
+                grad, other["grads"][name]
+            ), name
 
 
 def deferred(defer: bool) -> dict[str, Any]:
     blocks = bmt.PipelineTransformerBlockList(pair_model(()), num_hidden=2).eval()
-    around = bmt.TransformerBlockList([bmt.Block(torch.nn.Linear(WIDTH, WIDTH)), bmt.Block(torch.nn.Linear(WIDTH, WIDTH))])
+    around = bmt.TransformerBlockList(
+        [bmt.Block(torch.nn.Linear(WIDTH, WIDTH)), bmt.Block(torch.nn.Linear(WIDTH, WIDTH))]
+    )
     params = [*blocks.parameters(), *around.parameters()]
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(torch.optim.SGD(params, lr=0.1))
     for _ in range(2):
         manager.zero_grad()
         for part in range(3):
-            x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(bmt.rank() + 7 * part))
+            x = torch.randn(
+                2, WIDTH, generator=torch.Generator().manual_seed(bmt.rank() + 7 * part)
+            )
             x, _ = blocks(around(x), torch.ones(2, 1))
             manager.backward(around(x).square().mean(), reduce_gradients=not defer or part == 2)
         manager.step()
-    return {**blocks.state_dict(), **{"around." + name: value for name, value in around.state_dict().items()}}
+    return {
+        **blocks.state_dict(),
+        **{"around." + name: value for name, value in around.state_dict().items()},
+    }
 
 
 def test_gradients_reduced_late_and_blocks_around_the_pipeline() -> None:
-    at_once, late = run_ranks(deferred, 2, False, init={"pipe_size": 2}), run_ranks(deferred, 2, True, init={"pipe_size": 2})
+    at_once, late = (
+        run_ranks(deferred, 2, False, init={"pipe_size": 2}),
+        run_ranks(deferred, 2, True, init={"pipe_size": 2}),
+    )
     for name, value in at_once[0].items():
         close(late[0][name], value)
         assert torch.equal(late[0][name], late[1][name])
@@ -298,24 +365,36 @@ def wrong(case: str) -> None:
             make_list([Layer()])
     elif case == "shared":
         layer = Layer()
-        with pytest.raises(ParameterError, match=r"'up.weight' is shared with another pipeline stage"):
+        with pytest.raises(
+            ParameterError, match=r"'up.weight' is shared with another pipeline stage"
+        ):
             make_list([layer, layer])
     blocks = make_list([Layer() for _ in range(LAYERS)])
     if case == "rows":  # 2 ranks with 3 rows in 4 micro-batches
-        with pytest.raises(ConfigurationError, match=r"3 rows each cannot be cut into 4 micro-batches"):
+        with pytest.raises(
+            ConfigurationError, match=r"3 rows each cannot be cut into 4 micro-batches"
+        ):
             blocks(x, mask, shift)
     elif case == "shapes":
         x = x[: 2 + 2 * bmt.rank()].repeat(2, 1, 1)
-        with pytest.raises(ConfigurationError, match=r"rank 0 .*tensor \(4, 3, 8\).*rank 1 .*tensor \(6, 3, 8\)"):
+        with pytest.raises(
+            ConfigurationError, match=r"rank 0 .*tensor \(4, 3, 8\).*rank 1 .*tensor \(6, 3, 8\)"
+        ):
             blocks(x, torch.ones(x.shape[:2]), shift)
     elif case == "one rank":
         with pytest.raises(ConfigurationError, match=r"0 positional arguments.*\(on rank 1\)"):
             _ = blocks(x[:2], mask[:2], shift) if bmt.rank() == 0 else blocks()
     elif case == "unknown name":
-        with pytest.raises(ConfigurationError, match=r"batch_related has 'maks': expected positions 0 to 1 .*or names of"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"batch_related has 'maks': expected positions 0 to 1 .*or names of",
+        ):
             blocks(x, mask, shift, batch_related=["maks"])
     elif case == "no rows":
-        with pytest.raises(ConfigurationError, match=r"batch_related has 1, a tensor of shape \(8,\): expected 3 rows"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"batch_related has 1, a tensor of shape \(8,\): expected 3 rows",
+        ):
             blocks(x, mask, shift, batch_related=[0, 1])
     elif case == "scalar":
         with pytest.raises(ConfigurationError, match="hidden argument 0 is float"):
@@ -324,18 +403,25 @@ def wrong(case: str) -> None:
     assert out.shape == (2, SEQ, WIDTH)
 
 
-@pytest.mark.parametrize("case", ["stages", "shared", "rows", "shapes", "one rank", "unknown name", "no rows", "scalar"])
+@pytest.mark.parametrize(
+    "case", ["stages", "shared", "rows", "shapes", "one rank", "unknown name", "no rows", "scalar"]
+)
 def test_bad_input_is_an_error_on_every_rank(case: str) -> None:
     run_ranks(wrong, 2, case, init={"pipe_size": 2, "num_micro_batches": 4})
 
 
 def marked() -> None:
-    """Rows as many as features: without the mark the shift would be taken for one value per sample."""
+    """Rows as many as features: without the mark the shift would be taken for one value per
+    sample.
+    """
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(WIDTH, SEQ, WIDTH)
     blocks = bmt.PipelineTransformerBlockList([layer, Layer()])
     mask, shift = torch.ones(WIDTH, SEQ), torch.randn(WIDTH)
-    whole = [bmt.distributed.all_gather(x).flatten(0, 1), bmt.distributed.all_gather(mask).flatten(0, 1)]
+    whole = [
+        bmt.distributed.all_gather(x).flatten(0, 1),
+        bmt.distributed.all_gather(mask).flatten(0, 1),
+    ]
     torch.manual_seed(0)
     expected = whole[0]
     plain_layers = [Layer()]
@@ -406,7 +492,8 @@ def test_gradients_of_inputs_with_blocks_around_the_pipeline(case: str) -> None:
     for step in range(3):
         x, more = seeded(step).requires_grad_(), seeded(step + 10).requires_grad_()
         grads = torch.autograd.grad(
-            run_all(parts, x, more) * (2 if "retained" in case else 1), [more] if case == "one" else [x, more]
+            run_all(parts, x, more) * (2 if "retained" in case else 1),
+            [more] if case == "one" else [x, more],
         )
         for rank, result in enumerate(results):
             for grad, expected in zip(result[step], grads, strict=True):
@@ -477,8 +564,12 @@ def counting(file: str) -> dict[str, torch.Tensor]:
     return on_cpu(blocks.state_dict())
 
 
-def test_buffers_are_saved_as_their_stage_has_them_and_blocks_may_contain_blocks(tmp_path: pathlib.Path) -> None:
-    results = run_ranks(counting, 2, str(tmp_path / "model.pt"), init={"pipe_size": 2, "num_micro_batches": 2})
+def test_buffers_are_saved_as_their_stage_has_them_and_blocks_may_contain_blocks(
+    tmp_path: pathlib.Path,
+) -> None:
+    results = run_ranks(
+        counting, 2, str(tmp_path / "model.pt"), init={"pipe_size": 2, "num_micro_batches": 2}
+    )
     torch.manual_seed(6)
     layers = torch.nn.ModuleList([Counting(lambda module: module) for _ in range(4)])
     for step in range(2):
@@ -511,7 +602,9 @@ def adapted() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(seeded(0).chunk(2)[bmt.rank()]).square().sum().backward()
     optimizer.step()
-    return on_cpu(blocks.state_dict()), {name: local_of(param).numel() for name, param in blocks.named_parameters()}
+    return on_cpu(blocks.state_dict()), {
+        name: local_of(param).numel() for name, param in blocks.named_parameters()
+    }
 
 
 def test_modules_put_in_later_join_the_stage() -> None:
@@ -530,4 +623,6 @@ def test_modules_put_in_later_join_the_stage() -> None:
         for name, value in layers.state_dict().items():
             torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5)
     for name, param in layers.named_parameters():
-        assert [sizes[name] for _, sizes in results] == ([param.numel(), 0] if name[0] in "01" else [0, param.numel()])
+        assert [sizes[name] for _, sizes in results] == (
+            [param.numel(), 0] if name[0] in "01" else [0, param.numel()]
+        )

@@ -1,4 +1,6 @@
-"""Parameters that tensor ranks split: values, gradients, norms, files and optimizer states as without the split."""
+"""Parameters that tensor ranks split: values, gradients, norms, files and optimizer states as
+without the split.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,35 @@ GRID = [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]  # world size, tensor ranks
 
 
 class Parallel(bmt.DistributedModule):
-    """tanh(norm(x) up^T) down^T on the rows of all tensor ranks; `up` is split along dim 0 and `down` along dim 1."""
+    """tanh(norm(x) up^T) down^T on the rows of all tensor ranks; `up` is split along dim 0 and
+    `down` along dim 1.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         tp = bmt.config["tp_size"]
         self.up = bmt.DistributedParameter(
-            torch.empty(FEATURES // tp, WIDTH), init_method=torch.nn.init.normal_, tp_mode=True, tp_split_dim=0
+            torch.empty(FEATURES // tp, WIDTH),
+            init_method=torch.nn.init.normal_,
+            tp_mode=True,
+            tp_split_dim=0,
         )
-        self.scale = bmt.DistributedParameter(torch.empty(WIDTH), init_method=torch.nn.init.uniform_)
+        self.scale = bmt.DistributedParameter(
+            torch.empty(WIDTH), init_method=torch.nn.init.uniform_
+        )
         self.down = bmt.DistributedParameter(
-            torch.empty(WIDTH, FEATURES // tp), init_method=torch.nn.init.normal_, tp_mode=True, tp_split_dim=1
+            torch.empty(WIDTH, FEATURES // tp),
+            init_method=torch.nn.init.normal_,
+            tp_mode=True,
+            tp_split_dim=1,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tp = bmt.config["tp_comm"]
         rows = bmt.distributed.all_gather(x * self.scale, tp).flatten(0, 1)
-        return bmt.distributed.reduce_scatter(torch.tanh(rows @ self.up.t()) @ self.down.t(), "sum", tp)
+        return bmt.distributed.reduce_scatter(
+            torch.tanh(rows @ self.up.t()) @ self.down.t(), "sum", tp
+        )
 
 
 class Plain(torch.nn.Module):
@@ -55,7 +69,9 @@ def build(blocked: bool, zero_level: int = 3) -> torch.nn.Module:
         bmt.init_parameters(part)
     model: torch.nn.Module = torch.nn.Sequential(*parts)
     if blocked:
-        model = bmt.TransformerBlockList([bmt.Block(part, use_checkpoint=True, zero_level=zero_level) for part in parts])
+        model = bmt.TransformerBlockList(
+            [bmt.Block(part, use_checkpoint=True, zero_level=zero_level) for part in parts]
+        )
     if bmt.device().type != "cpu":  # where the same seed gives other numbers
         model.load_state_dict(plain_model().state_dict())
     return model
@@ -71,7 +87,9 @@ def batch(step: int) -> torch.Tensor:
     return torch.randn(4 * ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: torch.nn.Module, manager: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def train(
+    model: torch.nn.Module, manager: Any, optimizer: torch.optim.Optimizer, steps: range
+) -> list[float]:
     norms = []
     for step in steps:
         x = batch(step).chunk(bmt.world_size())[bmt.rank()].to(bmt.device())
@@ -94,7 +112,10 @@ def run(blocked: bool, zero_level: int, folder: str, own_adam: bool) -> dict[str
     bmt.save(model, pathlib.Path(folder) / "model.safetensors")
     state = manager.state_dict(gather_opt=True)
     sizes = {name: own_slice(param).numel() for name, param in model.named_parameters()}
-    whole = {name: sharded_parameter(param).gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
+    whole = {
+        name: sharded_parameter(param).gather_all().detach().cpu().clone()
+        for name, param in model.named_parameters()
+    }
     return {"start": start, "norms": norms, "state": state, "whole": whole, "sizes": sizes}
 
 
@@ -106,10 +127,15 @@ def resume(file: str, state: dict[str, Any]) -> tuple[list[float], dict[str, tor
     manager.add_optimizer(optimizer)
     manager.load_state_dict(state)
     norms = train(model, manager, optimizer, range(4, 7))
-    return norms, {name: sharded_parameter(param).gather_all().detach().cpu().clone() for name, param in model.named_parameters()}
+    return norms, {
+        name: sharded_parameter(param).gather_all().detach().cpu().clone()
+        for name, param in model.named_parameters()
+    }
 
 
-def plain_run(steps: int) -> tuple[dict[str, torch.Tensor], list[float], torch.nn.Module, torch.optim.Optimizer]:
+def plain_run(
+    steps: int,
+) -> tuple[dict[str, torch.Tensor], list[float], torch.nn.Module, torch.optim.Optimizer]:
     model = plain_model()
     start = {name: value.detach().clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
@@ -124,16 +150,25 @@ def plain_run(steps: int) -> tuple[dict[str, torch.Tensor], list[float], torch.n
 
 @pytest.mark.parametrize(("ranks", "tp"), GRID)
 @pytest.mark.parametrize(("blocked", "zero_level"), [(True, 3), (True, 2), (False, 3)])
-def test_split_parameters_train_as_whole_ones(ranks: int, tp: int, blocked: bool, zero_level: int, tmp_path: pathlib.Path) -> None:
+def test_split_parameters_train_as_whole_ones(
+    ranks: int, tp: int, blocked: bool, zero_level: int, tmp_path: pathlib.Path
+) -> None:
     start, norms, model, optimizer = plain_run(4)
-    results = run_ranks(run, ranks, blocked, zero_level, str(tmp_path), blocked, init={"tp_size": tp})
+    results = run_ranks(
+        run, ranks, blocked, zero_level, str(tmp_path), blocked, init={"tp_size": tp}
+    )
     for result in results:
         for name, value in result["start"].items():
             assert torch.equal(value, start[name]), name
         torch.testing.assert_close(result["norms"], norms, rtol=1e-5, atol=1e-6)
         for (name, expected), index in zip(model.named_parameters(), range(6), strict=True):
-            torch.testing.assert_close(result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6)
-            ours, theirs = result["state"]["optimizers"][0]["state"][index], optimizer.state[expected]
+            torch.testing.assert_close(
+                result["whole"][name], expected.detach(), rtol=1e-5, atol=1e-6
+            )
+            ours, theirs = (
+                result["state"]["optimizers"][0]["state"][index],
+                optimizer.state[expected],
+            )
             for key in ("exp_avg", "exp_avg_sq"):
                 torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-7)
             assert float(ours["step"]) == 4
@@ -145,14 +180,22 @@ def test_split_parameters_train_as_whole_ones(ranks: int, tp: int, blocked: bool
         torch.testing.assert_close(saved[name], expected.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2)), ((4, 2), (4, 4)), ((4, 4), (2, 1))])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 2), (1, 1)), ((1, 1), (4, 2)), ((4, 2), (4, 4)), ((4, 4), (2, 1))]
+)
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_files_do_not_depend_on_the_split(
     before: tuple[int, int], after: tuple[int, int], suffix: str, tmp_path: pathlib.Path
 ) -> None:
     _, norms, model, _ = plain_run(7)
     first = run_ranks(run, before[0], True, 3, str(tmp_path), True, init={"tp_size": before[1]})[0]
-    results = run_ranks(resume, after[0], str(tmp_path / f"model.{suffix}"), first["state"], init={"tp_size": after[1]})
+    results = run_ranks(
+        resume,
+        after[0],
+        str(tmp_path / f"model.{suffix}"),
+        first["state"],
+        init={"tp_size": after[1]},
+    )
     for later, whole in results:
         torch.testing.assert_close(later, norms[4:], rtol=1e-5, atol=1e-6)
         for name, expected in model.named_parameters():
@@ -167,7 +210,10 @@ def states() -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(value, full[name]), name
     param = sharded_parameter(dict(model.named_parameters())["0.down"])
-    assert param._original_shape == (WIDTH, FEATURES // 2) and param._tp_original_shape == (WIDTH, FEATURES)
+    assert param._original_shape == (WIDTH, FEATURES // 2) and param._tp_original_shape == (
+        WIDTH,
+        FEATURES,
+    )
     assert torch.equal(param.gather(), full["0.down"].chunk(2, 1)[bmt.config["tp_rank"]])
     slices = bmt.distributed.all_gather(param.local, bmt.config["tp_comm"])
     assert torch.equal(param.tp_gather(), slices.view(-1))

@@ -1,4 +1,6 @@
-"""What is computed again in backward, at every level and as planned, against plain PyTorch; and what is kept in the meantime."""
+"""What is computed again in backward, at every level and as planned, against plain PyTorch; and
+what is kept in the meantime.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ RANDOM_STATE = 5056  # bytes of that of the CPU, which every recomputation keeps
 
 
 class Layer(nn.Module):
-    """A transformer layer with dropout everywhere, and a change in place of what a matrix product returned."""
+    """A transformer layer with dropout everywhere, and a change in place of what a matrix product
+    returned.
+    """
 
     def __init__(self, dropout: float = 0.1, in_place: bool = False) -> None:
         super().__init__()
@@ -41,7 +45,12 @@ class Layer(nn.Module):
         self.dropout, self.in_place = dropout, in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, 2, DIM // 2)).movedim(-3, 0).transpose(-2, -3)
+        q, k, v = (
+            self.qkv(self.norms[0](x))
+            .unflatten(-1, (3, 2, DIM // 2))
+            .movedim(-3, 0)
+            .transpose(-2, -3)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
         x = x + F.dropout(self.out(heads.transpose(-2, -3).flatten(-2)), self.dropout)
         hidden = self.up(self.norms[1](x))
@@ -59,7 +68,9 @@ def inputs(rows: int) -> torch.Tensor:
     return torch.randn(rows, LENGTH, DIM, generator=generator).requires_grad_()
 
 
-def run(layers: Sequence[nn.Module] | nn.ModuleList, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def run(
+    layers: Sequence[nn.Module] | nn.ModuleList, x: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
     """Forward and backward; the gradient of `x` is left in it."""
     torch.manual_seed(7)
     y = x * 1.5
@@ -83,14 +94,26 @@ def assert_like_plain(plain: nn.ModuleList, blocks: nn.ModuleList, rows: int, wh
 def every_level() -> None:
     for level, zero_level, in_place in itertools.product(Level, (2, 3), (False, True)):
         plain = make_layers(in_place=in_place)
-        blocks = nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=level, zero_level=zero_level) for m in plain])
+        blocks = nn.ModuleList(
+            [
+                bmt.Block(copy.deepcopy(m), use_checkpoint=level, zero_level=zero_level)
+                for m in plain
+            ]
+        )
         for _ in range(2):
-            assert_like_plain(plain, blocks, 3, f"{level}, ZeRO-{zero_level}, in place: {in_place}, {bmt.world_size()} ranks")
+            assert_like_plain(
+                plain,
+                blocks,
+                3,
+                f"{level}, ZeRO-{zero_level}, in place: {in_place}, {bmt.world_size()} ranks",
+            )
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_level_is_exact(world_size: int) -> None:
-    """Dropout replays, also inside of attention, whose result is then not kept; what changed in place is computed again."""
+    """Dropout replays, also inside of attention, whose result is then not kept; what changed in
+    place is computed again.
+    """
     run_ranks(every_level, world_size)
 
 
@@ -133,7 +156,9 @@ def backward_twice() -> None:
             y = net(inputs(2) * 1.5)
             y.square().sum().backward(retain_graph=True)
             y.sin().sum().backward()
-        models.assert_same_dicts(models.full_gradients(block), models.plain_gradients(plain), str(level))
+        models.assert_same_dicts(
+            models.full_gradients(block), models.plain_gradients(plain), str(level)
+        )
 
 
 def test_backward_twice_through_one_graph() -> None:
@@ -145,13 +170,17 @@ def own_levels() -> None:
     for level, zero_level in itertools.product(Level, (2, 3)):
         plain = make_layers()
         own = level if bmt.rank() else Level.NOTHING
-        blocks = nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=own, zero_level=zero_level) for m in plain])
+        blocks = nn.ModuleList(
+            [bmt.Block(copy.deepcopy(m), use_checkpoint=own, zero_level=zero_level) for m in plain]
+        )
         for _ in range(2):
             assert_like_plain(plain, blocks, 3, f"{own}, ZeRO-{zero_level}")
 
 
 def test_ranks_may_differ_in_their_levels() -> None:
-    """A rank that meets larger inputs than planned recomputes more than the others: gathers and reductions are the same."""
+    """A rank that meets larger inputs than planned recomputes more than the others: gathers and
+    reductions are the same.
+    """
     run_ranks(own_levels, 2)
 
 
@@ -172,9 +201,13 @@ def test_levels_in_compiled_code_are_exact() -> None:
 
 
 def kept_bytes(blocks: nn.ModuleList, rows: int) -> int:
-    """What a forward pass of the blocks leaves in memory besides its input: allocations less deallocations."""
+    """What a forward pass of the blocks leaves in memory besides its input: allocations less
+    deallocations.
+    """
     y = inputs(rows) * 1.5
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         for block in blocks:
             y = block(y)
     y.sum().backward()
@@ -184,15 +217,24 @@ def kept_bytes(blocks: nn.ModuleList, rows: int) -> int:
 def kept() -> dict[str, int]:
     found = {}
     for level in Level:
-        blocks = nn.ModuleList([bmt.Block(m, use_checkpoint=level) for m in make_layers(dropout=0.0)])
-        found[level.name] = [kept_bytes(blocks, 40) for _ in range(2)][-1]  # pinned buffers are there after the first time
+        blocks = nn.ModuleList(
+            [bmt.Block(m, use_checkpoint=level) for m in make_layers(dropout=0.0)]
+        )
+        # pinned buffers are there after the first time
+        found[level.name] = [kept_bytes(blocks, 40) for _ in range(2)][-1]
     return found
 
 
 def test_every_level_keeps_what_it_says() -> None:
-    """In tensors as large as the input of a block; random states and sums over rows are smaller than one."""
-    sizes = {name: round((size / NUM_LAYERS - RANDOM_STATE) / (40 * ROW)) for name, size in run_ranks(kept, 1)[0].items()}
-    # CHEAP: products (3 + 1 + 4 + 1), attention, the input. NOTHING: norms, GELU (4) and a sum as well, but not what is only added.
+    """In tensors as large as the input of a block; random states and sums over rows are smaller
+    than one.
+    """
+    sizes = {
+        name: round((size / NUM_LAYERS - RANDOM_STATE) / (40 * ROW))
+        for name, size in run_ranks(kept, 1)[0].items()
+    }
+    # CHEAP: products (3 + 1 + 4 + 1), attention, the input. NOTHING: norms, GELU (4) and a sum as
+    # well, but not what is only added.
     assert sizes == {"NOTHING": 16, "CHEAP": 11, "BLOCK": 1, "OFFLOADED": 0}
 
 
@@ -208,7 +250,9 @@ def test_other_arguments_are_refused() -> None:
 
 def lengths_that_vary() -> None:
     plain = make_layers(dropout=0.0)
-    blocks = nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint=Level.OFFLOADED) for m in plain])
+    blocks = nn.ModuleList(
+        [bmt.Block(copy.deepcopy(m), use_checkpoint=Level.OFFLOADED) for m in plain]
+    )
     host = world.current().service(Host)
     sizes = []
     for rows in (33, 64, 34, 33, 64, 34):  # 33 and 34 rows have buffers of one size
@@ -240,12 +284,16 @@ def alive() -> dict[str, int]:
     for level in (Level.BLOCK, Level.OFFLOADED):
         Watching.seen.clear()
         layers = [Watching(dropout=0.0) for _ in range(6)]
-        out = bmt.TransformerBlockList([bmt.Block(layer, use_checkpoint=level) for layer in layers])(inputs(3) * 1.5)
+        out = bmt.TransformerBlockList(
+            [bmt.Block(layer, use_checkpoint=level) for layer in layers]
+        )(inputs(3) * 1.5)
         found[level.name] = layers[-1].num_alive
         del out
     return found
 
 
 def test_a_list_keeps_no_inputs_that_its_blocks_do_not() -> None:
-    """While the last of six blocks runs, its own input is there and the one before is on its way."""
+    """While the last of six blocks runs, its own input is there and the one before is on its
+    way.
+    """
     assert run_ranks(alive, 1) == [{"BLOCK": 6, "OFFLOADED": 2}]

@@ -1,4 +1,6 @@
-"""Plans of recomputation on a device whose memory fills up, as the planner is told: later, on other ranks, in pieces."""
+"""Plans of recomputation on a device whose memory fills up, as the planner is told: later, on other
+ranks, in pieces.
+"""
 
 from __future__ import annotations
 

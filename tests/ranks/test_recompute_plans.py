@@ -1,4 +1,6 @@
-"""use_checkpoint="auto": plans follow the shapes of inputs, stay within the limit, and compute what plain PyTorch does."""
+"""use_checkpoint="auto": plans follow the shapes of inputs, stay within the limit, and compute what
+plain PyTorch does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.ranks.test_recompute import (
     kept_bytes,
     make_layers,
     run,
-)  # fmt: skip
+)
 from tests.tensors import own_slice
 from torch import nn
 
@@ -53,7 +55,9 @@ def planner() -> Planner:
 
 def make_planned(zero_level: int = 3, dropout: float = 0.1) -> tuple[nn.ModuleList, nn.ModuleList]:
     plain = make_layers(dropout=dropout)
-    return plain, nn.ModuleList([bmt.Block(copy.deepcopy(m), use_checkpoint="auto", zero_level=zero_level) for m in plain])
+    return plain, nn.ModuleList(
+        [bmt.Block(copy.deepcopy(m), use_checkpoint="auto", zero_level=zero_level) for m in plain]
+    )
 
 
 def growing() -> list[tuple[Level, ...]]:
@@ -62,14 +66,18 @@ def growing() -> list[tuple[Level, ...]]:
     for zero_level in (2, 3):
         plain, blocks = make_planned(zero_level)
         for step, rows in enumerate((8, 8, 8, 8, 20, 20, 20, 20, 8, 1, 120, 120, 120, 120)):
-            assert_like_plain(plain, blocks, rows, f"step {step}: {rows} rows, {bmt.world_size()} ranks")
+            assert_like_plain(
+                plain, blocks, rows, f"step {step}: {rows} rows, {bmt.world_size()} ranks"
+            )
             plans.append(planner().levels)
     return plans
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_plans_follow_the_shape(world_size: int) -> None:
-    """All is kept as long as it fits; larger inputs are measured again, smaller ones served by what is known; always exact."""
+    """All is kept as long as it fits; larger inputs are measured again, smaller ones served by what
+    is known; always exact.
+    """
     plans = run_ranks(growing, world_size, init={"memory_limit": 1000 * ROW})
     assert all(other == plans[0] for other in plans), "ranks have different plans"
     for first in (0, 14):
@@ -78,7 +86,9 @@ def test_plans_follow_the_shape(world_size: int) -> None:
         assert len(some) == NUM_LAYERS and some != none
         assert plans[0][first + 8] == none and plans[0][first + 9] == none
         assert all(level.is_whole() for level in plans[0][first + 13])
-    assert plans[0][:2] == [(), ()], "the first pass recomputes everything, and so does the one that measures"
+    assert plans[0][:2] == [(), ()], (
+        "the first pass recomputes everything, and so does the one that measures"
+    )
 
 
 def bounded(limit: int) -> tuple[int, int]:
@@ -89,7 +99,9 @@ def bounded(limit: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("inputs_of_a_block", [5, 20, 60, 1000])
 def test_what_is_kept_stays_below_the_limit(inputs_of_a_block: int) -> None:
-    """As measured by the allocator, from the tightest limit that recomputation of everything meets, to no need for any."""
+    """As measured by the allocator, from the tightest limit that recomputation of everything meets,
+    to no need for any.
+    """
     one = 40 * ROW
     limit = inputs_of_a_block * one
     most, last = run_ranks(bounded, 1, limit, init={"memory_limit": limit})[0]
@@ -125,7 +137,9 @@ def test_ranks_with_different_rows_have_one_plan() -> None:
 
 
 def other_passes() -> list[tuple[Level, ...]]:
-    """Evaluation, forward passes that nothing comes back through, and gradients of several batches."""
+    """Evaluation, forward passes that nothing comes back through, and gradients of several
+    batches.
+    """
     plain, blocks = make_planned()
     plans = []
     for step in range(8):
@@ -168,7 +182,9 @@ def test_models_in_turn_have_plans_of_their_own() -> None:
 
 def pipelined() -> tuple[Level, ...]:
     plain = make_layers(dropout=0.0)
-    blocks = bmt.PipelineTransformerBlockList([bmt.Block(copy.deepcopy(m), use_checkpoint="auto") for m in plain])
+    blocks = bmt.PipelineTransformerBlockList(
+        [bmt.Block(copy.deepcopy(m), use_checkpoint="auto") for m in plain]
+    )
     for step in range(5):
         plain.zero_grad()
         blocks.zero_grad()
@@ -191,7 +207,10 @@ class SplitLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.up, self.down = bmt.nn.ColumnParallelLinear(DIM, 4 * DIM), bmt.nn.RowParallelLinear(4 * DIM, DIM)
+        self.up, self.down = (
+            bmt.nn.ColumnParallelLinear(DIM, 4 * DIM),
+            bmt.nn.RowParallelLinear(4 * DIM, DIM),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -200,18 +219,32 @@ class SplitLayer(nn.Module):
 def tensor_parallel() -> list[tuple[Level, ...]]:
     results, plans = [], []
     for use_checkpoint in (*Level, "auto"):
-        blocks = nn.ModuleList([bmt.Block(SplitLayer(), use_checkpoint=use_checkpoint) for _ in range(2)])
+        blocks = nn.ModuleList(
+            [bmt.Block(SplitLayer(), use_checkpoint=use_checkpoint) for _ in range(2)]
+        )
         bmt.init_parameters(blocks)
         with torch.no_grad():
             for number, param in enumerate(blocks.parameters()):
-                param.copy_(torch.linspace(-0.2, 0.3, param.numel()).view(param.shape) * (number + 1))
+                param.copy_(
+                    torch.linspace(-0.2, 0.3, param.numel()).view(param.shape) * (number + 1)
+                )
         for _ in range(5):
             blocks.zero_grad()
             x = inputs(8)
             out = run(blocks, x)
             plans.append(planner().levels)
         assert x.grad is not None
-        results.append([out, x.grad, *(own_slice(param.grad).clone() for param in blocks.parameters() if param.grad is not None)])
+        results.append(
+            [
+                out,
+                x.grad,
+                *(
+                    own_slice(param.grad).clone()
+                    for param in blocks.parameters()
+                    if param.grad is not None
+                ),
+            ]
+        )
     for level, result in zip((*Level, "auto"), results, strict=True):
         for got, want in zip(result, results[0], strict=True):
             models.assert_same(got, want, str(level), 0.0)
@@ -219,7 +252,9 @@ def tensor_parallel() -> list[tuple[Level, ...]]:
 
 
 def test_collectives_of_tensor_parallel_blocks() -> None:
-    """Recomputation and measuring take part in them on all ranks of a group alike; bitwise the same at every level."""
+    """Recomputation and measuring take part in them on all ranks of a group alike; bitwise the same
+    at every level.
+    """
     plans = run_ranks(tensor_parallel, 2, init={"tp_size": 2, "memory_limit": 150 * ROW})
     assert plans[0] == plans[1]
     assert len(plans[0][-1]) == 2
@@ -248,7 +283,9 @@ def remembering() -> None:
             assert answers[0][1] == answers[1][1] == 2
             for got, want in zip(answers[1], answers[0], strict=True):
                 if isinstance(got, torch.Tensor) and isinstance(want, torch.Tensor):
-                    models.assert_same(got.view(-1), want.view(-1), f"step {step}, {use_checkpoint}")
+                    models.assert_same(
+                        got.view(-1), want.view(-1), f"step {step}, {use_checkpoint}"
+                    )
 
 
 @pytest.mark.parametrize("limit", [60, 10000])
@@ -266,9 +303,15 @@ def nested() -> None:
             plain.zero_grad()
             blocks.zero_grad()
             want, got = inputs(8), inputs(8)
-            models.assert_same(run(blocks, got, 1 / bmt.world_size()), run(plain, want), f"step {step}, {use_checkpoint}")
+            models.assert_same(
+                run(blocks, got, 1 / bmt.world_size()),
+                run(plain, want),
+                f"step {step}, {use_checkpoint}",
+            )
             assert want.grad is not None and got.grad is not None
-            models.assert_same(got.grad * bmt.world_size(), want.grad, f"step {step}, {use_checkpoint}: gradient")
+            models.assert_same(
+                got.grad * bmt.world_size(), want.grad, f"step {step}, {use_checkpoint}: gradient"
+            )
 
 
 def test_blocks_in_blocks() -> None:
@@ -285,7 +328,9 @@ def watched_by_one() -> tuple[Level, ...]:
 
 
 def test_one_rank_may_look_at_tensors() -> None:
-    """It measures nothing meanwhile, and takes its part in what all ranks agree on; the plan comes a little later."""
+    """It measures nothing meanwhile, and takes its part in what all ranks agree on; the plan comes
+    a little later.
+    """
     plans = run_ranks(watched_by_one, 2, init={"memory_limit": 10000 * ROW})
     assert plans[0] == plans[1]
     assert any(not level.is_whole() for level in plans[0])
@@ -303,6 +348,7 @@ def reported() -> str:
 def test_the_plan_is_one_line_on_rank_0() -> None:
     first, second = run_ranks(reported, 2, init={"memory_limit": 10000 * ROW})
     assert first.startswith(
-        f"recomputation for inputs (8, {LENGTH}, {DIM}): {NUM_LAYERS} blocks nothing; 0.0 of 0.0 GiB, 0.0% more"
+        f"recomputation for inputs (8, {LENGTH}, {DIM}): {NUM_LAYERS} blocks nothing; "
+        "0.0 of 0.0 GiB, 0.0% more"
     )
     assert first.count("\n") == 1 and not second

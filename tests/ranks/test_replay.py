@@ -1,4 +1,6 @@
-"""A recomputation replays its forward pass: generators, attributes, buffers, arguments and TorchScript, against plain PyTorch."""
+"""A recomputation replays its forward pass: generators, attributes, buffers, arguments and
+TorchScript, against plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +81,25 @@ class Holder:
 
 class Owned(Base):
     def setup(self) -> None:
-        self.sources: list[Any] = [random.Random(1), {"a": np.random.default_rng(3)}, np.random.RandomState(4)]
-        self.holder, self.bits, self.torch = Holder(), np.random.PCG64(3), torch.Generator().manual_seed(5)
+        self.sources: list[Any] = [
+            random.Random(1),
+            {"a": np.random.default_rng(3)},
+            np.random.RandomState(4),
+        ]
+        self.holder, self.bits, self.torch = (
+            Holder(),
+            np.random.PCG64(3),
+            torch.Generator().manual_seed(5),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, third = self.sources
-        factor = first.random() * second["a"].random() * third.normal() * self.holder.generator.random()
-        return self.map(x * factor * np.random.Generator(self.bits).random()) * torch.rand(DIM, generator=self.torch)
+        factor = (
+            first.random() * second["a"].random() * third.normal() * self.holder.generator.random()
+        )
+        return self.map(x * factor * np.random.Generator(self.bits).random()) * torch.rand(
+            DIM, generator=self.torch
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -115,13 +129,31 @@ class Counting(Base):
         self.tensor += 1
         self.moving.add_(1)
         self.replaced = self.replaced + 1
-        total = self.number + len(self.log) + self.table["calls"] + self.tally.number + float(self.array[0]) + next(self.steps)
+        total = (
+            self.number
+            + len(self.log)
+            + self.table["calls"]
+            + self.tally.number
+            + float(self.array[0])
+            + next(self.steps)
+        )
         before = 0.0 if self.last is None else self.last.detach().mean()
         self.last = self.map(x * total * self.tensor * self.moving * self.replaced + before)
         return self.last
 
     def counts(self) -> str:
-        return str((self.number, self.log, self.table, self.tally, self.array, self.tensor, self.moving, self.replaced))
+        return str(
+            (
+                self.number,
+                self.log,
+                self.table,
+                self.tally,
+                self.array,
+                self.tensor,
+                self.moving,
+                self.replaced,
+            )
+        )
 
 
 class Switched(Base):
@@ -144,8 +176,12 @@ class Scripted(Base):
 
 
 class ScriptedContainers(Base):
-    def forward(self, x: torch.Tensor, other: dict[str, torch.Tensor], more: list[torch.Tensor]) -> Any:  # type: ignore[override]
-        return rms(self.linear(x * other["a"]), self.scale, 1e-6), {"b": [drop_add(x, more[0], 0.1, True), x, None, 3]}
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, other: dict[str, torch.Tensor], more: list[torch.Tensor]
+    ) -> Any:
+        return rms(self.linear(x * other["a"]), self.scale, 1e-6), {
+            "b": [drop_add(x, more[0], 0.1, True), x, None, 3]
+        }
 
 
 class CompiledNorm(nn.Module):
@@ -188,7 +224,9 @@ class CheckpointInside(Base):
     reentrant = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = torch.utils.checkpoint.checkpoint(self.map, rms(x, self.scale, 1e-6), use_reentrant=self.reentrant)
+        inner = torch.utils.checkpoint.checkpoint(
+            self.map, rms(x, self.scale, 1e-6), use_reentrant=self.reentrant
+        )
         return x + inner
 
 
@@ -215,7 +253,9 @@ def with_generators(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Given(Base):
-    def forward(self, x: torch.Tensor, generator: torch.Generator, held: list[random.Random]) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, generator: torch.Generator, held: list[random.Random]
+    ) -> torch.Tensor:
         return self.map(x) * torch.rand(DIM, generator=generator) * held[0].random()
 
 
@@ -270,7 +310,9 @@ def calm(layers: nn.ModuleList) -> None:
         layer.flag, layer.factor = 2.0, torch.ones(())  # type: ignore[assignment]
 
 
-def step(layers: nn.ModuleList, by: Call, rows: int, share: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+def step(
+    layers: nn.ModuleList, by: Call, rows: int, share: int
+) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Output, gradient of the input, and where all generators stand."""
     torch.manual_seed(4), random.seed(5), np.random.seed(6)
     layers.zero_grad()
@@ -286,7 +328,9 @@ def step(layers: nn.ModuleList, by: Call, rows: int, share: int) -> tuple[torch.
     loss.backward()
     if is_switched:
         calm(layers)
-    stands = str((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)))
+    stands = str(
+        (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False))
+    )
     if x.grad is None:
         raise ValueError("the input got no gradient")
     return y.detach(), x.grad * share, stands
@@ -298,7 +342,9 @@ def replays(name: str, level: Level | str, zero_level: int) -> None:
     for layer in layers:
         if isinstance(layer, Nested):
             layer.part = bmt.Block(layer.part, use_checkpoint=level, zero_level=zero_level)
-    blocks = nn.ModuleList([bmt.Block(layer, use_checkpoint=level, zero_level=zero_level) for layer in layers])
+    blocks = nn.ModuleList(
+        [bmt.Block(layer, use_checkpoint=level, zero_level=zero_level) for layer in layers]
+    )
     for number in range(NUM_STEPS):
         what = f"{name}, {level}, ZeRO-{zero_level}, step {number}"
         rows = 6 if number < NUM_STEPS - 1 else 5
@@ -307,8 +353,12 @@ def replays(name: str, level: Level | str, zero_level: int) -> None:
         models.assert_same(got[0], want[0], f"{what}: value", tolerance)
         models.assert_same(got[1], want[1], f"{what}: gradient of the input", tolerance)
         assert got[2] == want[2], f"{what}: generators stand elsewhere"
-        models.assert_same_dicts(models.full_gradients(blocks), models.plain_gradients(plain), what, tolerance)
-        for (own, buffer), (_, expected) in zip(blocks.named_buffers(), plain.named_buffers(), strict=True):
+        models.assert_same_dicts(
+            models.full_gradients(blocks), models.plain_gradients(plain), what, tolerance
+        )
+        for (own, buffer), (_, expected) in zip(
+            blocks.named_buffers(), plain.named_buffers(), strict=True
+        ):
             models.assert_same(buffer, expected, f"{what}: {own}")
         if kind is Counting:
             counts = operator.methodcaller("counts")
@@ -323,7 +373,9 @@ def every_level(name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_recomputation_replays_its_forward_pass(name: str, world_size: int) -> None:
-    """Values, gradients, buffers, counters, and what is drawn afterwards, over steps in which TorchScript changes its plans."""
+    """Values, gradients, buffers, counters, and what is drawn afterwards, over steps in which
+    TorchScript changes its plans.
+    """
     run_ranks(every_level, world_size, name)
 
 

@@ -21,8 +21,12 @@ def place(offset: int) -> tuple[int, int, torch.Tensor]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_results_come_in_rank_order(world_size: int) -> None:
     results = run_ranks(place, world_size, 10)
-    assert [result[:2] for result in results] == [(10 + rank, world_size) for rank in range(world_size)]
-    assert [result[2].tolist() for result in results] == [[rank, rank] for rank in range(world_size)]
+    assert [result[:2] for result in results] == [
+        (10 + rank, world_size) for rank in range(world_size)
+    ]
+    assert [result[2].tolist() for result in results] == [
+        [rank, rank] for rank in range(world_size)
+    ]
 
 
 def fail_on_one(guilty: int) -> None:

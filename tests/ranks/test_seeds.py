@@ -1,4 +1,6 @@
-"""The programs in the documents of BMTrain and ModelCenter, as they stand there, against plain PyTorch: both APIs, both dtypes."""
+"""The programs in the documents of BMTrain and ModelCenter, as they stand there, against plain
+PyTorch: both APIs, both dtypes.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,17 @@ def execute(text: str, **names: Any) -> dict[str, Any]:
 def plain_module() -> nn.Module:
     """The quick start's original, with values in its `torch.empty`."""
     torch.manual_seed(4)
-    model: nn.Module = execute(program("module_plain"), SomeTransformerBlock=stand_ins.SomeTransformerBlock)["MyModule"]()
+    model: nn.Module = execute(
+        program("module_plain"), SomeTransformerBlock=stand_ins.SomeTransformerBlock
+    )["MyModule"]()
     with torch.no_grad():
         model.param.normal_()  # type: ignore[operator]
     return model
 
 
-def replaced_module(init: str, fragment: str, layer: type[nn.Module], values: State) -> tuple[torch.Tensor, Any]:
+def replaced_module(
+    init: str, fragment: str, layer: type[nn.Module], values: State
+) -> tuple[torch.Tensor, Any]:
     model = execute(program(init, fragment), SomeTransformerBlock=layer)["MyModule"]()
     model.load_state_dict(values)
     out = model()
@@ -58,33 +64,54 @@ def replaced_module(init: str, fragment: str, layer: type[nn.Module], values: St
     ],
     ids=["blocks", "list", "list, ZeRO-2"],
 )
-def test_replaced_modules_are_the_original(init: str, fragment: str, layer: type[nn.Module]) -> None:
-    """Both replacements give the original's output and gradients, at 1 and 3 ranks, whatever parameters the layers have."""
+def test_replaced_modules_are_the_original(
+    init: str, fragment: str, layer: type[nn.Module]
+) -> None:
+    """Both replacements give the original's output and gradients, at 1 and 3 ranks, whatever
+    parameters the layers have.
+    """
     plain = plain_module()
     out = plain()
     out.square().sum().backward()
     want = models.plain_gradients(plain)
     for world_size in (1, 3):
-        for got, grads in run_ranks(replaced_module, world_size, init, fragment, layer, plain.state_dict(), join=False):
+        for got, grads in run_ranks(
+            replaced_module, world_size, init, fragment, layer, plain.state_dict(), join=False
+        ):
             models.assert_same(got, out.detach(), fragment)
             models.assert_same_dicts(grads, want, fragment)
 
 
 class Plain:
-    """What every program below must do: AdamW in one process, fp32 masters, a loss scale, gradients of fp16 weights in fp16."""
+    """What every program below must do: AdamW in one process, fp32 masters, a loss scale, gradients
+    of fp16 weights in fp16.
+    """
 
-    def __init__(self, model: nn.Module, scale: float, *, eps: float = 1e-8, weight_decay: float = 0.0, growth: int = 1024) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        scale: float,
+        *,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        growth: int = 1024,
+    ) -> None:
         self.model, self.scale, self.growth, self.good_steps = model, scale, growth, 0
         self.masters = [param.detach().float().clone() for param in model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=0.0, eps=eps, weight_decay=weight_decay)
 
     def step(self, losses: list[torch.Tensor], lr: float, max_norm: float) -> float:
-        """One step on the mean of the ranks' losses; the norm of the unscaled gradient. An overflow halves the scale instead."""
+        """One step on the mean of the ranks' losses; the norm of the unscaled gradient.
+
+        An overflow halves the scale instead.
+        """
         self.model.zero_grad()
         for loss in losses:
             (loss * (self.scale / len(losses))).backward()
         for master, param in zip(self.masters, self.model.parameters(), strict=True):
-            master.grad = torch.zeros_like(master) if param.grad is None else param.grad.float() / self.scale
+            master.grad = (
+                torch.zeros_like(master) if param.grad is None else param.grad.float() / self.scale
+            )
         norm = float(nn.utils.clip_grad_norm_(self.masters, max_norm))
         if not math.isfinite(norm):
             self.scale, self.good_steps = self.scale / 2, 0
@@ -100,12 +127,18 @@ class Plain:
         return norm
 
 
-def assert_same_changes(got: list[torch.Tensor], want: list[torch.Tensor], before: list[torch.Tensor], tolerance: float) -> None:
+def assert_same_changes(
+    got: list[torch.Tensor], want: list[torch.Tensor], before: list[torch.Tensor], tolerance: float
+) -> None:
     """Training has moved the weights by the same vectors."""
-    ours, theirs, start = (torch.cat([x.detach().double().reshape(-1) for x in parts]) for parts in (got, want, before))
+    ours, theirs, start = (
+        torch.cat([x.detach().double().reshape(-1) for x in parts]) for parts in (got, want, before)
+    )
     moved = (theirs - start).norm()
     assert moved > 0
-    assert (ours - theirs).norm() <= tolerance * moved, f"off by {(ours - theirs).norm() / moved:g} of what moved"
+    assert (ours - theirs).norm() <= tolerance * moved, (
+        f"off by {(ours - theirs).norm() / moved:g} of what moved"
+    )
 
 
 def masters_of(model: nn.Module, optimizer: bmt.optim.AdamOptimizer) -> list[torch.Tensor]:
@@ -128,7 +161,12 @@ Log = Sequence[tuple[float, ...]]
 def readme(loop: str) -> tuple[State, Log, list[torch.Tensor]]:
     stand_ins.offer_cuda()
     text = program("gpt_model", "gpt_optimizer", loop, places=README_PLACES)
-    end = execute(text, GPT=stand_ins.GPT, load_data=stand_ins.load_data, range=stand_ins.first_of(README_STEPS))
+    end = execute(
+        text,
+        GPT=stand_ins.GPT,
+        load_data=stand_ins.load_data,
+        range=stand_ins.first_of(README_STEPS),
+    )
     return end["before"], end["log"], masters_of(end["model"], end["optimizer"])
 
 
@@ -149,7 +187,9 @@ def plain_readme(before: State, world_size: int) -> tuple[Log, Plain]:
     return log, plain
 
 
-@pytest.mark.parametrize(("world_size", "loop"), [(1, "gpt_loop"), (2, "gpt_loop"), (3, "gpt_loop_zh")])
+@pytest.mark.parametrize(
+    ("world_size", "loop"), [(1, "gpt_loop"), (2, "gpt_loop"), (3, "gpt_loop_zh")]
+)
 def test_readme_training_loop(world_size: int, loop: str) -> None:
     """Parts 2 to 4, fp16 and `backward()` without a loss included, train as plain PyTorch does."""
     results = run_ranks(readme, world_size, loop, join=False)
@@ -166,9 +206,13 @@ def test_readme_training_loop(world_size: int, loop: str) -> None:
 LINE = re.compile(r"^loss: (\S+) \| lr: (\S+), scale: +(\S+) \| grad_norm: (\S+) \|$", re.MULTILINE)
 
 
-def quick_start(dtype: torch.dtype) -> tuple[State, list[torch.Tensor], list[int], list[int], float]:
+def quick_start(
+    dtype: torch.dtype,
+) -> tuple[State, list[torch.Tensor], list[int], list[int], float]:
     stand_ins.offer_sklearn()
-    text = program("init", "torch.manual_seed(1)", "model, before = make_model()", "classifier_loop")
+    text = program(
+        "init", "torch.manual_seed(1)", "model, before = make_model()", "classifier_loop"
+    )
 
     def make_model() -> tuple[nn.Module, State]:
         model = stand_ins.Classifier(dtype)
@@ -176,10 +220,21 @@ def quick_start(dtype: torch.dtype) -> tuple[State, list[torch.Tensor], list[int
         bmt.init_parameters(model.dense)
         return model, models.cloned_state(model)
 
-    loaders = {name: Loader(numbers) for name, numbers in (("train_dataloader", (0, 1, 2)), ("dev_dataloader", (3, 4)))}
+    loaders = {
+        name: Loader(numbers)
+        for name, numbers in (("train_dataloader", (0, 1, 2)), ("dev_dataloader", (3, 4)))
+    }
     end = execute(text, make_model=make_model, **loaders)
-    assert end["acc"] == sum(a == b for a, b in zip(end["pd"], end["gt"], strict=True)) / len(end["gt"])
-    return end["before"], masters_of(end["model"], end["optimizer"]), end["pd"], end["gt"], end["acc"]
+    assert end["acc"] == sum(a == b for a, b in zip(end["pd"], end["gt"], strict=True)) / len(
+        end["gt"]
+    )
+    return (
+        end["before"],
+        masters_of(end["model"], end["optimizer"]),
+        end["pd"],
+        end["gt"],
+        end["acc"],
+    )
 
 
 class Loader:
@@ -192,7 +247,9 @@ class Loader:
         return iter(stand_ins.labelled(self.numbers, bmt.rank(), bmt.world_size()))
 
 
-def plain_quick_start(before: State, dtype: torch.dtype, world_size: int) -> tuple[Log, Plain, list[int]]:
+def plain_quick_start(
+    before: State, dtype: torch.dtype, world_size: int
+) -> tuple[Log, Plain, list[int]]:
     model = stand_ins.Classifier(dtype, stand_ins.PLAIN)
     model.load_state_dict(before)
     plain, log, num_steps = Plain(model, 65536.0 if dtype == HALF else 1.0), [], 0
@@ -201,10 +258,16 @@ def plain_quick_start(before: State, dtype: torch.dtype, world_size: int) -> tup
             losses = []
             for rank in range(world_size):
                 (data,) = stand_ins.labelled((number,), rank, world_size)
-                losses.append(nn.functional.cross_entropy(model(data["input_ids"], data["attention_mask"]).float(), data["labels"]))
+                losses.append(
+                    nn.functional.cross_entropy(
+                        model(data["input_ids"], data["attention_mask"]).float(), data["labels"]
+                    )
+                )
             norm = plain.step(losses, 1e-5 * num_steps / 100**1.5, max_norm=10.0)
             num_steps += math.isfinite(norm)
-            log.append((torch.stack(losses).mean().item(), 1e-5 * num_steps / 100**1.5, plain.scale, norm))
+            log.append(
+                (torch.stack(losses).mean().item(), 1e-5 * num_steps / 100**1.5, plain.scale, norm)
+            )
     truth = [
         label
         for rank in range(world_size)
@@ -215,8 +278,12 @@ def plain_quick_start(before: State, dtype: torch.dtype, world_size: int) -> tup
 
 
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, FLOAT), (1, HALF), (2, HALF), (3, FLOAT)])
-def test_model_center_training_loop(world_size: int, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
-    """Step 4, 0.1.x's API, trains as plain PyTorch does, prints it on rank 0 alone, and evaluates all ranks' rows in order."""
+def test_model_center_training_loop(
+    world_size: int, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 4, 0.1.x's API, trains as plain PyTorch does, prints it on rank 0 alone, and evaluates
+    all ranks' rows in order.
+    """
     results = run_ranks(quick_start, world_size, dtype, join=False)
     printed = capsys.readouterr().out
     before = results[0][0]
@@ -225,8 +292,13 @@ def test_model_center_training_loop(world_size: int, dtype: torch.dtype, capsys:
     assert len(lines) == len(want) == 15
     for got, expected in zip(lines, want, strict=True):
         assert got == pytest.approx(expected, rel=1e-3 if dtype == FLOAT else 5e-3, abs=1e-4)
-        assert got[1] == pytest.approx(expected[1], rel=1e-3, abs=0), "learning rates are much smaller than 1e-4"
-    assert printed.count(f"accuracy: {results[0][4] * 100:.2f}") >= 1 and printed.count("accuracy:") == 5
+        assert got[1] == pytest.approx(expected[1], rel=1e-3, abs=0), (
+            "learning rates are much smaller than 1e-4"
+        )
+    assert (
+        printed.count(f"accuracy: {results[0][4] * 100:.2f}") >= 1
+        and printed.count("accuracy:") == 5
+    )
     start = [before[name].float() for name, _ in plain.model.named_parameters()]
     for _, masters, predicted, labels, _ in results:
         assert labels == truth and predicted == results[0][2] and len(predicted) == 24
@@ -235,7 +307,10 @@ def test_model_center_training_loop(world_size: int, dtype: torch.dtype, capsys:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A run of the 0.1.x loop. A large eps makes the update a smooth function of the gradient, which fp16 rounds."""
+    """A run of the 0.1.x loop.
+
+    A large eps makes the update a smooth function of the gradient, which fp16 rounds.
+    """
 
     dtype: torch.dtype
     offload: bool
@@ -256,12 +331,22 @@ def make_classifier(dtype: torch.dtype) -> nn.Module:
 
 def make_optimizer(model: nn.Module, case: Case) -> Any:
     kind = bmt.optim.AdamOffloadOptimizer if case.offload else bmt.optim.AdamOptimizer
-    return kind(model.parameters(), lr=case.lr, eps=case.eps, weight_decay=0.1, scale=1024, scale_factor=2, scale_steps=case.growth)
+    return kind(
+        model.parameters(),
+        lr=case.lr,
+        eps=case.eps,
+        weight_decay=0.1,
+        scale=1024,
+        scale_factor=2,
+        scale_steps=case.growth,
+    )
 
 
 def old_loss(model: nn.Module, step: int) -> torch.Tensor:
     (data,) = stand_ins.labelled((step,), bmt.rank(), bmt.world_size())
-    loss = bmt.loss.FusedCrossEntropy()(model(data["input_ids"], data["attention_mask"]), data["labels"])
+    loss = bmt.loss.FusedCrossEntropy()(
+        model(data["input_ids"], data["attention_mask"]), data["labels"]
+    )
     return loss
 
 
@@ -277,7 +362,9 @@ def old_loop(case: Case) -> tuple[State, Log, list[torch.Tensor]]:
             loss = loss * math.inf
         loss = optimizer.loss_scale(loss)
         loss.backward()
-        norm = bmt.optim.clip_grad_norm(optimizer.param_groups, case.max_norm, scale=optimizer.scale, norm_type=2)
+        norm = bmt.optim.clip_grad_norm(
+            optimizer.param_groups, case.max_norm, scale=optimizer.scale, norm_type=2
+        )
         weights = models.cloned_state(model)
         bmt.optim_step(optimizer, lr_scheduler)
         if step == case.bad_step:
@@ -289,12 +376,20 @@ def old_loop(case: Case) -> tuple[State, Log, list[torch.Tensor]]:
 def plain_old_loop(before: State, case: Case, world_size: int) -> tuple[Log, Plain]:
     model = stand_ins.Classifier(case.dtype, stand_ins.PLAIN)
     model.load_state_dict(before)
-    plain, log, iteration = Plain(model, 1024.0, eps=case.eps, weight_decay=0.1, growth=case.growth), [], 0
+    plain, log, iteration = (
+        Plain(model, 1024.0, eps=case.eps, weight_decay=0.1, growth=case.growth),
+        [],
+        0,
+    )
     for step in range(case.num_steps):
         losses = []
         for rank in range(world_size):
             (data,) = stand_ins.labelled((step,), rank, world_size)
-            losses.append(nn.functional.cross_entropy(model(data["input_ids"], data["attention_mask"]).float(), data["labels"]))
+            losses.append(
+                nn.functional.cross_entropy(
+                    model(data["input_ids"], data["attention_mask"]).float(), data["labels"]
+                )
+            )
         if step == case.bad_step:
             losses[-1] = losses[-1] * math.inf
         norm = plain.step(losses, case.lr, case.max_norm)
@@ -306,8 +401,12 @@ def plain_old_loop(before: State, case: Case, world_size: int) -> tuple[Log, Pla
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_first_api_trains_as_torch_does(world_size: int, dtype: torch.dtype, offload: bool) -> None:
-    """Norms, scales, schedule and exact weights, with an overflow on one rank in the middle that all ranks skip."""
+def test_the_first_api_trains_as_torch_does(
+    world_size: int, dtype: torch.dtype, offload: bool
+) -> None:
+    """Norms, scales, schedule and exact weights, with an overflow on one rank in the middle that
+    all ranks skip.
+    """
     case = Case(dtype, offload)
     results = run_ranks(old_loop, world_size, case)
     before = results[0][0]
@@ -323,7 +422,9 @@ def test_the_first_api_trains_as_torch_does(world_size: int, dtype: torch.dtype,
         assert_same_changes(masters, plain.masters, start, 1e-4 if dtype == FLOAT else 5e-3)
 
 
-def mixed(case: Case, kind: str, manager_scale: float | None) -> tuple[State, Log, list[torch.Tensor]]:
+def mixed(
+    case: Case, kind: str, manager_scale: float | None
+) -> tuple[State, Log, list[torch.Tensor]]:
     """Steps of the loop above by the old calls or the new ones."""
     model = make_classifier(case.dtype)
     before, optimizer, log = models.cloned_state(model), make_optimizer(model, case), []
@@ -331,7 +432,9 @@ def mixed(case: Case, kind: str, manager_scale: float | None) -> tuple[State, Lo
     manager = bmt.optim.OptimManager(loss_scale=manager_scale, loss_scale_steps=case.growth)
     manager.add_optimizer(optimizer, lr_scheduler)
     for step in range(case.num_steps):
-        new_backward, new_clip, new_step = (letter == "n" for letter in (kind if kind != "all" else "nnonoonoo"[step : step + 3]))
+        new_backward, new_clip, new_step = (
+            letter == "n" for letter in (kind if kind != "all" else "nnonoonoo"[step : step + 3])
+        )
         manager.zero_grad()
         loss = old_loss(model, step)
         if step == case.bad_step:
@@ -343,7 +446,9 @@ def mixed(case: Case, kind: str, manager_scale: float | None) -> tuple[State, Lo
         if new_clip:
             norm = manager.clip_grad_norm(optimizer.param_groups, case.max_norm)
         else:
-            norm = bmt.optim.clip_grad_norm(optimizer.param_groups, case.max_norm, scale=optimizer.scale)
+            norm = bmt.optim.clip_grad_norm(
+                optimizer.param_groups, case.max_norm, scale=optimizer.scale
+            )
         if new_step:
             manager.step()
         else:
@@ -356,7 +461,9 @@ def mixed(case: Case, kind: str, manager_scale: float | None) -> tuple[State, Lo
 @pytest.mark.parametrize("kind", ["noo", "non", "nno", "onn", "oon", "all"])
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 def test_both_apis_in_one_program(dtype: torch.dtype, kind: str) -> None:
-    """Backward, clipping and step each by the old call or the new one: the manager's scale is the optimizer's."""
+    """Backward, clipping and step each by the old call or the new one: the manager's scale is the
+    optimizer's.
+    """
     case = Case(dtype, offload=False)
     results = run_ranks(mixed, 2, case, kind, 1024.0)
     before = results[0][0]
@@ -365,7 +472,9 @@ def test_both_apis_in_one_program(dtype: torch.dtype, kind: str) -> None:
     for _, log, masters in results:
         for step, (got, expected) in enumerate(zip(log, want, strict=True)):
             compared = slice(1, None) if step == case.bad_step else slice(None)
-            assert got[compared] == pytest.approx(expected[compared], rel=1e-4 if dtype == FLOAT else 3e-3), (kind, step)
+            assert got[compared] == pytest.approx(
+                expected[compared], rel=1e-4 if dtype == FLOAT else 3e-3
+            ), (kind, step)
         assert_same_changes(masters, plain.masters, start, 1e-4 if dtype == FLOAT else 5e-3)
 
 
@@ -381,7 +490,9 @@ def without_a_scale() -> list[str]:
     optimizer, manager = make_optimizer(model, case), bmt.optim.OptimManager(loss_scale=8.0)
     manager.add_optimizer(optimizer)
     weights = copy.deepcopy(models.cloned_state(model))
-    with pytest.raises(ConfigurationError, match=r"loss_scale\(\) has scaled already.*loss\.backward\(\)") as caught:
+    with pytest.raises(
+        ConfigurationError, match=r"loss_scale\(\) has scaled already.*loss\.backward\(\)"
+    ) as caught:
         manager.backward(optimizer.loss_scale(old_loss(model, 0)))
     models.assert_same_dicts(model.state_dict(), weights, "after the error", 0.0)
     manager.backward(old_loss(model, 0))
@@ -389,5 +500,7 @@ def without_a_scale() -> list[str]:
 
 
 def test_a_loss_scaled_twice_is_an_error() -> None:
-    """On every rank, before backward runs; without a loss scale both APIs are the same, bit by bit."""
+    """On every rank, before backward runs; without a loss scale both APIs are the same, bit by
+    bit.
+    """
     assert len({tuple(messages) for messages in run_ranks(without_a_scale, 2)}) == 1

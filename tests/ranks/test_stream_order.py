@@ -1,4 +1,6 @@
-"""The engine's passes on simulated streams: its events order every read, write and release of memory; without one they do not."""
+"""The engine's passes on simulated streams: its events order every read, write and release of
+memory; without one they do not.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,11 @@ def test_the_checker(program: Callable[[SimulatedStreams, bool], object], race: 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, 2 * DIM),
+            nn.Linear(2 * DIM, DIM),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -105,7 +111,9 @@ class Layer(nn.Module):
 
 @contextlib.contextmanager
 def checked() -> Iterator[Order]:
-    """Small shards travel as big ones do, and of gradients some parts are copied from where they are, some joined before."""
+    """Small shards travel as big ones do, and of gradients some parts are copied from where they
+    are, some joined before.
+    """
     numbers: list[tuple[int, int]] = []
 
     def counting(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -121,7 +129,9 @@ def checked() -> Iterator[Order]:
     assert not numbers or any(1 < after < before for before, after in numbers)
 
 
-def accumulate(model: nn.Module, manager: bmt.optim.OptimManager, num_batches: int, *, reduce_each: bool) -> None:
+def accumulate(
+    model: nn.Module, manager: bmt.optim.OptimManager, num_batches: int, *, reduce_each: bool
+) -> None:
     """Gradients of some batches, and the step."""
     manager.zero_grad()
     for number in range(num_batches):
@@ -132,7 +142,9 @@ def accumulate(model: nn.Module, manager: bmt.optim.OptimManager, num_batches: i
 
 
 def end_early(blocks: Sequence[nn.Module]) -> None:
-    """Passes behind which something is under way that nobody will ask for: a gather, inputs that come back from the host."""
+    """Passes behind which something is under way that nobody will ask for: a gather, inputs that
+    come back from the host.
+    """
     x = torch.randn(ROWS, DIM)
     with torch.no_grad():
         blocks[0](x)
@@ -141,11 +153,18 @@ def end_early(blocks: Sequence[nn.Module]) -> None:
 
 
 def train(zero_level: int, use_checkpoint: Level, num_batches: int) -> Order:
-    """Three steps, each with passes behind it that do not train; at the end the values are changed and read."""
+    """Three steps, each with passes behind it that do not train; at the end the values are changed
+    and read.
+    """
     with checked() as order:
         torch.manual_seed(0)
-        blocks = [bmt.Block(Layer(), use_checkpoint=use_checkpoint, zero_level=zero_level) for _ in range(NUM_BLOCKS)]
-        model = nn.Sequential(bmt.TransformerBlockList(blocks), bmt.Block(nn.Linear(DIM, 5), zero_level=zero_level))
+        blocks = [
+            bmt.Block(Layer(), use_checkpoint=use_checkpoint, zero_level=zero_level)
+            for _ in range(NUM_BLOCKS)
+        ]
+        model = nn.Sequential(
+            bmt.TransformerBlockList(blocks), bmt.Block(nn.Linear(DIM, 5), zero_level=zero_level)
+        )
         manager = bmt.optim.OptimManager()
         manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
         for step in range(3):
@@ -159,10 +178,14 @@ def train(zero_level: int, use_checkpoint: Level, num_batches: int) -> Order:
     return order
 
 
-def races_in_training(zero_level: int, use_checkpoint: Level, num_batches: int) -> tuple[Races, set[str]]:
+def races_in_training(
+    zero_level: int, use_checkpoint: Level, num_batches: int
+) -> tuple[Races, set[str]]:
     """What was found, and the streams that something ran on."""
     order = train(zero_level, use_checkpoint, num_batches)
-    return list(order.races), {stream.split(":")[-1].strip() for stream, clock in order.clocks.items() if clock.get(stream)}
+    return list(order.races), {
+        stream.split(":")[-1].strip() for stream, clock in order.clocks.items() if clock.get(stream)
+    }
 
 
 STREAMS = {
@@ -172,11 +195,17 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])
-@pytest.mark.parametrize("use_checkpoint", [Level.NOTHING, Level.CHEAP, Level.BLOCK, Level.OFFLOADED])
+@pytest.mark.parametrize(
+    "use_checkpoint", [Level.NOTHING, Level.CHEAP, Level.BLOCK, Level.OFFLOADED]
+)
 @pytest.mark.parametrize("zero_level", [2, 3])
 @pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_training_is_ordered(carrier: str, zero_level: int, use_checkpoint: Level, num_batches: int) -> None:
-    found = run_ranks(races_in_training, 2, zero_level, use_checkpoint, num_batches, init={"transport": carrier})
+def test_training_is_ordered(
+    carrier: str, zero_level: int, use_checkpoint: Level, num_batches: int
+) -> None:
+    found = run_ranks(
+        races_in_training, 2, zero_level, use_checkpoint, num_batches, init={"transport": carrier}
+    )
     assert found == [([], STREAMS[carrier])] * 2
 
 
@@ -194,8 +223,8 @@ def write(how: str, block: nn.Module, value: float) -> None:
 def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
     """Two models take turns, and what is written is a later block of the second.
 
-    Nothing but the write itself makes its gather wait: that of the first block has begun before, as from the second turn on the
-    order of gathers is known.
+    Nothing but the write itself makes its gather wait: that of the first block has begun before, as
+    from the second turn on the order of gathers is known.
     """
     found = []
     with checked() as order, torch.no_grad():
@@ -214,8 +243,12 @@ def races_of_writes(how: str, zero_level: int) -> tuple[Races, list[float]]:
 @pytest.mark.parametrize("how", ["set_full", "load_state_dict"])
 @pytest.mark.parametrize("zero_level", [2, 3])
 @pytest.mark.parametrize("carrier", TRANSPORTS)
-def test_values_written_between_two_models_are_ordered(carrier: str, zero_level: int, how: str) -> None:
-    for races, errors in run_ranks(races_of_writes, 2, how, zero_level, init={"transport": carrier}):
+def test_values_written_between_two_models_are_ordered(
+    carrier: str, zero_level: int, how: str
+) -> None:
+    for races, errors in run_ranks(
+        races_of_writes, 2, how, zero_level, init={"transport": carrier}
+    ):
         assert races == []
         assert max(errors) < 1e-3
 
@@ -229,12 +262,24 @@ def let_go_at_once(carrier: Transport) -> None:
 Patch = tuple[type, str, Callable[..., Any]]
 WITHOUT: dict[str, Patch] = {
     "compute waits for events": (SimulatedStreams, "compute_waits", lambda self, event: None),
-    "gathers wait for the last reader": (SimulatedStreams, "gathering", lambda self, after: self._order.on(self._gather)),
-    "reductions wait for what they read": (SimulatedStreams, "reducing", lambda self: self._order.on(self._reduce)),
+    "gathers wait for the last reader": (
+        SimulatedStreams,
+        "gathering",
+        lambda self, after: self._order.on(self._gather),
+    ),
+    "reductions wait for what they read": (
+        SimulatedStreams,
+        "reducing",
+        lambda self: self._order.on(self._reduce),
+    ),
     "memory of gradients is waited for": (Transport, "_make_room", let_go_at_once),
     "gathers wait for writes": (Transport, "fence", lambda self: None),
     "compute waits for the host": (Host, "receive", lambda self, event: None),
-    "written parameters are waited for": (Storage, "mark_written", lambda self: self.residence.forget()),
+    "written parameters are waited for": (
+        Storage,
+        "mark_written",
+        lambda self: self.residence.forget(),
+    ),
 }
 
 
@@ -244,14 +289,29 @@ def races_without(wait: str, run: Callable[..., tuple[Races, Any]], *args: Any) 
         return run(*args)[0]
 
 
-@pytest.mark.parametrize("wait", [wait for wait in WITHOUT if wait != "written parameters are waited for"])
+@pytest.mark.parametrize(
+    "wait", [wait for wait in WITHOUT if wait != "written parameters are waited for"]
+)
 @pytest.mark.parametrize("carrier", TRANSPORTS)
 def test_a_wait_that_is_missing_in_training_is_found(carrier: str, wait: str) -> None:
-    assert all(run_ranks(races_without, 2, wait, races_in_training, 3, Level.OFFLOADED, 1, init={"transport": carrier}))
+    assert all(
+        run_ranks(
+            races_without,
+            2,
+            wait,
+            races_in_training,
+            3,
+            Level.OFFLOADED,
+            1,
+            init={"transport": carrier},
+        )
+    )
 
 
 @pytest.mark.parametrize("how", ["set_full", "load_state_dict"])
 @pytest.mark.parametrize("carrier", TRANSPORTS)
 def test_a_wait_that_is_missing_after_writes_is_found(carrier: str, how: str) -> None:
     wait = "written parameters are waited for"
-    assert all(run_ranks(races_without, 2, wait, races_of_writes, how, 3, init={"transport": carrier}))
+    assert all(
+        run_ranks(races_without, 2, wait, races_of_writes, how, 3, init={"transport": carrier})
+    )

@@ -1,4 +1,6 @@
-"""Tensor-parallel layers against the whole computation of all tensor ranks in one process: values, gradients, refusals."""
+"""Tensor-parallel layers against the whole computation of all tensor ranks in one process: values,
+gradients, refusals.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.distributed import collectives, overlap, tensor_parallel
 from bmtrain.errors import ConfigurationError
-from bmtrain.nn import ColumnParallelLinear, Linear, OpLinear, OpParallelLinear, ReduceType, RowParallelLinear, VPEmbedding
+from bmtrain.nn import (
+    ColumnParallelLinear,
+    Linear,
+    OpLinear,
+    OpParallelLinear,
+    ReduceType,
+    RowParallelLinear,
+    VPEmbedding,
+)
 from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 
@@ -37,7 +47,10 @@ def column(gather_input: bool, gather_output: bool) -> Answer:
         weights = params["weight"].chunk(size)
         biases = params["bias"].chunk(size) if "bias" in params else [None] * size
         rows = torch.cat(inputs)
-        parts = [F.linear(rows if gather_input else x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True)]
+        parts = [
+            F.linear(rows if gather_input else x, w, b)
+            for x, w, b in zip(inputs, weights, biases, strict=True)
+        ]
         return [torch.cat(parts, -1)] * size if gather_output else parts
 
     return answer
@@ -47,7 +60,9 @@ def row(split_input: bool, all_reduce: bool) -> Answer:
     def answer(inputs: Tensors, params: Parameters) -> Tensors:
         size = len(inputs)
         own = [x.chunk(size, -1)[rank] if split_input else x for rank, x in enumerate(inputs)]
-        total = sum(F.linear(x, w) for x, w in zip(own, params["weight"].chunk(size, 1), strict=True))
+        total = sum(
+            F.linear(x, w) for x, w in zip(own, params["weight"].chunk(size, 1), strict=True)
+        )
         assert isinstance(total, torch.Tensor)
         bias = params.get("bias", torch.zeros(()))
         return [total + bias] * size if all_reduce else [part + bias for part in total.chunk(size)]
@@ -78,7 +93,10 @@ def factor(out: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def whole_gradients(module: nn.Module) -> Parameters:
-    """Every parameter's whole gradient, put together by the module's own state dict. The module's values are lost."""
+    """Every parameter's whole gradient, put together by the module's own state dict.
+
+    The module's values are lost.
+    """
     with torch.no_grad():
         for param in module.parameters():
             assert param.grad is not None
@@ -93,10 +111,13 @@ def check(
     what: str,
     call: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """`module` on this rank's of all ranks' `inputs` gives what `answer` says, and the gradients of the sum of all losses."""
+    """`module` on this rank's of all ranks' `inputs` gives what `answer` says, and the gradients of
+    the sum of all losses.
+    """
     what = f"{what}, tp_size {tp_size()} of {bmt.world_size()} ranks"
     rank = bmt.rank()
-    params = {name: value.clone().requires_grad_() for name, value in module.state_dict().items()}  # on the CPU, as the answer
+    # on the CPU, as the answer
+    params = {name: value.clone().requires_grad_() for name, value in module.state_dict().items()}
     plain = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     outs: Tensors = []
     for first in range(0, bmt.world_size(), tp_size()):
@@ -116,13 +137,19 @@ def check(
 
 def rows_of_all(*shape: int, alike: bool = False) -> Tensors:
     """What every rank passes; `alike` within each tensor-parallel group."""
-    return [torch.randn(shape, generator=seeded(3, group_of(r)[0] if alike else r)) for r in range(bmt.world_size())]
+    return [
+        torch.randn(shape, generator=seeded(3, group_of(r)[0] if alike else r))
+        for r in range(bmt.world_size())
+    ]
 
 
 def started(module: nn.Module) -> nn.Module:
     """With its first values, and biases that are not zero."""
     bmt.init_parameters(module)
-    values = {name: value if value.any() else torch.linspace(-1, 1, len(value)) for name, value in module.state_dict().items()}
+    values = {
+        name: value if value.any() else torch.linspace(-1, 1, len(value))
+        for name, value in module.state_dict().items()
+    }
     module.load_state_dict(values)
     return module
 
@@ -142,15 +169,30 @@ def columns() -> None:
             (2, (5, IN)),
             (2, (0, IN)),
         ):
-            module = made(ColumnParallelLinear, IN, OUT, bias, None, gather_output, gather_input, chunks)
+            module = made(
+                ColumnParallelLinear, IN, OUT, bias, None, gather_output, gather_input, chunks
+            )
             inputs = rows_of_all(*shape, alike=not gather_input)
-            check(module, inputs, column(gather_input, gather_output), f"{module} {shape} chunks {chunks}")
+            check(
+                module,
+                inputs,
+                column(gather_input, gather_output),
+                f"{module} {shape} chunks {chunks}",
+            )
 
 
 def rows() -> None:
     size = tp_size()
     for split_input, all_reduce, bias in itertools.product((False, True), repeat=3):
-        for chunks, shape in ((1, (2,)), (2, (2,)), (4, (6,)), (3, (1, 3)), (2, (3, 1, 5)), (2, (5,)), (2, (0,))):
+        for chunks, shape in (
+            (1, (2,)),
+            (2, (2,)),
+            (4, (6,)),
+            (3, (1, 3)),
+            (2, (3, 1, 5)),
+            (2, (5,)),
+            (2, (0,)),
+        ):
             module = made(RowParallelLinear, IN, OUT, bias, None, split_input, all_reduce, chunks)
             features = IN if split_input else IN // size
             inputs = rows_of_all(size * shape[0], *shape[1:], features)
@@ -159,17 +201,32 @@ def rows() -> None:
 
 def embeddings() -> None:
     for shape in ((6,), (2, 3), (), (0,), (2, 1, 3)):
-        ids = [torch.randint(0, VOCAB, shape, generator=seeded(5, r)) for r in range(bmt.world_size())]
+        ids = [
+            torch.randint(0, VOCAB, shape, generator=seeded(5, r)) for r in range(bmt.world_size())
+        ]
         check(made(VPEmbedding, VOCAB, IN), ids, lookup, f"lookup {shape}")
-        check(made(VPEmbedding, VOCAB, IN), [x.int() for x in ids], lookup, f"lookup of int32 {shape}")
+        check(
+            made(VPEmbedding, VOCAB, IN), [x.int() for x in ids], lookup, f"lookup of int32 {shape}"
+        )
     for shape in ((6, IN), (2, 3, IN)):
         head = made(VPEmbedding, VOCAB, IN)
-        check(head, rows_of_all(*shape), column(True, False), f"projection {shape}", functools.partial(head, projection=True))
+        check(
+            head,
+            rows_of_all(*shape),
+            column(True, False),
+            f"projection {shape}",
+            functools.partial(head, projection=True),
+        )
 
 
 def unsplit() -> None:
     for bias in (False, True):
-        check(made(Linear, IN, OUT, bias), rows_of_all(2, 3, IN), lambda xs, p: [F.linear(x, **p) for x in xs], "Linear")
+        check(
+            made(Linear, IN, OUT, bias),
+            rows_of_all(2, 3, IN),
+            lambda xs, p: [F.linear(x, **p) for x in xs],
+            "Linear",
+        )
 
 
 @pytest.mark.parametrize(("world_size", "tp_size"), [(1, 1), *MESHES])
@@ -194,7 +251,13 @@ class Layer(nn.Module):
 def layer(inputs: Tensors, p: Parameters) -> Tensors:
     outs = []
     for x in inputs:
-        h = torch.tanh(F.linear(F.layer_norm(x, (IN,), p["norm.weight"], p["norm.bias"]), p["up.weight"], p["up.bias"]))
+        h = torch.tanh(
+            F.linear(
+                F.layer_norm(x, (IN,), p["norm.weight"], p["norm.bias"]),
+                p["up.weight"],
+                p["up.bias"],
+            )
+        )
         outs.append(x + F.linear(h, p["down.weight"], p["down.bias"]))
     return outs
 
@@ -219,7 +282,9 @@ def compiled(backend: str, level: int, recompute: bool) -> None:
     for _ in range(2):  # a second call of compiled code
         block.zero_grad()
         values = {name: value.clone() for name, value in block.state_dict().items()}
-        check(block, rows_of_all(4, 3, IN), layer, f"{backend}, ZeRO-{level}, recompute={recompute}")
+        check(
+            block, rows_of_all(4, 3, IN), layer, f"{backend}, ZeRO-{level}, recompute={recompute}"
+        )
         block.load_state_dict(values)
     assert block._runner.is_compiled and block._runner.recomputing(Level.BLOCK) is not None
 
@@ -238,11 +303,25 @@ class Unwanted:
 
 
 def alone() -> None:
-    """Without tensor parallelism the layers are the plain ones to the last bit, and the tensor axis is not used."""
-    for name in ("gather_rows", "scatter_rows", "all_reduce", "gather_linear", "linear_scatter", "linear_reduce", "check_alike"):
+    """Without tensor parallelism the layers are the plain ones to the last bit, and the tensor axis
+    is not used.
+    """
+    for name in (
+        "gather_rows",
+        "scatter_rows",
+        "all_reduce",
+        "gather_linear",
+        "linear_scatter",
+        "linear_reduce",
+        "check_alike",
+    ):
         setattr(tensor_parallel, name, Unwanted())
     x = rows_of_all(4, 3, IN)[bmt.rank()]
-    for module in (made(ColumnParallelLinear, IN, OUT), made(RowParallelLinear, IN, OUT, split_input=True), made(Linear, IN, OUT)):
+    for module in (
+        made(ColumnParallelLinear, IN, OUT),
+        made(RowParallelLinear, IN, OUT, split_input=True),
+        made(Linear, IN, OUT),
+    ):
         assert torch.equal(module(x), F.linear(x, **module.state_dict()))
     table = made(VPEmbedding, VOCAB, IN)
     assert torch.equal(table(torch.arange(VOCAB)), table.state_dict()["weight"])
@@ -287,21 +366,33 @@ def operations() -> None:
     weight, bias = torch.randn(OUT, IN, generator=seeded(1)), torch.randn(OUT, generator=seeded(2))
     inputs = rows_of_all(4, IN)
     assert torch.equal(OpLinear.apply(inputs[0], weight, bias), F.linear(inputs[0], weight, bias))
-    own_rows = OpParallelLinear.apply(inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True, False, False, None, 2)
+    own_rows = OpParallelLinear.apply(
+        inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True, False, False, None, 2
+    )
     whole = F.linear(torch.cat(inputs), weight, bias)
     models.assert_same(own_rows, whole.chunk(size, 1)[rank], "gathered input")
-    for kind, want in ((ReduceType.ALL_REDUCE, whole), (ReduceType.REDUCE_SCATTER, whole.chunk(size)[rank])):
-        got = OpParallelLinear.apply(torch.cat(inputs), weight.chunk(size, 1)[rank], bias, False, False, True, kind, 2)
+    for kind, want in (
+        (ReduceType.ALL_REDUCE, whole),
+        (ReduceType.REDUCE_SCATTER, whole.chunk(size)[rank]),
+    ):
+        got = OpParallelLinear.apply(
+            torch.cat(inputs), weight.chunk(size, 1)[rank], bias, False, False, True, kind, 2
+        )
         models.assert_same(got, want, str(kind))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = OpParallelLinear.apply(inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True)
+        low = OpParallelLinear.apply(
+            inputs[rank], weight.chunk(size)[rank], bias.chunk(size)[rank], True
+        )
     models.assert_same(low, whole.chunk(size, 1)[rank].bfloat16(), "autocast", tolerance=2**-6)
     x, w = inputs[rank].clone().requires_grad_(), weight.chunk(size)[rank].clone()
     OpParallelLinear.apply(x, w, None, True).sum().backward()  # a frozen weight
     models.assert_same(x.grad, weight.sum(0).expand(4, IN), "gradient of the input alone")
     w.requires_grad_()
-    OpParallelLinear.apply(inputs[rank], w, None, True).sum().backward()  # an input without gradient
-    models.assert_same(w.grad, torch.cat(inputs).sum(0).expand(w.shape), "gradient of the weight alone")
+    # an input without gradient
+    OpParallelLinear.apply(inputs[rank], w, None, True).sum().backward()
+    models.assert_same(
+        w.grad, torch.cat(inputs).sum(0).expand(w.shape), "gradient of the weight alone"
+    )
 
 
 def test_operations() -> None:
@@ -310,7 +401,9 @@ def test_operations() -> None:
 
 
 def traffic() -> None:
-    """What is under way while what is multiplied, told by the order in which work is issued and awaited."""
+    """What is under way while what is multiplied, told by the order in which work is issued and
+    awaited.
+    """
     log: list[str] = []
     current = world.current().service(overlap.Overlap)
 
@@ -332,23 +425,45 @@ def traffic() -> None:
     assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply"], log
     log.clear()
     out.sum().backward()
-    # The gather of x comes first and is awaited by the gradient of the weight; the reduction of the gradient of x last.
-    assert log == ["gather", *["multiply"] * 2, "reduce", *["multiply"] * 2, "reduce", "wait", "wait"], log
+    # The gather of x comes first and is awaited by the gradient of the weight; the reduction of the
+    # gradient of x last.
+    assert log == [
+        "gather",
+        *["multiply"] * 2,
+        "reduce",
+        *["multiply"] * 2,
+        "reduce",
+        "wait",
+        "wait",
+    ], log
     log.clear()
     out = tensor_parallel.linear_scatter(x, weight, False, 2)
     assert log == [*["multiply"] * 2, "reduce", *["multiply"] * 2, "reduce", "wait"], log
     log.clear()
     out.sum().backward()
-    assert log == ["gather", "gather", "multiply", "wait", "multiply", "wait", "multiply", "wait"], log
+    assert log == [
+        "gather",
+        "gather",
+        "multiply",
+        "wait",
+        "multiply",
+        "wait",
+        "multiply",
+        "wait",
+    ], log
 
 
 def test_rows_travel_beside_multiplication() -> None:
-    """Own rows are multiplied before the first are awaited; a chunk is summed while the next is multiplied."""
+    """Own rows are multiplied before the first are awaited; a chunk is summed while the next is
+    multiplied.
+    """
     run_ranks(traffic, 2, init={"tp_size": 2})
 
 
 def churning(num_rounds: int, rows: int, width: int) -> None:
-    """Nothing is read before it is there or overwritten while it travels: memory that is given back is spoiled at once."""
+    """Nothing is read before it is there or overwritten while it travels: memory that is given back
+    is spoiled at once.
+    """
 
     def spoil() -> None:
         for numel in (rows * width, tp_size() * rows * width, rows * width // 2):
@@ -371,7 +486,9 @@ def churning(num_rounds: int, rows: int, width: int) -> None:
                 out = tensor_parallel.linear_scatter(torch.tanh(h / width), down, False, 4)
             else:
                 h = F.linear(bmt.distributed.all_gather(x * 1, axis).flatten(0, 1), up)
-                out = bmt.distributed.reduce_scatter(F.linear(torch.tanh(h / width), down), "sum", axis)
+                out = bmt.distributed.reduce_scatter(
+                    F.linear(torch.tanh(h / width), down), "sum", axis
+                )
             spoil()
             (out * torch.linspace(-1, 1, width, device=out.device)).sum().backward()
             spoil()
@@ -383,12 +500,15 @@ def churning(num_rounds: int, rows: int, width: int) -> None:
 
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_memory_is_held_while_it_travels(tp_size: int) -> None:
-    """On a CPU only the arithmetic of the test; tests/gpu runs the same with rows enough for an overlap."""
+    """On a CPU only the arithmetic of the test; tests/gpu runs the same with rows enough for an
+    overlap.
+    """
     run_ranks(churning, tp_size, 2, 8, 16, init={"tp_size": tp_size})
 
 
 @pytest.mark.parametrize(
-    ("rows", "wanted", "count"), [(12, 1, 1), (12, 2, 2), (12, 5, 4), (7, 4, 1), (7, 7, 7), (2, 8, 2), (0, 4, 1), (1, 2, 1)]
+    ("rows", "wanted", "count"),
+    [(12, 1, 1), (12, 2, 2), (12, 5, 4), (7, 4, 1), (7, 7, 7), (2, 8, 2), (0, 4, 1), (1, 2, 1)],
 )
 def test_chunks_are_equal(rows: int, wanted: int, count: int) -> None:
     assert overlap.num_equal_chunks(rows, wanted) == count
@@ -396,7 +516,10 @@ def test_chunks_are_equal(rows: int, wanted: int, count: int) -> None:
 
 def bad_layers() -> None:
     for make, words in (
-        (lambda: ColumnParallelLinear(4, 7), r"ColumnParallelLinear: out_features is 7.*tp_size=2.*multiple of 2.*8"),
+        (
+            lambda: ColumnParallelLinear(4, 7),
+            r"ColumnParallelLinear: out_features is 7.*tp_size=2.*multiple of 2.*8",
+        ),
         (lambda: RowParallelLinear(7, 4), r"RowParallelLinear: in_features is 7.*tp_size=2.*8"),
         (lambda: VPEmbedding(7, 4), r"VPEmbedding: vocab_size is 7.*tp_size=2.*8"),
         (lambda: Linear(0, 4), r"Linear: in_features is 0: expected a whole number above 0"),
@@ -409,7 +532,11 @@ def bad_layers() -> None:
 
 def bad_calls() -> None:
     rank = bmt.rank()
-    into, out, table = made(ColumnParallelLinear, IN, OUT), made(RowParallelLinear, OUT, IN), made(VPEmbedding, VOCAB, IN)
+    into, out, table = (
+        made(ColumnParallelLinear, IN, OUT),
+        made(RowParallelLinear, OUT, IN),
+        made(VPEmbedding, VOCAB, IN),
+    )
     every = made(RowParallelLinear, OUT, IN, split_input=True, all_reduce_output=True)
     x, h = torch.randn(4, IN), torch.randn(4, OUT // 2)
     wrong: list[tuple[Callable[[], Any], str]] = [
@@ -420,19 +547,40 @@ def bad_calls() -> None:
         (lambda: every(torch.randn(4 + rank, OUT)), r"rank 0: .*\(4, 12\).*rank 1: .*\(5, 12\)"),
         (lambda: table(torch.arange(4 + rank)), r"rank 0: .*\(4,\).*rank 1: .*\(5,\)"),
         (lambda: table(x[: 4 - rank], projection=True), r"rank 0: .*\(4, 8\).*rank 1: .*\(3, 8\)"),
-        (lambda: into(x) if rank else table(torch.arange(4)), r"rank 0: gather_rows.*rank 1: gather_linear"),
-        (lambda: into(torch.randn(4, IN + 1)), r"\(4, 9\) for a weight of \(6, 8\).*expected \(rows, \.\.\., 8\)"),
+        (
+            lambda: into(x) if rank else table(torch.arange(4)),
+            r"rank 0: gather_rows.*rank 1: gather_linear",
+        ),
+        (
+            lambda: into(torch.randn(4, IN + 1)),
+            r"\(4, 9\) for a weight of \(6, 8\).*expected \(rows, \.\.\., 8\)",
+        ),
         (lambda: into(torch.randn(IN)), r"shape \(8,\).*expected \(rows, \.\.\., 8\)"),
         (lambda: into(x.double()), r"float64 for a weight of torch\.float32.*equal dtypes"),
         (lambda: out(torch.randn(4, OUT)), r"\(4, 12\).*expected \(rows, \.\.\., 6\).*split_input"),
         (lambda: every(h), r"\(4, 6\).*expected \(rows, \.\.\., 12\)"),
         (lambda: out(h[:3]), r"3 rows \(dim 0\).*tp_size=2.*multiple of 2"),
-        (lambda: table(torch.tensor([0, VOCAB])), r"id 16 \(2 of 4 ids of the tensor-parallel ranks are out of range\).*0 to 15"),
-        (lambda: table(torch.tensor([-1, 2]) if rank else torch.tensor([1, 2])), r"id -1 \(1 of 4 ids"),
+        (
+            lambda: table(torch.tensor([0, VOCAB])),
+            r"id 16 \(2 of 4 ids of the tensor-parallel ranks are out of range\).*0 to 15",
+        ),
+        (
+            lambda: table(torch.tensor([-1, 2]) if rank else torch.tensor([1, 2])),
+            r"id -1 \(1 of 4 ids",
+        ),
         (lambda: table(torch.ones(3)), r"ids of torch\.float32: expected integers"),
-        (lambda: OpParallelLinear.apply(x, x, reduce_output_type="sum"), r"reduce_output_type is 'sum'.*ALL_REDUCE"),  # type: ignore[arg-type]
-        (lambda: OpParallelLinear.apply(x, x, split_input=True), r"split_input without reduce_output_type"),
-        (lambda: OpParallelLinear.apply(x, x, None, True, False, False, ReduceType.ALL_REDUCE), r"gather_input with"),
+        (
+            lambda: OpParallelLinear.apply(x, x, reduce_output_type="sum"),  # type: ignore[arg-type]
+            r"reduce_output_type is 'sum'.*ALL_REDUCE",
+        ),
+        (
+            lambda: OpParallelLinear.apply(x, x, split_input=True),
+            r"split_input without reduce_output_type",
+        ),
+        (
+            lambda: OpParallelLinear.apply(x, x, None, True, False, False, ReduceType.ALL_REDUCE),
+            r"gather_input with",
+        ),
     ]
     for call, words in wrong:
         with pytest.raises(ConfigurationError, match=words):
@@ -442,5 +590,7 @@ def bad_calls() -> None:
 
 @pytest.mark.parametrize("program", [bad_layers, bad_calls])
 def test_bad_input_is_refused_on_every_rank(program: Callable[[], None]) -> None:
-    """With an error that names it, where the ranks differ and where all are wrong alike; nothing hangs."""
+    """With an error that names it, where the ranks differ and where all are wrong alike; nothing
+    hangs.
+    """
     run_ranks(program, 2, init={"tp_size": 2}, timeout=20)

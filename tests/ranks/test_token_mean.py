@@ -1,4 +1,6 @@
-"""The mean over tokens is one process's on the concatenated batch, however the tokens are spread."""
+"""The mean over tokens is one process's on the concatenated batch, however the tokens are
+spread.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ MICROS, ROWS, CLASSES = 3, 4, 7
 
 
 def make_batch(world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs (ranks, micro-batches, rows, 5) and targets without the last dim; each micro-batch has another number of targets."""
+    """Inputs (ranks, micro-batches, rows, 5) and targets without the last dim; each micro-batch has
+    another number of targets.
+    """
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(world_size, MICROS, ROWS, 5, generator=generator)
     targets = torch.randint(0, CLASSES, (world_size, MICROS, ROWS), generator=generator)

@@ -1,4 +1,6 @@
-"""accelerate and the Trainer of transformers with a model that is sharded: right, or refused when it is tried."""
+"""accelerate and the Trainer of transformers with a model that is sharded: right, or refused when
+it is tried.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ def make() -> nn.Module:
 
 def data() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    return torch.utils.data.TensorDataset(torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 3, generator=generator))
+    return torch.utils.data.TensorDataset(
+        torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 3, generator=generator)
+    )
 
 
-def train(model: Any, optimizer: Any, batches: Any, backward: Callable[[torch.Tensor], object]) -> None:
+def train(
+    model: Any, optimizer: Any, batches: Any, backward: Callable[[torch.Tensor], object]
+) -> None:
     for _ in range(STEPS):
         for x, y in batches:
             optimizer.zero_grad()
@@ -63,7 +69,9 @@ def with_accelerate() -> None:
     with pytest.raises(ParameterError, match="cannot hold a sharded model"):
         accelerator.prepare(model)
     ordinary = make()
-    held, optimizer, loader = accelerator.prepare(ordinary, torch.optim.SGD(ordinary.parameters(), lr=RATE), loader)
+    held, optimizer, loader = accelerator.prepare(
+        ordinary, torch.optim.SGD(ordinary.parameters(), lr=RATE), loader
+    )
     late = bmt.BMTrainModelWrapper(held)
     with pytest.raises(ParameterError, match="replaced when its model was sharded"):
         train(late, optimizer, loader, accelerator.backward)
@@ -71,7 +79,9 @@ def with_accelerate() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accelerate_prepares_optimizers_and_loaders(world_size: int) -> None:
-    """A sharded model stays as it is; optimizers of a model that was wrapped in DistributedDataParallel first train nothing."""
+    """A sharded model stays as it is; optimizers of a model that was wrapped in
+    DistributedDataParallel first train nothing.
+    """
     run_ranks(with_accelerate, world_size)
 
 
@@ -82,9 +92,14 @@ def with_trainer(folder: str) -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=19, n_positions=8)
     model = bmt.BMTrainModelWrapper(transformers.GPT2LMHeadModel(config))
     rows = [{"input_ids": torch.arange(6), "labels": torch.arange(6)}] * 4
-    settings = transformers.TrainingArguments(folder, max_steps=1, use_cpu=True, report_to="none", save_strategy="no")
+    settings = transformers.TrainingArguments(
+        folder, max_steps=1, use_cpu=True, report_to="none", save_strategy="no"
+    )
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    with warnings.catch_warnings(), pytest.raises(ParameterError, match="cannot hold a sharded model"):
+    with (
+        warnings.catch_warnings(),
+        pytest.raises(ParameterError, match="cannot hold a sharded model"),
+    ):
         warnings.simplefilter("ignore")
         transformers.Trainer(model=model, args=settings, train_dataset=rows).train()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -1,4 +1,6 @@
-"""Models of transformers, wrapped as they are, against the same models in one process of plain PyTorch."""
+"""Models of transformers, wrapped as they are, against the same models in one process of plain
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +22,66 @@ from bmtrain.errors import ParameterError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
 VOCAB, ROWS, LENGTH = 41, 4, 6
-SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def gpt2() -> Any:
     """Learned positions, embedding and head tied, Conv1D layers."""
     off: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(n_positions=32, n_embd=16, n_layer=2, n_head=2, **SMALL, **off))
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_positions=32, n_embd=16, n_layer=2, n_head=2, **SMALL, **off)
+    )
 
 
 def llama() -> Any:
     """Rotary positions from a buffer that is in no file, grouped keys, embedding and head apart."""
     config = hf.LlamaConfig(  # type: ignore[call-arg]  # every configuration takes attn_implementation
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        max_position_embeddings=32, attn_implementation="eager", **SMALL,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+        **SMALL,
+    )
     return hf.LlamaForCausalLM(config)
 
 
 def bert() -> Any:
     """Pooler, two heads, embedding and decoder tied."""
     config = hf.BertConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **SMALL,
-    )  # fmt: skip
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **SMALL,
+    )
     return hf.BertForPreTraining(config)
 
 
 def t5() -> Any:
-    """Two stacks of different layers that share an embedding; the first layer's position bias goes through all others."""
+    """Two stacks of different layers that share an embedding; the first layer's position bias goes
+    through all others.
+    """
     config = hf.T5Config(  # type: ignore[call-arg]  # and decoder_start_token_id
-        d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, **SMALL
-    )  # fmt: skip
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        **SMALL,
+    )
     return hf.T5ForConditionalGeneration(config)
 
 
@@ -83,11 +113,15 @@ def batch(model: Any, step: int) -> dict[str, torch.Tensor]:
 def own_rows(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's part."""
     rows = ROWS // bmt.world_size()
-    return {key: value[bmt.rank() * rows : (bmt.rank() + 1) * rows] for key, value in inputs.items()}
+    return {
+        key: value[bmt.rank() * rows : (bmt.rank() + 1) * rows] for key, value in inputs.items()
+    }
 
 
 def assert_gradients(got: nn.Module, want: nn.Module, what: str) -> None:
-    """Equal on the scale of the model's gradients: some are nothing but rounding, as that of a key's bias."""
+    """Equal on the scale of the model's gradients: some are nothing but rounding, as that of a
+    key's bias.
+    """
     plain, whole = models.plain_gradients(want), models.full_gradients(got)
     assert sorted(whole) == sorted(plain), what
     floor = 1e-2 * max(grad.abs().max().item() for grad in plain.values() if grad is not None)
@@ -96,12 +130,17 @@ def assert_gradients(got: nn.Module, want: nn.Module, what: str) -> None:
         assert (own is None) == (grad is None), f"{what}: {name}"
         if grad is not None and own is not None:
             error = (own - grad).abs().max().item()
-            assert error <= 1e-5 * max(grad.abs().max().item(), floor), f"{what}: gradient of {name} is off by {error:g}"
+            assert error <= 1e-5 * max(grad.abs().max().item(), floor), (
+                f"{what}: gradient of {name} is off by {error:g}"
+            )
 
 
 def train_both(what: str, plain: Any, model: Any, steps: range = range(2)) -> None:
-    """Train `plain` on whole batches and the wrapped `model` on this rank's rows; they stay equal."""
-    # With the usual eps a gradient of nothing but rounding would move its parameter as far as any other.
+    """Train `plain` on whole batches and the wrapped `model` on this rank's rows; they stay
+    equal.
+    """
+    # With the usual eps a gradient of nothing but rounding would move its parameter as far as any
+    # other.
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     stepper = torch.optim.AdamW(plain.parameters(), **settings)
     manager = OptimManager()
@@ -112,7 +151,9 @@ def train_both(what: str, plain: Any, model: Any, steps: range = range(2)) -> No
         stepper.zero_grad()
         manager.zero_grad()
         want, got = plain(**inputs).loss, model(**own_rows(inputs)).loss
-        models.assert_same(bmt.gather_result(got.detach().view(1)).mean(), want.detach(), f"{here}: loss")
+        models.assert_same(
+            bmt.gather_result(got.detach().view(1)).mean(), want.detach(), f"{here}: loss"
+        )
         want.backward()
         manager.backward(got)
         assert_gradients(model, plain, here)
@@ -133,14 +174,21 @@ def training() -> None:
 
 def checkpointing_flags() -> None:
     """transformers' own checkpointing inside of blocks that recompute themselves or not."""
-    for name, reentrant, first in (("llama", True, True), ("llama", False, False), ("t5", True, False), ("gpt2", False, True)):
+    for name, reentrant, first in (
+        ("llama", True, True),
+        ("llama", False, False),
+        ("t5", True, False),
+        ("gpt2", False, True),
+    ):
         plain = make(name)
         model = copy.deepcopy(plain)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the name is deprecated in newest versions, its successor missing in older ones
+            # the name is deprecated in newest versions, its successor missing in older ones
+            warnings.simplefilter("ignore")
             arguments = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
             plain.gradient_checkpointing_enable(**arguments)
-            plain.enable_input_require_grads()  # without it reentrant checkpoints of the first layer have no gradient
+            # without it reentrant checkpoints of the first layer have no gradient
+            plain.enable_input_require_grads()
             if first:
                 model.gradient_checkpointing_enable(**arguments)
             model = bmt.BMTrainModelWrapper(model)
@@ -152,12 +200,19 @@ def checkpointing_flags() -> None:
         for recompute in (True, False):
             for layer in layers:
                 layer.use_checkpoint = recompute
-            train_both(f"{name}, checkpointing, reentrant={reentrant}, {recompute=}", plain, model, range(1))
+            train_both(
+                f"{name}, checkpointing, reentrant={reentrant}, {recompute=}",
+                plain,
+                model,
+                range(1),
+            )
         assert all(isinstance(param, bmt.DistributedParameter) for param in model.parameters())
 
 
 def outputs() -> None:
-    """Hidden states and attentions, which transformers records with hooks on modules that it looks for by class."""
+    """Hidden states and attentions, which transformers records with hooks on modules that it looks
+    for by class.
+    """
     for name in MODELS:
         plain = make(name)
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
@@ -168,14 +223,22 @@ def outputs() -> None:
         assert list(want) == list(got)
         seen = 0
         for key in want:
-            pairs = zip(*[x if isinstance(x, tuple) else (x,) for x in (got[key], want[key])], strict=True)
+            pairs = zip(
+                *[x if isinstance(x, tuple) else (x,) for x in (got[key], want[key])], strict=True
+            )
             for a, b in pairs:
                 if isinstance(b, torch.Tensor):
                     models.assert_same(a.detach(), b.detach(), f"{name}: {key}")
                     seen += 1
         assert seen > 5, (name, list(want))
-        (sum(h.square().mean() for h in want.get("hidden_states") or want.encoder_hidden_states) * 1.0).backward()
-        (sum(h.square().mean() for h in got.get("hidden_states") or got.encoder_hidden_states) / bmt.world_size()).backward()
+        (
+            sum(h.square().mean() for h in want.get("hidden_states") or want.encoder_hidden_states)
+            * 1.0
+        ).backward()
+        (
+            sum(h.square().mean() for h in got.get("hidden_states") or got.encoder_hidden_states)
+            / bmt.world_size()
+        ).backward()
         assert_gradients(model, plain, f"{name}: gradients by way of hidden states")
 
 
@@ -188,7 +251,11 @@ def generating() -> None:
         prompt = batch(plain, 0)["input_ids"][bmt.rank() : bmt.rank() + 1]
         lengths = [3 + 4 * bmt.rank(), 9 - 2 * bmt.rank()]
         for length in lengths:  # ranks that stop at different times
-            options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": length, "do_sample": False}
+            options = {
+                "attention_mask": torch.ones_like(prompt),
+                "max_new_tokens": length,
+                "do_sample": False,
+            }
             want = plain.generate(prompt, **options)
             got = model.generate(prompt, **options)
             assert torch.equal(got, want), f"{name}: {got} instead of {want}"
@@ -224,7 +291,9 @@ def pretrained(folder: str) -> None:
         model.save_pretrained(path, max_shard_size="5KB")  # several files and an index
         loaded = type(plain).from_pretrained(path)
         assert loaded.config.architectures == [type(plain).__name__]
-        models.assert_same_dicts(loaded.state_dict(), plain.state_dict(), f"{name}: from_pretrained", 0.0)
+        models.assert_same_dicts(
+            loaded.state_dict(), plain.state_dict(), f"{name}: from_pretrained", 0.0
+        )
         again = bmt.BMTrainModelWrapper(loaded)
         bmt.load(again, path)
         assert_same_answers(again, plain, f"{name}: from_pretrained, wrapped")
@@ -281,7 +350,9 @@ def half_precision() -> None:
 
 
 def from_meta() -> None:
-    """Parameters come from a file; a buffer in no file is NaN until it gets its values, of which a warning tells."""
+    """Parameters come from a file; a buffer in no file is NaN until it gets its values, of which a
+    warning tells.
+    """
     plain = make("llama").eval()
     with torch.device("meta"):
         empty = llama().eval()
@@ -305,17 +376,26 @@ def bad_input() -> None:
     trained = gpt2()
     layer = trained.transformer.h[1].mlp.c_fc
     layer.weight = nn.Parameter(layer.weight.detach().to(torch.complex64))
-    with pytest.raises(ParameterError, match=r"'transformer\.h\.1\.mlp\.c_fc\.weight' is torch\.complex64.*Freeze it"):
+    with pytest.raises(
+        ParameterError,
+        match=r"'transformer\.h\.1\.mlp\.c_fc\.weight' is torch\.complex64.*Freeze it",
+    ):
         bmt.BMTrainModelWrapper(trained)
-    assert not any(isinstance(param, bmt.DistributedParameter) for param in trained.parameters()), "half a model was changed"
+    assert not any(isinstance(param, bmt.DistributedParameter) for param in trained.parameters()), (
+        "half a model was changed"
+    )
     kept = bmt.BMTrainModelWrapper(quantised).transformer.h[1].mlp.c_fc.weight
-    assert kept.dtype == torch.int8 and torch.equal(kept, before), "every rank keeps what nobody trains whole"
+    assert kept.dtype == torch.int8 and torch.equal(kept, before), (
+        "every rank keeps what nobody trains whole"
+    )
     with pytest.raises(ParameterError, match=r"'1\.weight' is lazy.*run the model once"):
         bmt.BMTrainModelWrapper(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
     model = bmt.BMTrainModelWrapper(llama())
     params, storages = list(model.parameters()), [p.storage_of for p in model.parameters()]
     assert bmt.BMTrainModelWrapper(model) is model
-    assert all(a is b for a, b in zip(model.parameters(), params, strict=True)), "wrapped twice, parameters were replaced"
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True)), (
+        "wrapped twice, parameters were replaced"
+    )
     assert [p.storage_of for p in model.parameters()] == storages
     with pytest.raises(ParameterError, match=r"assign=False"):
         model.load_state_dict(llama().state_dict(), assign=True)
@@ -326,7 +406,9 @@ def bad_input() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("program", [half_precision, from_meta, bad_input])
 def test_limits(program: Callable[[], None], world_size: int) -> None:
-    """bf16 to its own precision; models from the meta device; errors that name the parameter, before anything is changed."""
+    """bf16 to its own precision; models from the meta device; errors that name the parameter,
+    before anything is changed.
+    """
     run_ranks(program, world_size)
 
 

@@ -1,4 +1,6 @@
-"""Shards and gradients moved by copies between ranks: the same as by collectives, in the same bits from run to run."""
+"""Shards and gradients moved by copies between ranks: the same as by collectives, in the same bits
+from run to run.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,13 @@ COPIES, COLLECTIVES = {"transport": "copy_engine"}, {"transport": "collective"}
 
 
 def train_everything() -> dict[Any, dict[str, torch.Tensor]]:
-    transport.SMALLEST_SHARED_BYTES, exchange.LEAST_COPIED = 0, 256  # some parts are copied from where they are, some joined before
-    modes = [(*mode, *micro) for mode in itertools.product((2, 3), (False, True)) for micro in ((1, False), (3, True), (3, False))]
+    # some parts are copied from where they are, some joined before
+    transport.SMALLEST_SHARED_BYTES, exchange.LEAST_COPIED = 0, 256
+    modes = [
+        (*mode, *micro)
+        for mode in itertools.product((2, 3), (False, True))
+        for micro in ((1, False), (3, True), (3, False))
+    ]
     return {mode: train(("adam", *mode)) for mode in modes}
 
 
@@ -57,12 +64,18 @@ class Layer(torch.nn.Module):
 
 
 def layers(
-    dtype: torch.dtype = torch.float32, num: int = 3, level: int = 3, reduce_dtype: torch.dtype | None = None
+    dtype: torch.dtype = torch.float32,
+    num: int = 3,
+    level: int = 3,
+    reduce_dtype: torch.dtype | None = None,
 ) -> torch.nn.Sequential:
     torch.manual_seed(3)
     made = [Layer().to(dtype) for _ in range(num)]
     return torch.nn.Sequential(
-        *(bmt.Block(layer, use_checkpoint=False, zero_level=level, reduce_dtype=reduce_dtype) for layer in made)
+        *(
+            bmt.Block(layer, use_checkpoint=False, zero_level=level, reduce_dtype=reduce_dtype)
+            for layer in made
+        )
     )
 
 
@@ -84,14 +97,19 @@ def gathered() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_gathers_are_bit_equal_to_collectives(world_size: int) -> None:
-    by_copies, by_collectives = (run_ranks(gathered, world_size, init=init) for init in (COPIES, COLLECTIVES))
+    by_copies, by_collectives = (
+        run_ranks(gathered, world_size, init=init) for init in (COPIES, COLLECTIVES)
+    )
     for one, other in zip(by_copies, by_collectives, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert by_copies[0][0].float().max() > 1  # the other ranks' parts have come
 
 
 def gradients_of(reduce_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's slices of gradients, twice, with other numbers in between. The weights are copied from where they are."""
+    """This rank's slices of gradients, twice, with other numbers in between.
+
+    The weights are copied from where they are.
+    """
     exchange.LEAST_COPIED = 2**16
     model = layers(torch.bfloat16, reduce_dtype=reduce_dtype)
     found = []
@@ -104,15 +122,22 @@ def gradients_of(reduce_dtype: torch.dtype | None) -> tuple[list[torch.Tensor], 
 
 
 def full_gradients_of_each_rank(num_ranks: int) -> list[list[torch.Tensor]]:
-    """What each rank would have alone: by block the flat gradient in the layout of `num_ranks` ranks."""
+    """What each rank would have alone: by block the flat gradient in the layout of `num_ranks`
+    ranks.
+    """
     found = []
     for rank in range(num_ranks):
         torch.manual_seed(3)
         model = torch.nn.Sequential(*(Layer().bfloat16() for _ in range(3)))
         torch.manual_seed(10 + rank)
         model(torch.randn(16, 400).bfloat16()).float().square().sum().backward()
-        parts = [(part.get_parameter("linear.weight"), part.get_parameter("linear.bias")) for part in model]
-        found.append([torch.cat([grad_of(weight).reshape(-1), grad_of(bias)]) for weight, bias in parts])
+        parts = [
+            (part.get_parameter("linear.weight"), part.get_parameter("linear.bias"))
+            for part in model
+        ]
+        found.append(
+            [torch.cat([grad_of(weight).reshape(-1), grad_of(bias)]) for weight, bias in parts]
+        )
     return found
 
 
@@ -135,7 +160,11 @@ def exchanges_and_sources() -> tuple[int, list[bool]]:
     model = layers()
     alone = bmt.Block(torch.nn.Linear(500, 501), use_checkpoint=False)
     small = bmt.Block(torch.nn.Linear(4, 4), use_checkpoint=False)
-    x = model(torch.ones(2, 400)).sum() + alone(torch.ones(2, 500)).sum() + small(torch.ones(2, 4)).sum()
+    x = (
+        model(torch.ones(2, 400)).sum()
+        + alone(torch.ones(2, 500)).sum()
+        + small(torch.ones(2, 4)).sum()
+    )
     x.backward()
     engine = world.current().service(Engine)
     sources = [source_of(block).peers is not None for block in (model[0], alone, small)]
@@ -143,7 +172,9 @@ def exchanges_and_sources() -> tuple[int, list[bool]]:
 
 
 def test_who_is_shared() -> None:
-    """Equal blocks share the memory for their gradients, a block by itself has none, a small one is left to collectives."""
+    """Equal blocks share the memory for their gradients, a block by itself has none, a small one is
+    left to collectives.
+    """
     assert run_ranks(exchanges_and_sources, 2, init=COPIES) == [(1, [True, True, False])] * 2
 
 
@@ -183,7 +214,9 @@ def test_shards_are_overwritten_after_all_have_read_them() -> None:
 
 
 def tensor_parallel_gather() -> bool:
-    """Axes of their own for tensor-parallel parameters: their barriers are among their own ranks."""
+    """Axes of their own for tensor-parallel parameters: their barriers are among their own
+    ranks.
+    """
     transport.SMALLEST_SHARED_BYTES = 0
     torch.manual_seed(0)
     column = bmt.nn.ColumnParallelLinear(32, 64, init_method=torch.nn.init.xavier_normal_)
@@ -199,7 +232,10 @@ def test_tensor_parallel_axes() -> None:
 
 
 def test_unknown_transports_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="transport is 'carrier pigeon': expected one of auto, copy_engine, collective"):
+    with pytest.raises(
+        ConfigurationError,
+        match="transport is 'carrier pigeon': expected one of auto, copy_engine, collective",
+    ):
         world.Defaults(transport="carrier pigeon")
 
 
@@ -209,7 +245,10 @@ def on_two_hosts() -> None:
 
 
 def test_ranks_on_several_hosts_say_so() -> None:
-    with pytest.raises(ConfigurationError, match=r"transport=.copy_engine. cannot be had: 2 ranks are on 2 hosts; use 'auto'"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"transport=.copy_engine. cannot be had: 2 ranks are on 2 hosts; use 'auto'",
+    ):
         run_ranks(on_two_hosts, 2, init=COPIES)
 
 
@@ -229,7 +268,10 @@ def be_refused() -> bool:
 
 
 def test_a_refusal_on_one_rank_is_one_on_all() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot be had: rank 1 cannot share memory \(not supported here\); use 'auto'"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"cannot be had: rank 1 cannot share memory \(not supported here\); use 'auto'",
+    ):
         run_ranks(be_refused, 2, init=COPIES)
 
 
@@ -270,7 +312,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all() -> None:
 
 
 def run_out_of_memory_and_go_on() -> list[Any]:
-    """There is room for the shards, but for no gradients: the first forward pass says so, and the program does without it."""
+    """There is room for the shards, but for no gradients: the first forward pass says so, and the
+    program does without it.
+    """
     make = peers._make_file
     model, engine = layers(), world.current().service(Engine)
     fill_one_disk()
@@ -289,7 +333,10 @@ def run_out_of_memory_and_go_on() -> list[Any]:
 
 def test_memory_for_gradients_is_found_in_the_first_forward_pass() -> None:
     """Or is missing on all ranks, of which none waits for the others in backward."""
-    assert run_ranks(run_out_of_memory_and_go_on, 2, init=COPIES, timeout=40) == [[True, True, 1, True]] * 2
+    assert (
+        run_ranks(run_out_of_memory_and_go_on, 2, init=COPIES, timeout=40)
+        == [[True, True, 1, True]] * 2
+    )
 
 
 def num_exchanges_without_gradients() -> int:
@@ -335,7 +382,9 @@ class Driver:
         self._room = room  # for each attempt
         self.group: tuple[str, int, int, Any] | None = None
 
-    def empty_strided_p2p(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty_strided_p2p(
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         if not self._room.pop(0):
             raise RuntimeError("CUDA driver error: out of memory")
         return torch.ones(size, dtype=dtype)
@@ -380,7 +429,9 @@ def test_a_full_gpu_gives_up_torchs_cache_and_then_says_so_on_all_ranks() -> Non
 
 
 def introduce(version: str) -> list[str] | None:
-    """What the ranks tell each other through the store of the group that torch's symmetric memory is told of."""
+    """What the ranks tell each other through the store of the group that torch's symmetric memory
+    is told of.
+    """
     torch.__version__ = version  # type: ignore[assignment]
     driver, axis = Driver([True]), world.current().mesh.world
     vars(peers)["symmetric_memory"] = lambda: driver
@@ -393,7 +444,8 @@ def introduce(version: str) -> list[str] | None:
 
 
 @pytest.mark.parametrize(
-    ("version", "is_told"), [("2.8.0", True), ("2.10.1+cu128", True), ("2.11.0", False), ("2.13.0+cpu", False)]
+    ("version", "is_told"),
+    [("2.8.0", True), ("2.10.1+cu128", True), ("2.11.0", False), ("2.13.0+cpu", False)],
 )
 def test_older_versions_of_torch_are_told_of_the_group(version: str, is_told: bool) -> None:
     told = ["True from 0 of 2", "True from 1 of 2"] if is_told else None
@@ -405,12 +457,17 @@ def always(obstacle: peers.Obstacle) -> Callable[..., peers.Obstacle]:
 
 
 def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
-    """Ask for the peers of an axis as on GPUs, once with each of the obstacles: what rank 0 is told."""
+    """Ask for the peers of an axis as on GPUs, once with each of the obstacles: what rank 0 is
+    told.
+    """
     current = dataclasses.replace(world.current(), device=torch.device("cuda", bmt.rank()))
     groups, said = PeerGroups(current), []
     for number, obstacle in enumerate(obstacles):
         peers._obstacle = always(obstacle)
-        axis = dataclasses.replace(current.mesh.world, ranks=(*range(bmt.world_size()), *[0] * number))  # another one
+        # another one
+        axis = dataclasses.replace(
+            current.mesh.world, ranks=(*range(bmt.world_size()), *[0] * number)
+        )
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert groups.of(axis) is None
@@ -420,20 +477,38 @@ def look_for_peers(obstacles: list[peers.Obstacle]) -> list[str]:
 
 @pytest.mark.parametrize("wanted", ["auto", "collective"])
 def test_who_could_do_something_about_slow_transport_is_warned_once(wanted: str) -> None:
-    told, others = run_ranks(look_for_peers, 2, [peers.Obstacle("no way", "build one")] * 3, init={"transport": wanted})
+    told, others = run_ranks(
+        look_for_peers, 2, [peers.Obstacle("no way", "build one")] * 3, init={"transport": wanted}
+    )
     assert others == []
-    text = "NCCL carries shards and gradients where copies between GPUs cannot: no way; build one, or set transport='collective'"
+    text = (
+        "NCCL carries shards and gradients where copies between GPUs cannot: no way; build "
+        "one, or set transport='collective'"
+    )
     assert [text in warning for warning in told] == ([True] if wanted == "auto" else [])
 
 
 def test_several_hosts_are_a_line_in_the_log(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_ranks(look_for_peers, 2, [peers.Obstacle("16 ranks are on 2 hosts")] * 2, init={"transport": "auto"}) == [[], []]
+    assert run_ranks(
+        look_for_peers,
+        2,
+        [peers.Obstacle("16 ranks are on 2 hosts")] * 2,
+        init={"transport": "auto"},
+    ) == [[], []]
     zero, _, one = capsys.readouterr().out.partition("-- rank 1 printed:")
-    assert zero.count("NCCL carries shards and gradients where copies between GPUs cannot: 16 ranks are on 2 hosts.") == 1
+    assert (
+        zero.count(
+            "NCCL carries shards and gradients where copies between GPUs cannot: 16 ranks are "
+            "on 2 hosts."
+        )
+        == 1
+    )
     assert "hosts" not in one
 
 
-def obstacle(hosts: list[tuple[str, str]], places: list[int], is_open: bool) -> peers.Obstacle | None:
+def obstacle(
+    hosts: list[tuple[str, str]], places: list[int], is_open: bool
+) -> peers.Obstacle | None:
     """What is found on ranks of these hosts with these GPUs, that reach each other or do not."""
     peers._host = lambda: hosts[bmt.rank()]
 

@@ -1,4 +1,6 @@
-"""Ordinary programs with parameters that are stored in slices and look whole, against one process of plain PyTorch."""
+"""Ordinary programs with parameters that are stored in slices and look whole, against one process
+of plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def plain() -> Any:
 
 def in_blocks() -> Any:
     model = plain()
-    return nn.Sequential(bmt.Block(model[0]), bmt.Block(model[1], zero_level=2), bmt.Block(model[2], use_checkpoint=False))
+    return nn.Sequential(
+        bmt.Block(model[0]),
+        bmt.Block(model[1], zero_level=2),
+        bmt.Block(model[2], use_checkpoint=False),
+    )
 
 
 def wrapped() -> Any:
@@ -60,7 +66,11 @@ def loss_of(model: nn.Module, is_plain: bool) -> torch.Tensor:
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    found = bmt.gather_result(x.detach()) if isinstance(x, bmt.DistributedParameter) or type(x) is not torch.Tensor else x.detach()
+    found = (
+        bmt.gather_result(x.detach())
+        if isinstance(x, bmt.DistributedParameter) or type(x) is not torch.Tensor
+        else x.detach()
+    )
     return found.clone().cpu()
 
 
@@ -81,10 +91,17 @@ def compare(program: Callable[[nn.Module, bool], Tensors], tolerance: float = 1e
         assert found.keys() == expected.keys(), (program, make)
         for name, value in expected.items():
             error = (found[name].cpu().double() - value.cpu().double()).abs().max().item()
-            assert error <= tolerance * max(1e-3, value.double().abs().max().item()), (program, make.__name__, name, error)
+            assert error <= tolerance * max(1e-3, value.double().abs().max().item()), (
+                program,
+                make.__name__,
+                name,
+                error,
+            )
 
 
-def train(make: Optimizers, model: nn.Module, is_plain: bool, *, extra: bool = False, steps: int = 3) -> Tensors:
+def train(
+    make: Optimizers, model: nn.Module, is_plain: bool, *, extra: bool = False, steps: int = 3
+) -> Tensors:
     optimizer = make(model.parameters())
 
     def closure() -> float:
@@ -145,7 +162,13 @@ def optimizers() -> None:
                 continue  # by signs of gradients, some of which are rounding errors of zero there
             # A line search chooses, and what it chooses may hang on the last bit of fp32.
             torch.set_default_dtype(torch.float64 if name == "LBFGS" else torch.float32)
-            tolerance = 2e-3 if name == "Muon" else 2e-4 if name in ("RMSprop", "Adadelta", "Rprop") else 5e-5
+            tolerance = (
+                2e-3
+                if name == "Muon"
+                else 2e-4
+                if name in ("RMSprop", "Adadelta", "Rprop")
+                else 5e-5
+            )
             compare(functools.partial(train, make, extra=extra), tolerance)
 
 
@@ -155,7 +178,14 @@ def clipping() -> None:
         def clip(model: nn.Module, is_plain: bool, order: float = order) -> Tensors:
             loss_of(model, is_plain).backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, order)
-            by_hand = sum(p.grad.detach().data.norm(2).item() ** 2 for p in model.parameters() if p.grad is not None) ** 0.5
+            by_hand = (
+                sum(
+                    p.grad.detach().data.norm(2).item() ** 2
+                    for p in model.parameters()
+                    if p.grad is not None
+                )
+                ** 0.5
+            )
             return {"norm": norm, "by hand": torch.tensor(by_hand), **grads(model)}
 
         compare(clip)
@@ -199,10 +229,16 @@ def about() -> None:
                 for name, p in expected.named_parameters()
             }
             assert {
-                name: (p.shape, p.dim(), p.numel(), p.dtype, p.ndim, p.size(), p.stride()) for name, p in model.named_parameters()
+                name: (p.shape, p.dim(), p.numel(), p.dtype, p.ndim, p.size(), p.stride())
+                for name, p in model.named_parameters()
             } == shapes
-            assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in expected.parameters())
-            assert model[0].a.weight.shape == (DIM + 3, DIM) and model[0].a.weight is dict(model.named_parameters())["0.a.weight"]
+            assert sum(p.numel() for p in model.parameters()) == sum(
+                p.numel() for p in expected.parameters()
+            )
+            assert (
+                model[0].a.weight.shape == (DIM + 3, DIM)
+                and model[0].a.weight is dict(model.named_parameters())["0.a.weight"]
+            )
 
 
 def hooks() -> None:
@@ -261,7 +297,9 @@ def writing() -> None:
         nn.init.orthogonal_(model[0].b.weight)
         model[0].b.weight.data.t()[1].add_(1.0)
         model[0].a.weight.requires_grad_(False)
-        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(model[2].parameters()) * 2, model[2].parameters())
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(model[2].parameters()) * 2, model[2].parameters()
+        )
         loss_of(model, is_plain).backward()
         return {**state(model), **{f"grad {name}": value for name, value in grads(model).items()}}
 
@@ -341,7 +379,9 @@ def averages() -> None:
 def copies() -> None:
     def together(model: nn.Module, is_plain: bool) -> Tensors:
         optimizer = (
-            torch.optim.AdamW(model.parameters(), lr=1e-2) if is_plain else bmt.optim.AdamOptimizer(model.parameters(), 1e-2)
+            torch.optim.AdamW(model.parameters(), lr=1e-2)
+            if is_plain
+            else bmt.optim.AdamOptimizer(model.parameters(), 1e-2)
         )
         for _ in range(2):
             optimizer.zero_grad()
@@ -366,7 +406,9 @@ def copies() -> None:
         loss_of(twin, False).backward()
         assert twin[0].a.weight.mark == "kept" and twin[0].a.weight is not model[0].a.weight
         # Torch's copies have no hooks of parameters.
-        assert float(whole(twin[0].a.weight.grad).abs().max()) > 0.0 and model[0].a.weight.grad is None
+        assert (
+            float(whole(twin[0].a.weight.grad).abs().max()) > 0.0 and model[0].a.weight.grad is None
+        )
 
 
 def inputs() -> None:
@@ -453,7 +495,9 @@ def others() -> None:
 
     def embedding(kind: str, **options: Any) -> Tensors:
         torch.manual_seed(2)
-        model: Any = nn.ModuleDict({"e": nn.Embedding(11, DIM, **options), "h": nn.Linear(DIM, 11, bias=False)})
+        model: Any = nn.ModuleDict(
+            {"e": nn.Embedding(11, DIM, **options), "h": nn.Linear(DIM, 11, bias=False)}
+        )
         if kind == "tied":
             model["h"].weight = model["e"].weight
         if kind != "plain":
@@ -467,10 +511,18 @@ def others() -> None:
             optimizer.step()
         return state(model)
 
-    for options in ({}, {"sparse": True}, {"max_norm": 1.0}, {"padding_idx": 4}, {"max_norm": 0.5, "norm_type": 1.0}):
+    for options in (
+        {},
+        {"sparse": True},
+        {"max_norm": 1.0},
+        {"padding_idx": 4},
+        {"max_norm": 0.5, "norm_type": 1.0},
+    ):
         expected, found = embedding("plain", **options), embedding("wrapped", **options)
         for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=f"{options} {name}")
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-5, atol=1e-6, msg=f"{options} {name}"
+            )
 
 
 def before_wrapping() -> None:
@@ -480,7 +532,10 @@ def before_wrapping() -> None:
     weight.register_hook(lambda grad: grad * 3)
     loss_of(expected, True).backward()
     shard: Callable[[Any], nn.Module]
-    for shard in (bmt.BMTrainModelWrapper, lambda model: nn.Sequential(*[bmt.Block(part) for part in model])):
+    for shard in (
+        bmt.BMTrainModelWrapper,
+        lambda model: nn.Sequential(*[bmt.Block(part) for part in model]),
+    ):
         model = plain()
         weight = model[0].a.weight
         weight.mark = "kept"
@@ -493,7 +548,10 @@ def before_wrapping() -> None:
         for (name, p), q in zip(sharded.named_parameters(), expected.parameters(), strict=True):
             assert q.grad is not None
             torch.testing.assert_close(whole(p.grad), q.grad.cpu(), rtol=1e-5, atol=1e-6, msg=name)
-    for shard in (bmt.BMTrainModelWrapper, lambda model: nn.Sequential(*[bmt.Block(part) for part in model])):
+    for shard in (
+        bmt.BMTrainModelWrapper,
+        lambda model: nn.Sequential(*[bmt.Block(part) for part in model]),
+    ):
         expected, model = plain(), plain()
         for one in (expected, model):
             one(batch()).square().sum().backward()  # all rows on all ranks
@@ -501,7 +559,9 @@ def before_wrapping() -> None:
         for one in (expected, sharded):
             torch.optim.SGD(one.parameters(), lr=0.1).step()
         for name, value in state(expected).items():
-            torch.testing.assert_close(whole(state(sharded)[name]).cpu(), value.cpu(), rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                whole(state(sharded)[name]).cpu(), value.cpu(), rtol=1e-5, atol=1e-6, msg=name
+            )
         if bmt.world_size() > 1:
             model = plain()
             (model(batch()).square().sum() * (bmt.rank() + 1)).backward()
@@ -512,7 +572,10 @@ def before_wrapping() -> None:
     for table in tables:
         table(torch.tensor([1, 4, 4])).square().sum().backward()
     sharded = bmt.BMTrainModelWrapper(nn.Sequential(tables[1]))
-    torch.testing.assert_close(whole(grad_of(sharded.get_parameter("0.weight"))).cpu(), grad_of(tables[0].weight).to_dense().cpu())
+    torch.testing.assert_close(
+        whole(grad_of(sharded.get_parameter("0.weight"))).cpu(),
+        grad_of(tables[0].weight).to_dense().cpu(),
+    )
     model = plain()
     bmt.optim.AdamOptimizer(model.parameters())
     if bmt.world_size() > 1:
@@ -529,7 +592,19 @@ def before_wrapping() -> None:
             shard(nn.LazyLinear(3))
 
 
-PROGRAMS = [optimizers, clipping, scaling, about, hooks, writing, averages, copies, inputs, others, before_wrapping]
+PROGRAMS = [
+    optimizers,
+    clipping,
+    scaling,
+    about,
+    hooks,
+    writing,
+    averages,
+    copies,
+    inputs,
+    others,
+    before_wrapping,
+]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

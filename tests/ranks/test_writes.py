@@ -1,4 +1,6 @@
-"""Parameters written between gathers, with a rank that comes late: the next gather has what every rank wrote."""
+"""Parameters written between gathers, with a rank that comes late: the next gather has what every
+rank wrote.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def make(num: int, level: int = 3, bias: bool = True) -> list[Any]:
 
 
 def set_and_gather(level: int) -> list[tuple[int, int]]:
-    """Block by block, three times over: by then the order of gathers is known, and the next one is begun early."""
+    """Block by block, three times over: by then the order of gathers is known, and the next one is
+    begun early.
+    """
     wrong = []
     blocks = make(4, level, bias=False)
     for turn in range(3):
@@ -69,7 +73,9 @@ def test_a_model_loaded_after_another_has_run(init: dict[str, Any], build_late: 
 
 
 def follow_the_student(level: int) -> list[float]:
-    """A teacher is written after the student's forward pass and before its own, as with momentum encoders."""
+    """A teacher is written after the student's forward pass and before its own, as with momentum
+    encoders.
+    """
     student, teacher, found = make(3, level), make(3, level), []
     x = torch.ones(2, DIM)
     for step in range(1, 4):
@@ -93,7 +99,9 @@ def test_a_teacher_that_follows_its_student(init: dict[str, Any], level: int) ->
 
 
 def write_between(how: str, folder: pathlib.Path, level: int) -> list[float]:
-    """One model runs, another gets values, and that runs: from the second turn on the first gather of the second is begun early."""
+    """One model runs, another gets values, and that runs: from the second turn on the first gather
+    of the second is begun early.
+    """
     first, second = make(2, level), torch.nn.ModuleList(make(2, level))
     x, found = torch.ones(2, DIM), []
     for turn in range(1, 4):
@@ -116,7 +124,11 @@ def write_between(how: str, folder: pathlib.Path, level: int) -> list[float]:
     return found
 
 
-SHAPES = {f"{block}.{name}": shape for block in (0, 1) for name, shape in (("weight", (DIM, DIM)), ("bias", (DIM,)))}
+SHAPES = {
+    f"{block}.{name}": shape
+    for block in (0, 1)
+    for name, shape in (("weight", (DIM, DIM)), ("bias", (DIM,)))
+}
 
 
 @pytest.mark.parametrize("level", [2, 3])
@@ -145,7 +157,10 @@ def write_slices_behind_a_gather(level: int) -> None:
 
 @pytest.mark.parametrize("level", [2, 3])
 def test_values_written_behind_a_gather_that_has_begun(level: int) -> None:
-    """They would be old ones. No rank may begin a gather that others do not, so the program is told."""
+    """They would be old ones.
+
+    No rank may begin a gather that others do not, so the program is told.
+    """
     with pytest.raises(StaleParameterError, match="after their gather had begun"):
         run_ranks(write_slices_behind_a_gather, 2, level)
 
@@ -186,5 +201,7 @@ def look_into_a_stage() -> float:
 
 
 def test_looking_at_a_pipelined_parameter_between_gathers_of_all_ranks() -> None:
-    first, *others = run_ranks(look_into_a_stage, 4, init={"transport": "copy_engine", "pipe_size": 2}, timeout=30)
+    first, *others = run_ranks(
+        look_into_a_stage, 4, init={"transport": "copy_engine", "pipe_size": 2}, timeout=30
+    )
     assert others == [first] * 3

@@ -1,4 +1,6 @@
-"""Running the programs of examples/language_models on ranks, on tiny models and the small files of tests/data."""
+"""Running the programs of examples/language_models on ranks, on tiny models and the small files of
+tests/data.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def tiny(family: str, folder: pathlib.Path) -> pathlib.Path:
 
 def module(name: str) -> ModuleType:
     """A file of the examples, as a module that nobody else sees."""
-    spec = importlib.util.spec_from_file_location(f"language_models_{name}", PROGRAMS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"language_models_{name}", PROGRAMS / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     with on_the_path():
@@ -56,8 +60,14 @@ def on_the_path() -> Iterator[None]:
 
 
 def train(name: str, *arguments: object, ranks: int = 2, timeout: float = 120) -> None:
-    """Run a program on so many ranks, each a process of its own; a text may hold several arguments."""
-    split = [part for argument in arguments for part in (argument.split() if isinstance(argument, str) else [str(argument)])]
+    """Run a program on so many ranks, each a process of its own; a text may hold several
+    arguments.
+    """
+    split = [
+        part
+        for argument in arguments
+        for part in (argument.split() if isinstance(argument, str) else [str(argument)])
+    ]
     run_ranks(main, ranks, name, split, join=False, timeout=timeout)
 
 
@@ -81,13 +91,20 @@ def results(folder: pathlib.Path, name: str) -> list[float]:
 
 def same_learning(folder: pathlib.Path, other: pathlib.Path, rel: float = 0.0) -> None:
     """Both runs recorded the same, but for times and memory."""
-    pairs = [[learning(record) for record in read_metrics(path / "metrics.jsonl")] for path in (folder, other)]
+    pairs = [
+        [learning(record) for record in read_metrics(path / "metrics.jsonl")]
+        for path in (folder, other)
+    ]
     assert [record.keys() for record in pairs[0]] == [record.keys() for record in pairs[1]]
     for got, want in zip(*pairs, strict=True):
         for key, value in want.items():
-            assert abs(got[key] - value) <= rel * abs(value), f"step {want['step']}: {key} is {got[key]}, expected {value}"
+            assert abs(got[key] - value) <= rel * abs(value), (
+                f"step {want['step']}: {key} is {got[key]}, expected {value}"
+            )
 
 
 def learning(record: dict[str, Any]) -> dict[str, Any]:
     """What of a record does not depend on the machine."""
-    return {name: value for name, value in record.items() if name not in ("tokens_per_second", "memory")}
+    return {
+        name: value for name, value in record.items() if name not in ("tokens_per_second", "memory")
+    }

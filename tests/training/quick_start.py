@@ -1,4 +1,5 @@
-"""The program of ModelCenter's README (Apache License 2.0), statement by statement as it stands there, without its remarks.
+"""The program of ModelCenter's README (Apache License 2.0), statement by statement as it stands
+there, without its remarks.
 
 | fragment | place in the README's quick start |
 |---|---|
@@ -58,7 +59,7 @@ for split in splits:
 batch_size = 64
 train_dataloader = DistributedDataLoader(dataset['train'], batch_size=batch_size, shuffle=True)
 dev_dataloader = DistributedDataLoader(dataset['dev'], batch_size=batch_size, shuffle=False)
-"""  # noqa: E501 (the line is as long there)
+"""
 
 LOOP = CLASSIFIER_LOOP
 

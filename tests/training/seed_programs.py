@@ -1,16 +1,16 @@
-"""The programs in the documents of BMTrain and ModelCenter (Apache License 2.0), statement by statement as they stand there.
+"""The programs in the documents of BMTrain and ModelCenter (Apache License 2.0), statement by
+statement as they stand there.
 
 Remarks are left out. A name in `FRAGMENTS` says what the fragment does; where it stands:
 
-| fragment | documents |
-|---|---|
-| init, init_zero_level | manual, README, Chinese README and usage guide, ModelCenter's README; README and Chinese README |
-| module_plain, module_blocks, module_list | manual, README, Chinese README, usage guide: "original", "replaced", "replaced" again |
-| gpt_model, gpt_optimizer, gpt_loop | README and Chinese README, parts 2 to 4 of the example; `backward(loss)` in the Chinese one |
-| classifier_loop | ModelCenter's README, step 4 |
+| fragment | documents | |---|---| | init, init_zero_level | manual, README, Chinese README and
+usage guide, ModelCenter's README; README and Chinese README | | module_plain, module_blocks,
+module_list | manual, README, Chinese README, usage guide: "original", "replaced", "replaced" again
+| | gpt_model, gpt_optimizer, gpt_loop | README and Chinese README, parts 2 to 4 of the example;
+`backward(loss)` in the Chinese one | | classifier_loop | ModelCenter's README, step 4 |
 
-Places where the documents leave something to the reader, `# ... load data for each rank ...` for example, are kept: `program`
-fills them in.
+Places where the documents leave something to the reader, `# ... load data for each rank ...` for
+example, are kept: `program` fills them in.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ def program(*parts: str, places: Mapping[str, str] | None = None) -> str:
     """One program: names of fragments stand for them, other parts for themselves.
 
     Args:
-        places: for a remark of the documents, `load data for each rank` for example, the statement that the reader puts there.
+        places: for a remark of the documents, `load data for each rank` for example, the statement
+            that the reader puts there.
     """
     text = "\n".join(FRAGMENTS.get(part, part) for part in parts)
     for remark, statement in (places or {}).items():

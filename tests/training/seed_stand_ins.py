@@ -1,6 +1,8 @@
-"""What the documents' programs take as given: layers, models, data, a metric, and `.cuda()` where there is no GPU.
+"""What the documents' programs take as given: layers, models, data, a metric, and `.cuda()` where
+there is no GPU.
 
-Every model exists twice: as a BMTrain program would write it, and in plain PyTorch with the same names, for the answer.
+Every model exists twice: as a BMTrain program would write it, and in plain PyTorch with the same
+names, for the answer.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ ROWS, LENGTH = 12, 5  # of all ranks together
 class Linear(bmt.DistributedModule):
     def __init__(self, columns: int, rows: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.weight = bmt.DistributedParameter(torch.empty(rows, columns, dtype=dtype), init_method=torch.nn.init.xavier_normal_)
-        self.bias = bmt.DistributedParameter(torch.empty(rows, dtype=dtype), init_method=torch.nn.init.zeros_)
+        self.weight = bmt.DistributedParameter(
+            torch.empty(rows, columns, dtype=dtype), init_method=torch.nn.init.xavier_normal_
+        )
+        self.bias = bmt.DistributedParameter(
+            torch.empty(rows, dtype=dtype), init_method=torch.nn.init.zeros_
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -36,7 +42,9 @@ class Embedding(bmt.DistributedModule):
     def __init__(self, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         init = bmt.ParameterInitializer(torch.nn.init.normal_, mean=0.0, std=0.5)
-        self.weight = bmt.DistributedParameter(torch.empty(rows, columns, dtype=dtype), init_method=init)
+        self.weight = bmt.DistributedParameter(
+            torch.empty(rows, columns, dtype=dtype), init_method=init
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
@@ -93,32 +101,55 @@ class TransformerLayer(torch.nn.Module):
     def __init__(self, dim: int, heads: int, dim_ff: int, dtype: torch.dtype, parts: Parts) -> None:
         super().__init__()
         self.dim, self.heads = dim, heads
-        self.qkv, self.out = parts.linear(dim, 3 * dim, dtype=dtype), parts.linear(dim, dim, dtype=dtype)
-        self.up, self.down = parts.linear(dim, dim_ff, dtype=dtype), parts.linear(dim_ff, dim, dtype=dtype)
+        self.qkv, self.out = (
+            parts.linear(dim, 3 * dim, dtype=dtype),
+            parts.linear(dim, dim, dtype=dtype),
+        )
+        self.up, self.down = (
+            parts.linear(dim, dim_ff, dtype=dtype),
+            parts.linear(dim_ff, dim, dtype=dtype),
+        )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows, length, dim = x.shape
-        split = self.qkv(F.layer_norm(x, (dim,))).view(rows, length, 3, self.heads, dim // self.heads)
+        split = self.qkv(F.layer_norm(x, (dim,))).view(
+            rows, length, 3, self.heads, dim // self.heads
+        )
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        scores = (q @ k.transpose(-1, -2) / math.sqrt(dim / self.heads)).masked_fill(~mask[:, None], -1e4)
+        scores = (q @ k.transpose(-1, -2) / math.sqrt(dim / self.heads)).masked_fill(
+            ~mask[:, None], -1e4
+        )
         x = x + self.out((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(rows, length, dim))
         return x + self.down(F.gelu(self.up(F.layer_norm(x, (dim,)))))
 
 
 class GPT(bmt.DistributedModule):
-    """The README's model: its arguments, `model(ids, positions, mask)`, at a hundredth of the size."""
+    """The README's model: its arguments, `model(ids, positions, mask)`, at a hundredth of the
+    size.
+    """
 
     def __init__(
-        self, num_layers: int, vocab_size: int, dim_model: int, dim_head: int, num_heads: int, dim_ff: int, max_distance: int,
-        bias: bool, dtype: torch.dtype, parts: Parts = DISTRIBUTED,
-    ) -> None:  # fmt: skip
+        self,
+        num_layers: int,
+        vocab_size: int,
+        dim_model: int,
+        dim_head: int,
+        num_heads: int,
+        dim_ff: int,
+        max_distance: int,
+        bias: bool,
+        dtype: torch.dtype,
+        parts: Parts = DISTRIBUTED,
+    ) -> None:
         super().__init__()
         if dim_head * num_heads != dim_model or not bias or max_distance < LENGTH:
             raise ValueError("these are not the README's arguments")
         dim, heads, ff = dim_model // 64, num_heads // 8, dim_ff // 64
         self.word: Any = parts.embedding(vocab_size // 256, dim, dtype=dtype)
         self.position = parts.embedding(LENGTH, dim, dtype=dtype)
-        self.transformers = parts.stack([TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)])
+        self.transformers = parts.stack(
+            [TransformerLayer(dim, heads, ff, dtype, parts) for _ in range(num_layers // 4)]
+        )
 
     def forward(self, ids: torch.Tensor, pos: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=ids.device).tril()
@@ -127,9 +158,15 @@ class GPT(bmt.DistributedModule):
 
 
 README_SIZES: dict[str, Any] = {
-    "num_layers": 8, "vocab_size": 10240, "dim_model": 2560, "dim_head": 80, "num_heads": 32, "dim_ff": 8192, "max_distance": 1024,
+    "num_layers": 8,
+    "vocab_size": 10240,
+    "dim_model": 2560,
+    "dim_head": 80,
+    "num_heads": 32,
+    "dim_ff": 8192,
+    "max_distance": 1024,
     "bias": True,
-}  # fmt: skip
+}
 
 
 class Classifier(torch.nn.Module):
@@ -145,7 +182,9 @@ class Classifier(torch.nn.Module):
         return self.dense(self.body(input_ids, pos, attention_mask).mean(1))
 
 
-def batch(number: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(
+    number: int, rank: int, world_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A rank's rows of tokens, lengths and next tokens; outside a run on the CPU."""
     device = bmt.device() if bmt.is_initialized() else torch.device("cpu")
     generator = torch.Generator().manual_seed(number)
@@ -179,9 +218,12 @@ def first_of(count: int) -> Callable[[int], Iterator[int]]:
 def offer_sklearn() -> None:
     """`sklearn.metrics.accuracy_score`, whether scikit-learn is there or not."""
     package, metrics = (
-        importlib.util.module_from_spec(importlib.machinery.ModuleSpec(n, None)) for n in ("sklearn", "sklearn.metrics")
+        importlib.util.module_from_spec(importlib.machinery.ModuleSpec(n, None))
+        for n in ("sklearn", "sklearn.metrics")
     )
-    metrics.__dict__["accuracy_score"] = lambda truth, found: sum(a == b for a, b in zip(truth, found, strict=True)) / len(truth)
+    metrics.__dict__["accuracy_score"] = lambda truth, found: (
+        sum(a == b for a, b in zip(truth, found, strict=True)) / len(truth)
+    )
     sys.modules |= {"sklearn": package, "sklearn.metrics": metrics}
 
 

@@ -1,4 +1,6 @@
-"""The GPT-2 example's text: documents, held-out part, vocabulary, cache, packing, and the order of reading."""
+"""The GPT-2 example's text: documents, held-out part, vocabulary, cache, packing, and the order of
+reading.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ pytest.importorskip("tokenizers")
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The example's modules `corpus` and `data`, imported as its train.py does, and forgotten afterwards."""
+    """The example's modules `corpus` and `data`, imported as its train.py does, and forgotten
+    afterwards.
+    """
     sys.path.insert(0, str(EXAMPLE))
     try:
         yield importlib.import_module("corpus"), importlib.import_module("data")
@@ -39,7 +43,10 @@ def data(example: tuple[ModuleType, ModuleType]) -> ModuleType:
 
 
 def write_text(path: Path, num_lines: int = 2000) -> Path:
-    path.write_text("".join(f"line {i}: the value of {i * i} is {i % 7} — née\n" for i in range(num_lines)), encoding="utf-8")
+    path.write_text(
+        "".join(f"line {i}: the value of {i * i} is {i % 7} — née\n" for i in range(num_lines)),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -76,12 +83,17 @@ def test_digest_follows_files_and_sizes(corpus: ModuleType, tmp_path: Path) -> N
     assert corpus.own_text(path).digest() != before
 
 
-@pytest.mark.parametrize("prepare, message", [
-    (lambda folder: folder / "absent.txt", "does not exist"),
-    (lambda folder: folder, "holds no text"),
-    (lambda folder: _file(folder / "empty.txt", ""), "is empty"),
-])  # fmt: skip
-def test_unusable_paths_are_named(corpus: ModuleType, tmp_path: Path, prepare: object, message: str) -> None:
+@pytest.mark.parametrize(
+    "prepare, message",
+    [
+        (lambda folder: folder / "absent.txt", "does not exist"),
+        (lambda folder: folder, "holds no text"),
+        (lambda folder: _file(folder / "empty.txt", ""), "is empty"),
+    ],
+)
+def test_unusable_paths_are_named(
+    corpus: ModuleType, tmp_path: Path, prepare: object, message: str
+) -> None:
     path = prepare(tmp_path)  # type: ignore[operator]
     with pytest.raises(corpus.DataError, match=message) as caught:
         corpus.own_text(path)
@@ -100,13 +112,18 @@ def test_only_white_space_is_an_error(corpus: ModuleType, data: ModuleType, tmp_
     assert not list((tmp_path / "cache").iterdir()), "a failed build leaves nothing behind"
 
 
-@pytest.mark.parametrize("line, message", [
-    ("{", "line 2 is not JSON"),
-    ("[1]", "line 2 is a JSON list"),
-    ('{"body": "x"}', r"line 2 has no string under 'text' \(its fields: 'body'\)"),
-    ('{"text": 3}', "line 2 has no string under 'text'"),
-])  # fmt: skip
-def test_broken_json_lines_are_named(corpus: ModuleType, tmp_path: Path, line: str, message: str) -> None:
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 2 is not JSON"),
+        ("[1]", "line 2 is a JSON list"),
+        ('{"body": "x"}', r"line 2 has no string under 'text' \(its fields: 'body'\)"),
+        ('{"text": 3}', "line 2 has no string under 'text'"),
+    ],
+)
+def test_broken_json_lines_are_named(
+    corpus: ModuleType, tmp_path: Path, line: str, message: str
+) -> None:
     path = _file(tmp_path / "a.jsonl", json.dumps({"text": "fine"}) + "\n" + line + "\n")
     with pytest.raises(corpus.DataError, match=message) as caught:
         list(corpus.own_text(path).documents())
@@ -114,11 +131,19 @@ def test_broken_json_lines_are_named(corpus: ModuleType, tmp_path: Path, line: s
 
 
 def test_json_lines_by_another_field(corpus: ModuleType, tmp_path: Path) -> None:
-    path = _file(tmp_path / "a.jsonl", "".join(json.dumps({"body": f"text {i}"}) + "\n\n" for i in range(3)))
-    assert [document.text for document in corpus.own_text(path, "body").documents()] == ["text 0", "text 1", "text 2"]
+    path = _file(
+        tmp_path / "a.jsonl", "".join(json.dumps({"body": f"text {i}"}) + "\n\n" for i in range(3))
+    )
+    assert [document.text for document in corpus.own_text(path, "body").documents()] == [
+        "text 0",
+        "text 1",
+        "text 2",
+    ]
 
 
-def test_few_files_are_cut_at_line_ends_and_lose_nothing(corpus: ModuleType, tmp_path: Path) -> None:
+def test_few_files_are_cut_at_line_ends_and_lose_nothing(
+    corpus: ModuleType, tmp_path: Path
+) -> None:
     path = write_text(tmp_path / "a.txt")
     documents = list(corpus.own_text(path).documents())
     assert len(documents) > 30
@@ -127,13 +152,17 @@ def test_few_files_are_cut_at_line_ends_and_lose_nothing(corpus: ModuleType, tmp
     assert len({document.name for document in documents}) == len(documents)
 
 
-def test_held_out_documents_are_whole_and_decode_to_their_text(corpus: ModuleType, data: ModuleType, tmp_path: Path) -> None:
+def test_held_out_documents_are_whole_and_decode_to_their_text(
+    corpus: ModuleType, data: ModuleType, tmp_path: Path
+) -> None:
     text = corpus.own_text(write_text(tmp_path / "a.txt"))
     tokens = cached(data, text, tmp_path / "cache")
     split = data.split_documents(text)
     expected: dict[str, list[str]] = {"train": [], "valid": []}
     for document in text.documents():
-        expected["valid" if data.name_hash(document.name) <= split.held_out else "train"].append(document.text)
+        expected["valid" if data.name_hash(document.name) <= split.held_out else "train"].append(
+            document.text
+        )
     assert expected["valid"] and len(expected["train"]) > 10 * len(expected["valid"])
     for part, documents in expected.items():
         ids = getattr(tokens, part)
@@ -144,14 +173,21 @@ def test_held_out_documents_are_whole_and_decode_to_their_text(corpus: ModuleTyp
         assert [tokens.tokenizer.decode(piece[:-1].tolist()) for piece in pieces] == documents  # type: ignore[attr-defined]
 
 
-def test_text_that_spells_the_end_of_text_token_does_not_end_it(corpus: ModuleType, data: ModuleType, tmp_path: Path) -> None:
-    path = _file(tmp_path / "a.jsonl", "".join(json.dumps({"text": f"a <|endoftext|> b {i}"}) + "\n" for i in range(50)))
+def test_text_that_spells_the_end_of_text_token_does_not_end_it(
+    corpus: ModuleType, data: ModuleType, tmp_path: Path
+) -> None:
+    path = _file(
+        tmp_path / "a.jsonl",
+        "".join(json.dumps({"text": f"a <|endoftext|> b {i}"}) + "\n" for i in range(50)),
+    )
     tokens = cached(data, corpus.own_text(path), tmp_path / "cache")
     counts = [int((ids == tokens.end_of_text).sum()) for ids in (tokens.train, tokens.valid)]  # type: ignore[attr-defined]
     assert sum(counts) == 50
 
 
-def test_cache_is_built_once_and_whole(corpus: ModuleType, data: ModuleType, tmp_path: Path) -> None:
+def test_cache_is_built_once_and_whole(
+    corpus: ModuleType, data: ModuleType, tmp_path: Path
+) -> None:
     text = corpus.own_text(write_text(tmp_path / "a.txt"))
     place = data.cache_folder(tmp_path / "cache", text, 400)
     building = data.build_cache(place, text, 400)
@@ -184,7 +220,9 @@ def test_a_text_shorter_than_a_sequence_is_an_error(corpus: ModuleType, data: Mo
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_order_of_reading_survives_another_number_of_ranks(data: ModuleType, world_size: int) -> None:
+def test_order_of_reading_survives_another_number_of_ranks(
+    data: ModuleType, world_size: int
+) -> None:
     sequences = data.TrainingSequences(np.arange(1001, dtype=np.uint16), seq_len=10, seed=1)
     straight = [sequences.sequence(sample) for sample in range(72)]
     read: list[int] = []
@@ -193,7 +231,9 @@ def test_order_of_reading_survives_another_number_of_ranks(data: ModuleType, wor
         for _ in range(2):
             for micro in range(3):
                 for rank in range(size):
-                    fresh = data.TrainingSequences(np.arange(1001, dtype=np.uint16), seq_len=10, seed=1)
+                    fresh = data.TrainingSequences(
+                        np.arange(1001, dtype=np.uint16), seq_len=10, seed=1
+                    )
                     start = data.rank_position(consumed, micro, 2, rank, size)
                     read += (fresh.batch(start, 2)[0][:, 0] // 10).tolist()
             consumed += 3 * 2 * size

@@ -1,4 +1,6 @@
-"""The GPT-2 example with --tp and --pp: what it learns does not depend on how processes share the layers."""
+"""The GPT-2 example with --tp and --pp: what it learns does not depend on how processes share the
+layers.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,78 @@ import pytest
 from tests.waiting import wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]
-SIZES = ["--layers", "2", "--dim", "32", "--heads", "4", "--vocab-size", "512", "--seq-len", "32", "--batch-size", "4"]
+SIZES = [
+    "--layers",
+    "2",
+    "--dim",
+    "32",
+    "--heads",
+    "4",
+    "--vocab-size",
+    "512",
+    "--seq-len",
+    "32",
+    "--batch-size",
+    "4",
+]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def train(folder: pathlib.Path, run: str, *arguments: str) -> list[dict[str, Any]]:
     """The metrics of a run of two processes, six steps, checkpoints after three and six."""
     launch(str(ROOT / "examples/gpt2/train.py"), *flags(folder, run, *arguments))
-    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
 
 
 def flags(folder: pathlib.Path, run: str, *more: str) -> list[str]:
     """Those of a tiny run; later ones override earlier ones."""
     return [
-        "--data", str(folder / "text"), "--cache-dir", str(folder / "cache"), "--save-dir", str(folder / run), *SIZES,
-        "--steps", "6", "--warmup", "2", "--save-every", "3", "--val-every", "3", "--val-samples", "5", "--sample-tokens", "3",
+        "--data",
+        str(folder / "text"),
+        "--cache-dir",
+        str(folder / "cache"),
+        "--save-dir",
+        str(folder / run),
+        *SIZES,
+        "--steps",
+        "6",
+        "--warmup",
+        "2",
+        "--save-every",
+        "3",
+        "--val-every",
+        "3",
+        "--val-samples",
+        "5",
+        "--sample-tokens",
+        "3",
         *more,
-    ]  # fmt: skip
+    ]
 
 
 def environment() -> dict[str, str]:
     """Of programs on the CPU."""
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def launch(*arguments: str) -> str:
     """What a program prints on two processes."""
-    done = subprocess.run([*TORCHRUN, *arguments], env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*TORCHRUN, *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -54,19 +101,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     (out / "text").mkdir()
     lines = pathlib.Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
     for start in range(0, 1500, 50):
-        (out / "text" / f"{start}.txt").write_text("\n".join(lines[start : start + 50]), encoding="utf-8")
+        (out / "text" / f"{start}.txt").write_text(
+            "\n".join(lines[start : start + 50]), encoding="utf-8"
+        )
     return out
 
 
 def close(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     """The same records, but for times and memory."""
     kept = ("step", "loss", "grad_norm", "validation_loss", "lr")
-    pairs = [[{name: record[name] for name in kept if name in record} for record in records] for records in (got, want)]
+    pairs = [
+        [{name: record[name] for name in kept if name in record} for record in records]
+        for records in (got, want)
+    ]
     assert pairs[0] == [pytest.approx(record, rel=2e-5) for record in pairs[1]]
 
 
 def test_shared_layers_learn_the_same(folder: pathlib.Path) -> None:
-    """Loss, gradient norm and validation loss of --tp 2 are those of --tp 1, from the start and from its checkpoint."""
+    """Loss, gradient norm and validation loss of --tp 2 are those of --tp 1, from the start and
+    from its checkpoint.
+    """
     whole = train(folder, "whole")
     assert len(whole) == 8 and whole[-2]["loss"] < whole[0]["loss"]
     close(train(folder, "split", "--tp", "2"), whole)
@@ -77,7 +131,9 @@ def test_shared_layers_learn_the_same(folder: pathlib.Path) -> None:
 
 
 def test_stages_learn_the_same(folder: pathlib.Path) -> None:
-    """So do loss, gradient norm and validation loss with --pp 2, from the start and from a checkpoint of another --pp."""
+    """So do loss, gradient norm and validation loss with --pp 2, from the start and from a
+    checkpoint of another --pp.
+    """
     whole = train(folder, "unstaged")
     close(train(folder, "staged", "--pp", "2", "--micro-batches", "4"), whole)
     shutil.copytree(folder / "staged", folder / "unstaged-again")
@@ -92,37 +148,62 @@ def test_sizes_that_cannot_be_shared(folder: pathlib.Path) -> None:
         train(folder, "bad", "--tp", "3")
     with pytest.raises(AssertionError, match="--pp 3 is more than --layers 2"):
         train(folder, "bad", "--pp", "3")
-    with pytest.raises(AssertionError, match="--micro-batches 3 does not divide --pp 2 x --batch-size 4"):
+    with pytest.raises(
+        AssertionError, match="--micro-batches 3 does not divide --pp 2 x --batch-size 4"
+    ):
         train(folder, "bad", "--pp", "2", "--micro-batches", "3")
-    with pytest.raises(AssertionError, match=r"error: --tp 2 --pp 2: the world of 2 ranks.*expected a world size divisible by 4"):
+    with pytest.raises(
+        AssertionError,
+        match=r"error: --tp 2 --pp 2: the world of 2 ranks.*expected a world size divisible by 4",
+    ):
         train(folder, "bad", "--tp", "2", "--pp", "2")
 
 
 def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
-    """When torchrun is killed, which tells its ranks nothing, they save and end; the next run goes on from there."""
+    """When torchrun is killed, which tells its ranks nothing, they save and end; the next run goes
+    on from there.
+    """
     out = folder / "orphaned"
-    arguments = [str(ROOT / "examples/gpt2/train.py"), *flags(folder, "orphaned", "--tp", "2", "--steps", "100000")]
+    arguments = [
+        str(ROOT / "examples/gpt2/train.py"),
+        *flags(folder, "orphaned", "--tp", "2", "--steps", "100000"),
+    ]
     with (folder / "said").open("w+") as said:
-        launcher = subprocess.Popen([*TORCHRUN, *arguments], env=environment(), stdout=said, stderr=subprocess.STDOUT)
+        launcher = subprocess.Popen(
+            [*TORCHRUN, *arguments], env=environment(), stdout=said, stderr=subprocess.STDOUT
+        )
         try:
             wait_for((out / "metrics.jsonl").exists, "the first step")
         finally:
             launcher.kill()
             launcher.wait()
-        wait_for(lambda: "run the same command to go on" in (folder / "said").read_text(encoding="utf-8"), "the last words")
+        wait_for(
+            lambda: (
+                "run the same command to go on" in (folder / "said").read_text(encoding="utf-8")
+            ),
+            "the last words",
+        )
     found = re.search(r"stopped after step (\d+)", (folder / "said").read_text(encoding="utf-8"))
     assert found is not None
     step = int(found[1])
-    assert f"this run had finished before: {step} steps" in launch(*arguments, "--steps", str(step), "--warmup", "0")
+    assert f"this run had finished before: {step} steps" in launch(
+        *arguments, "--steps", str(step), "--warmup", "0"
+    )
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_programs_of_the_documentation(number: int, tmp_path: pathlib.Path) -> None:
     """docs/parallel.md shows a tensor-parallel and a pipelined program, and they learn."""
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    programs = re.findall(
+        r"```python\n(.*?)```",
+        (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
     assert len(programs) == 2
     (tmp_path / "program.py").write_text(programs[number], encoding="utf-8")
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", launch(str(tmp_path / "program.py")))]
+    losses = [
+        float(loss) for loss in re.findall(r"loss (\d+\.\d+)", launch(str(tmp_path / "program.py")))
+    ]
     assert len(losses) == 30
     assert losses[0] > 5.0  # bytes known nothing of: log 256 is 5.5
     assert losses[-1] < 0.8 * losses[0]

@@ -1,4 +1,6 @@
-"""The programs of examples/language_models: each learns what it is for, or at least runs through, on two ranks."""
+"""The programs of examples/language_models: each learns what it is for, or at least runs through,
+on two ranks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def on(model: pathlib.Path, data: pathlib.Path = DATA) -> list[object]:
 
 
 def test_bert_learns_boolq(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """From chance to nearly all right, on data that tell the answer; the model is written as transformers reads it."""
+    """From chance to nearly all right, on data that tell the answer; the model is written as
+    transformers reads it.
+    """
     arguments = "--dataset_name BoolQ --batch-size 10 --epochs 3 --save"
     train("finetune_bert", *on(tiny("bert", folder)), arguments, tmp_path)
     accuracy = results(tmp_path, "accuracy")
@@ -53,7 +57,9 @@ def test_gpt2_learns_boolq(folder: pathlib.Path, tmp_path: pathlib.Path) -> None
     """The words of the answers, and the texts of the prompts."""
     arguments = "--dataset BoolQ --batch-size 5 --gradient-accumulation 2 --epochs 4 --save"
     train("finetune_gpt2", *on(tiny("gpt2", folder)), arguments, tmp_path)
-    assert len(losses(tmp_path)) == 40, "two micro-batches of 5 rows on two ranks are a step of 20 rows, of 200"
+    assert len(losses(tmp_path)) == 40, (
+        "two micro-batches of 5 rows on two ranks are a step of 20 rows, of 200"
+    )
     assert results(tmp_path, "accuracy")[-1] > 0.85
     assert losses(tmp_path)[-1] < 5 < losses(tmp_path)[0]
 
@@ -63,7 +69,9 @@ def test_t5_learns_to_answer(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
     content = json.loads((DATA / "squad" / "train-v1.1.json").read_text(encoding="utf-8"))
     (tmp_path / "squad").mkdir()
     for split, times in (("train", 4), ("dev", 1)):
-        (tmp_path / "squad" / f"{split}-v1.1.json").write_text(json.dumps({"data": content["data"] * times}), encoding="utf-8")
+        (tmp_path / "squad" / f"{split}-v1.1.json").write_text(
+            json.dumps({"data": content["data"] * times}), encoding="utf-8"
+        )
     arguments = "--lr 4e-3 --batch-size 4 --epochs 14 --max-decoder-length 12 --save"
     train("finetune_t5_squad", *on(tiny("t5", folder), tmp_path), arguments, tmp_path / "run")
     for name in ("exact_match", "f1"):
@@ -84,19 +92,29 @@ def restored_answers(model: str, run: str, ids: torch.Tensor) -> torch.Tensor:
     """Logits of our model with adapters, from the run's checkpoint."""
     with_adapters = Llama.from_pretrained(model, dtype=torch.float32)
     targets = ["project_q", "project_k", "project_v", "attention_out"]
-    peft.inject_adapter_in_model(peft.LoraConfig(r=8, lora_alpha=64, target_modules=targets), with_adapters)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=8, lora_alpha=64, target_modules=targets), with_adapters
+    )
     bmt.BMTrainModelWrapper(with_adapters)
-    bmt.load(with_adapters, str(pathlib.Path(run, pathlib.Path(run, "latest").read_text().strip(), "model.pt")))
+    bmt.load(
+        with_adapters,
+        str(pathlib.Path(run, pathlib.Path(run, "latest").read_text().strip(), "model.pt")),
+    )
     with torch.no_grad():
         logits: torch.Tensor = with_adapters.eval()(ids).logits
     return logits
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")  # peft calls transformers so
+# peft calls transformers so
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 def test_llama_learns_instructions_by_lora(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """The loss falls, the model's own weights stay, and the adapter does in transformers what it does here."""
+    """The loss falls, the model's own weights stay, and the adapter does in transformers what it
+    does here.
+    """
     model = tiny("llama", folder)
-    arguments = "--max-length 64 --batch-size 2 --lr 1e-2 --epochs 12 --lora-rank 8 --lora-alpha 64 --save"
+    arguments = (
+        "--max-length 64 --batch-size 2 --lr 1e-2 --epochs 12 --lora-rank 8 --lora-alpha 64 --save"
+    )
     train("instruct_llama", *on(model), arguments, tmp_path)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
     assert results(tmp_path, "validation_loss")[-1] < results(tmp_path, "validation_loss")[0]
@@ -112,7 +130,9 @@ def test_llama_learns_instructions_by_lora(folder: pathlib.Path, tmp_path: pathl
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_relatives_of_llama_learn_instructions(family: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_relatives_of_llama_learn_instructions(
+    family: str, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """All weights; the class is that of the folder's configuration."""
     arguments = "--max-length 64 --batch-size 2 --epochs 4 --save"
     train("instruct_llama", *on(tiny(family, folder)), arguments, tmp_path)
@@ -132,13 +152,31 @@ def test_relatives_of_llama_learn_instructions(family: str, folder: pathlib.Path
     ],
 )
 def test_other_tasks(
-    program: str, family: str, task: str, metrics: list[str], folder: pathlib.Path, tmp_path: pathlib.Path
+    program: str,
+    family: str,
+    task: str,
+    metrics: list[str],
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
 ) -> None:
     """A few steps, and an evaluation."""
-    train(program, *on(tiny(family, folder)), "--dataset_name", task, "--batch-size", "3", "--train-iters", "3", "--save", tmp_path)
+    train(
+        program,
+        *on(tiny(family, folder)),
+        "--dataset_name",
+        task,
+        "--batch-size",
+        "3",
+        "--train-iters",
+        "3",
+        "--save",
+        tmp_path,
+    )
     assert len(losses(tmp_path)) in (2, 3)
     for metric in metrics:
-        assert all(0 <= value <= 1 for value in results(tmp_path, metric)) and results(tmp_path, metric)
+        assert all(0 <= value <= 1 for value in results(tmp_path, metric)) and results(
+            tmp_path, metric
+        )
 
 
 def tokens(folder: pathlib.Path, family: str) -> str:
@@ -148,11 +186,28 @@ def tokens(folder: pathlib.Path, family: str) -> str:
     options = {"gpt2": ["--append-eod"], "cpm1": ["--preset", "cpm1"]}
     if family in options:
         with warnings.catch_warnings():
-            assert command(["preprocess", "--input", text, "--tokenizer", str(model), "--output", prefix, *options[family]]) == 0
+            assert (
+                command(
+                    [
+                        "preprocess",
+                        "--input",
+                        text,
+                        "--tokenizer",
+                        str(model),
+                        "--output",
+                        prefix,
+                        *options[family],
+                    ]
+                )
+                == 0
+            )
         return "tokens"
     tokenizer = CPM2Tokenizer.from_pretrained(model)
     gap = tokenizer.get_sentinel_id(0)
-    rows = [tokenizer.encode(line) for line in pathlib.Path(text).read_text(encoding="utf-8").splitlines()]
+    rows = [
+        tokenizer.encode(line)
+        for line in pathlib.Path(text).read_text(encoding="utf-8").splitlines()
+    ]
     pairs = {
         "context": [[*ids[: len(ids) // 2], gap] for ids in rows],
         "target": [[gap, *ids[len(ids) // 2 :], tokenizer.eod_id] for ids in rows],
@@ -166,9 +221,14 @@ def tokens(folder: pathlib.Path, family: str) -> str:
 
 
 @pytest.mark.parametrize(("family", "length"), [("gpt2", 64), ("cpm1", 128), ("cpm2", 512)])
-def test_training_from_scratch(family: str, length: int, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_training_from_scratch(
+    family: str, length: int, folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
     """The loss falls from that of knowing nothing."""
-    arguments = f"--dataset_name {tokens(folder, family)} --max-length {length} --batch-size 4 --epochs 3 --save"
+    arguments = (
+        f"--dataset_name {tokens(folder, family)} --max-length {length} --batch-size 4 "
+        "--epochs 3 --save"
+    )
     train(f"pretrain_{family}", *on(tiny(family, folder), folder / family), arguments, tmp_path)
     assert losses(tmp_path)[0] > 5.5
     assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
@@ -177,33 +237,59 @@ def test_training_from_scratch(family: str, length: int, folder: pathlib.Path, t
 
 def test_an_unknown_task(folder: pathlib.Path) -> None:
     """The nearest one is named."""
-    with pytest.raises(IdentifierError, match=r"there is no task 'BoolK' for this model.*Did you mean 'BoolQ'"):
+    with pytest.raises(
+        IdentifierError, match=r"there is no task 'BoolK' for this model.*Did you mean 'BoolQ'"
+    ):
         train("finetune_bert", *on(tiny("bert", folder)), "--dataset_name BoolK")
 
 
 def test_weights_from_elsewhere(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """--load goes before the folder's weights, and --start-step says how many steps those have behind them."""
+    """--load goes before the folder's weights, and --start-step says how many steps those have
+    behind them.
+    """
     module("tiny_model").make("gpt2", tmp_path / "other", seed=1)
     where = folder / tokens(folder, "gpt2")
-    arguments = f"--dataset_name {where.name} --max-length 64 --batch-size 4 --lr 0 --start-step 5 --train-iters 6 --load"
-    train("pretrain_gpt2", *on(tiny("gpt2", folder), folder / "gpt2"), arguments, tmp_path / "other", "--save", tmp_path / "run")
+    arguments = (
+        f"--dataset_name {where.name} --max-length 64 --batch-size 4 --lr 0 --start-step 5 "
+        "--train-iters 6 --load"
+    )
+    train(
+        "pretrain_gpt2",
+        *on(tiny("gpt2", folder), folder / "gpt2"),
+        arguments,
+        tmp_path / "other",
+        "--save",
+        tmp_path / "run",
+    )
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [6]
     got, want = (
-        safetensors.torch.load_file(path / "model.safetensors") for path in (tmp_path / "run" / "model", tmp_path / "other")
+        safetensors.torch.load_file(path / "model.safetensors")
+        for path in (tmp_path / "run" / "model", tmp_path / "other")
     )
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_other_ways_to_compute(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """fp16 with a loss scale that finds its size, states in host memory, no recomputation, and curves."""
-    how = "--dtype fp16 --optimizer adam-offload --zero-level 2 --no-use-checkpoint --tensorboard --log-dir"
+    """fp16 with a loss scale that finds its size, states in host memory, no recomputation, and
+    curves.
+    """
+    how = (
+        "--dtype fp16 --optimizer adam-offload --zero-level 2 --no-use-checkpoint "
+        "--tensorboard --log-dir"
+    )
     arguments = "--dataset_name BoolQ --batch-size 8 --train-iters 4 --inspect-iters 4"
     train("finetune_bert", *on(tiny("bert", folder)), arguments, how, tmp_path)
-    scales = [record["loss_scale"] for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    scales = [
+        record["loss_scale"]
+        for record in read_metrics(tmp_path / "metrics.jsonl")
+        if "loss" in record
+    ]
     assert scales[0] == 65536 and len(scales) == 4 and scales == sorted(scales, reverse=True)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("events.")]
 
 
 def test_a_model_of_another_kind(folder: pathlib.Path) -> None:
-    with pytest.raises(ConfigError, match="bert is a Bert: expected a Llama, or what is built like one"):
+    with pytest.raises(
+        ConfigError, match="bert is a Bert: expected a Llama, or what is built like one"
+    ):
         train("instruct_llama", *on(tiny("bert", folder)))

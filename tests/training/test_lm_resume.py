@@ -1,4 +1,6 @@
-"""A run that was killed, or asked to stop, goes on as if it had not: on as many ranks bit by bit, on others in the same data."""
+"""A run that was killed, or asked to stop, goes on as if it had not: on as many ranks bit by bit,
+on others in the same data.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ import sys
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import DATA, PROGRAMS, ROOT, TINY, learning, losses, main, same_learning, tiny, train
+from tests.training.lm_programs import (
+    DATA,
+    PROGRAMS,
+    ROOT,
+    TINY,
+    learning,
+    losses,
+    main,
+    same_learning,
+    tiny,
+    train,
+)
 from tests.waiting import wait_for
 
 import bmtrain as bmt
@@ -20,12 +33,17 @@ from bmtrain.optim import OptimManager
 from model_center.errors import ResumeError
 from model_center.training.metrics_file import read_metrics
 
-ARGUMENTS = f"{TINY} --lr-decay-style cosine --dataset_name BoolQ --batch-size 16 --epochs 2 --save-iters 3 --max-encoder-length 48"
+ARGUMENTS = (
+    f"{TINY} --lr-decay-style cosine --dataset_name BoolQ --batch-size 16 --epochs 2 "
+    "--save-iters 3 --max-encoder-length 48"
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A tiny model, and a run of 14 steps that nobody disturbed: 7 steps a pass, checkpoints after 3, 6, 9, 12 and 14."""
+    """A tiny model, and a run of 14 steps that nobody disturbed: 7 steps a pass, checkpoints after
+    3, 6, 9, 12 and 14.
+    """
     out = tmp_path_factory.mktemp("resume")
     train("finetune_bert", *arguments(out, "whole"))
     assert len(losses(out / "whole")) == 14
@@ -64,9 +82,15 @@ def until_step(last: int, name: str, argv: list[str], number: int) -> None:
     main(name, argv)
 
 
-@pytest.mark.parametrize(("last", "number"), [(5, signal.SIGTERM), (7, signal.SIGINT)], ids=["in a pass", "between passes"])
+@pytest.mark.parametrize(
+    ("last", "number"),
+    [(5, signal.SIGTERM), (7, signal.SIGINT)],
+    ids=["in a pass", "between passes"],
+)
 def test_a_stopped_run_goes_on(folder: pathlib.Path, last: int, number: int) -> None:
-    """One rank gets the signal, all stop after that step with a checkpoint, and --resume gives the run that was not stopped."""
+    """One rank gets the signal, all stop after that step with a checkpoint, and --resume gives the
+    run that was not stopped.
+    """
     run = f"stopped-{last}"
     argv = [part for argument in arguments(folder, run) for part in str(argument).split()]
     run_ranks(until_step, 2, last, "finetune_bert", argv, number, join=False)
@@ -77,14 +101,28 @@ def test_a_stopped_run_goes_on(folder: pathlib.Path, last: int, number: int) -> 
 
 
 def test_a_killed_run_goes_on(folder: pathlib.Path) -> None:
-    """A rank dies without a word; what was recorded after the last checkpoint is taken back and done again."""
+    """A rank dies without a word; what was recorded after the last checkpoint is taken back and
+    done again.
+    """
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     argv = [part for argument in arguments(folder, "killed") for part in str(argument).split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     command = [*torchrun, str(PROGRAMS / "finetune_bert.py"), *argv]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as launcher:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as launcher:
         wait_for_step(folder / "killed", 8)
-        ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=True)
+        ranks = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(launcher.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         os.kill(int(ranks.stdout.split()[-1]), signal.SIGKILL)
         assert launcher.wait(60) != 0
     done = len(losses(folder / "killed"))
@@ -96,20 +134,31 @@ def test_a_killed_run_goes_on(folder: pathlib.Path) -> None:
 def wait_for_step(run: pathlib.Path, step: int) -> None:
     """AssertionError when the run has not come there after a minute."""
     path = run / "metrics.jsonl"
-    wait_for(lambda: any(record["step"] >= step for record in read_metrics(path)), f"step {step}", pause=0.002)
+    wait_for(
+        lambda: any(record["step"] >= step for record in read_metrics(path)),
+        f"step {step}",
+        pause=0.002,
+    )
 
 
 def test_it_goes_on_with_other_ranks(folder: pathlib.Path) -> None:
-    """From two ranks to one in the middle of a pass: steps are half as large, and each row is still read once a pass."""
+    """From two ranks to one in the middle of a pass: steps are half as large, and each row is still
+    read once a pass.
+    """
     copy_until(folder, "alone", 3)
     train("finetune_bert", *arguments(folder, "alone"), "--resume", ranks=1)
     records = read_metrics(folder / "alone" / "metrics.jsonl")
     whole = read_metrics(folder / "whole" / "metrics.jsonl")
-    assert [learning(record) for record in records[:3]] == [learning(record) for record in whole[:3]]
-    # 96 of 200 rows were read by three steps of 32; 104 are left, in 7 steps of 16 rows, and then 13 of the second pass.
+    assert [learning(record) for record in records[:3]] == [
+        learning(record) for record in whole[:3]
+    ]
+    # 96 of 200 rows were read by three steps of 32; 104 are left, in 7 steps of 16 rows, and then
+    # 13 of the second pass.
     assert [record["step"] for record in records if "accuracy" in record] == [10, 23]
     lr = [record["lr"] for record in records[3:] if "loss" in record]
-    assert all(before > after > 0 for before, after in itertools.pairwise(lr)), "the cosine goes on to the new end"
+    assert all(before > after > 0 for before, after in itertools.pairwise(lr)), (
+        "the cosine goes on to the new end"
+    )
     assert lr[-1] < 2e-4
 
 
@@ -120,11 +169,15 @@ def copy_until(folder: pathlib.Path, run: str, step: int) -> None:
 
 
 def test_a_finished_run(folder: pathlib.Path) -> None:
-    """Without --resume it is not touched; with it there is nothing to do; of another model it is refused, on every rank."""
+    """Without --resume it is not touched; with it there is nothing to do; of another model it is
+    refused, on every rank.
+    """
     before = (folder / "whole" / "metrics.jsonl").read_text()
     with pytest.raises(ResumeError, match=r"step-00000014 is there: go on from it by --resume"):
         train("finetune_bert", *arguments(folder, "whole"))
-    with pytest.raises(ResumeError, match=r"belongs to another run: seed was 1234 and is 7\. Remedy: give the same"):
+    with pytest.raises(
+        ResumeError, match=r"belongs to another run: seed was 1234 and is 7\. Remedy: give the same"
+    ):
         train("finetune_bert", *arguments(folder, "whole"), "--resume --seed 7")
     train("finetune_bert", *arguments(folder, "whole"), "--resume")
     assert (folder / "whole" / "metrics.jsonl").read_text() == before
@@ -135,5 +188,9 @@ def test_more_epochs(folder: pathlib.Path) -> None:
     copy_until(folder, "longer", 14)
     train("finetune_bert", *arguments(folder, "longer"), "--resume --epochs 3")
     assert len(losses(folder / "longer")) == 21
-    records = [record["step"] for record in read_metrics(folder / "longer" / "metrics.jsonl") if "accuracy" in record]
+    records = [
+        record["step"]
+        for record in read_metrics(folder / "longer" / "metrics.jsonl")
+        if "accuracy" in record
+    ]
     assert records == [7, 14, 21]

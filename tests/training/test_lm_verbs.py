@@ -20,7 +20,15 @@ from model_center.arguments import make_parser, parse_args
 from model_center.errors import ConfigError
 from model_center.layer import Linear
 from model_center.model import GPT2, T5, GPT2Config, T5Config
-from model_center.training import Checkpoints, Run, StopRequest, make_loader, make_manager, make_optimizer, make_scheduler
+from model_center.training import (
+    Checkpoints,
+    Run,
+    StopRequest,
+    make_loader,
+    make_manager,
+    make_optimizer,
+    make_scheduler,
+)
 from model_center.training.batches import grouped, num_tokens
 from model_center.training.metrics_file import MetricsFile, read_metrics
 from model_center.training.optimization import is_decayed
@@ -37,7 +45,10 @@ class Points(Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
-        return {"x": torch.randn(WIDTH, generator=generator), "label": torch.tensor(-100 if index % 5 == 0 else index % 3)}
+        return {
+            "x": torch.randn(WIDTH, generator=generator),
+            "label": torch.tensor(-100 if index % 5 == 0 else index % 3),
+        }
 
 
 class Net(torch.nn.Module):
@@ -45,7 +56,10 @@ class Net(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = Linear(WIDTH, 8, dtype=torch.float32, bias=True), Linear(8, 3, dtype=torch.float32, bias=True)
+        self.up, self.down = (
+            Linear(WIDTH, 8, dtype=torch.float32, bias=True),
+            Linear(8, 3, dtype=torch.float32, bias=True),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(x)))
@@ -80,16 +94,22 @@ def training(folder: str) -> None:
 def plain_training(
     first: dict[str, torch.Tensor], rows_of_steps: list[list[int]]
 ) -> tuple[list[float], list[float], torch.nn.Module]:
-    """Losses, gradient norms and the model of plain PyTorch on the same rows, which are no longer divided."""
+    """Losses, gradient norms and the model of plain PyTorch on the same rows, which are no longer
+    divided.
+    """
     model = torch.nn.ModuleDict({"up": torch.nn.Linear(WIDTH, 8), "down": torch.nn.Linear(8, 3)})
     model.load_state_dict(first)
     decayed = [param for name, param in model.named_parameters() if not name.endswith("bias")]
     biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 1e-2}, {"params": biases, "weight_decay": 0.0}])
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 1e-2}, {"params": biases, "weight_decay": 0.0}]
+    )
     losses, norms, total = [], [], len(rows_of_steps)
     for step, rows in enumerate(rows_of_steps):
         x, labels = (torch.stack([Points()[row][key] for row in rows]) for key in ("x", "label"))
-        loss = torch.nn.functional.cross_entropy(model["down"](torch.tanh(model["up"](x))), labels, ignore_index=-100)
+        loss = torch.nn.functional.cross_entropy(
+            model["down"](torch.tanh(model["up"](x))), labels, ignore_index=-100
+        )
         warm = round(0.25 * total)
         lr = 1e-2 * step / warm if step < warm else 1e-2 * (total - step) / (total - warm)
         for group in optimizer.param_groups:
@@ -113,8 +133,14 @@ def test_a_run_is_that_of_plain_pytorch(ranks: int, tmp_path: pathlib.Path) -> N
     assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in records] == pytest.approx(norms, rel=1e-4)
     for name, want in model.state_dict().items():
-        torch.testing.assert_close(torch.load(tmp_path / "last.pt")[name], want, rtol=1e-4, atol=1e-6)
-    epochs = [(record["step"], record["epoch"]) for record in read_metrics(tmp_path / "metrics.jsonl") if "epoch" in record]
+        torch.testing.assert_close(
+            torch.load(tmp_path / "last.pt")[name], want, rtol=1e-4, atol=1e-6
+        )
+    epochs = [
+        (record["step"], record["epoch"])
+        for record in read_metrics(tmp_path / "metrics.jsonl")
+        if "epoch" in record
+    ]
     assert epochs == [(len(one_pass), 0), (2 * len(one_pass), 1)]
 
 
@@ -122,7 +148,10 @@ def test_a_run_is_that_of_plain_pytorch(ranks: int, tmp_path: pathlib.Path) -> N
     ("config", "plain"),
     [
         (GPT2Config(num_layers=1, tied=False, dtype=torch.float32), ("layernorm", "bias")),
-        (T5Config(num_encoder_layers=1, num_decoder_layers=1, dtype=torch.float32), ("layernorm", "bias")),
+        (
+            T5Config(num_encoder_layers=1, num_decoder_layers=1, dtype=torch.float32),
+            ("layernorm", "bias"),
+        ),
     ],
 )
 def test_what_is_decayed(config: Any, plain: tuple[str, ...]) -> None:
@@ -139,11 +168,19 @@ def groups(optimizer_name: str) -> None:
     bmt.init_parameters(model)
     dict(model.named_parameters())["up.weight"].requires_grad_(False)
     optimizer = make_optimizer(model, flags(f"--optimizer {optimizer_name}"))
-    assert type(optimizer).__name__ == {"adam": "AdamOptimizer", "adam-offload": "AdamOffloadOptimizer"}[optimizer_name]
-    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [(1, 1e-2), (2, 0.0)]
+    assert (
+        type(optimizer).__name__
+        == {"adam": "AdamOptimizer", "adam-offload": "AdamOffloadOptimizer"}[optimizer_name]
+    )
+    assert [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups] == [
+        (1, 1e-2),
+        (2, 0.0),
+    ]
     for param in model.parameters():
         param.requires_grad_(False)
-    with pytest.raises(ConfigError, match="no parameter of Net is to be trained: all have requires_grad=False"):
+    with pytest.raises(
+        ConfigError, match="no parameter of Net is to be trained: all have requires_grad=False"
+    ):
         make_optimizer(model, flags())
 
 
@@ -156,15 +193,30 @@ def schedules() -> None:
     model = Net()
     bmt.init_parameters(model)
     optimizer = make_optimizer(model, flags())
-    for style, want in (("constant", 1e-2), ("linear", 5e-3), ("cosine", 5e-3), ("noam", 1e-2 / 60**0.5)):
-        scheduler = make_scheduler(optimizer, flags(f"--lr-decay-style {style} --warmup-iters 20 --start-step 60"), 100)
+    for style, want in (
+        ("constant", 1e-2),
+        ("linear", 5e-3),
+        ("cosine", 5e-3),
+        ("noam", 1e-2 / 60**0.5),
+    ):
+        scheduler = make_scheduler(
+            optimizer, flags(f"--lr-decay-style {style} --warmup-iters 20 --start-step 60"), 100
+        )
         assert scheduler.current_lr == pytest.approx(want), style
-    assert make_scheduler(optimizer, flags("--lr-decay-iters 80 --start-step 80 --warmup-iters 0"), 100).current_lr == 0
-    with pytest.raises(ValueError, match="end_iter of Linear: got 10, expected more than warmup_iter=20"):
+    assert (
+        make_scheduler(
+            optimizer, flags("--lr-decay-iters 80 --start-step 80 --warmup-iters 0"), 100
+        ).current_lr
+        == 0
+    )
+    with pytest.raises(
+        ValueError, match="end_iter of Linear: got 10, expected more than warmup_iter=20"
+    ):
         make_scheduler(optimizer, flags("--warmup-iters 20"), 10)
     scheduler = make_scheduler(optimizer, flags(), 10)
     scales = [
-        make_manager(optimizer, scheduler, flags(more)).loss_scale for more in ("", "--dtype fp16", "--dtype fp16 --loss-scale 0")
+        make_manager(optimizer, scheduler, flags(more)).loss_scale
+        for more in ("", "--dtype fp16", "--dtype fp16 --loss-scale 0")
     ]
     assert scales == [1, 65536, 1]
 
@@ -239,7 +291,9 @@ def test_tensorboard_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
         raise ImportError(f"No module named {name}")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match="--tensorboard needs the package tensorboard: pip install tensorboard"):
+    with pytest.raises(
+        ConfigError, match="--tensorboard needs the package tensorboard: pip install tensorboard"
+    ):
         Curves(tmp_path, first_step=0)
 
 
@@ -258,7 +312,16 @@ def test_groups_of_batches() -> None:
 
 
 def test_the_size_of_a_batch() -> None:
-    assert num_tokens({"ids": torch.zeros(2, 7), "texts": ["a", "b"], "pair": (torch.zeros(2), [torch.zeros(3)])}) == 14
+    assert (
+        num_tokens(
+            {
+                "ids": torch.zeros(2, 7),
+                "texts": ["a", "b"],
+                "pair": (torch.zeros(2), [torch.zeros(3)]),
+            }
+        )
+        == 14
+    )
     assert num_tokens(["text"]) == 0
 
 

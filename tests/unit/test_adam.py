@@ -17,12 +17,18 @@ PATHS = [adamw_update, adamw_reference]
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_against_torch(path: Callable[..., None], maximize: bool, scale: float, dtype: torch.dtype) -> None:
-    """Ten updates with decay, of every dtype: masters are torch's fp32 weights, weights are their rounding."""
+def test_against_torch(
+    path: Callable[..., None], maximize: bool, scale: float, dtype: torch.dtype
+) -> None:
+    """Ten updates with decay, of every dtype: masters are torch's fp32 weights, weights are their
+    rounding.
+    """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(101, generator=generator).to(dtype)
     param = torch.nn.Parameter(start.float())
-    torch_adam = torch.optim.AdamW([param], lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, maximize=maximize)
+    torch_adam = torch.optim.AdamW(
+        [param], lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, maximize=maximize
+    )
     weight = start.clone()
     master = weight if dtype == torch.float32 else weight.float()
     mean, square = torch.zeros(101), torch.zeros(101)
@@ -32,8 +38,15 @@ def test_against_torch(path: Callable[..., None], maximize: bool, scale: float, 
         torch_adam.step()
         before = grad.clone()
         settings = AdamSettings(
-            lr=0.01, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step, scale=scale, maximize=maximize
-        )  # fmt: skip
+            lr=0.01,
+            beta1=0.8,
+            beta2=0.95,
+            eps=1e-6,
+            weight_decay=0.2,
+            step=step,
+            scale=scale,
+            maximize=maximize,
+        )
         path(Batch([AdamTensors(weight, grad, master, mean, square)]), settings)
         assert torch.equal(grad, before), "the gradient was written"
     torch.testing.assert_close(master, param.detach(), rtol=1e-6, atol=1e-6)

@@ -22,22 +22,28 @@ from bmtrain.errors import ConfigurationError, NotInitializedError, RemovedError
 NAMES = {
     "global_var": "config rank world_size",
     "init": "init_distributed is_initialized topology",
-    "block_layer": "Block CheckpointBlock CheckpointBlockContext TransformerBlockList round_up storage_type_cuda",
-    "pipe_layer": "PipelineTransformerBlockList PipePreFunction PipePostFunction StagePreFunction StagePostFunction",
+    "block_layer": "Block CheckpointBlock CheckpointBlockContext TransformerBlockList round_up "
+    "storage_type_cuda",
+    "pipe_layer": "PipelineTransformerBlockList PipePreFunction PipePostFunction StagePreFunction "
+    "StagePostFunction",
     "layer": "DistributedModule",
     "parameter": "DistributedParameter ParameterInitializer OpAllGather",
     "param_init": "init_parameters grouped_parameters init_distributed_parameter iterate_parameters",
     "synchronize": "synchronize sum_loss gather_result wait_loader",
     "store": "save load allgather_object allgather_objects broadcast_object",
     "wrapper": "BMTrainModelWrapper make_distributed model_wrapper_dispatch",
-    "utils": "round_up check_torch_version tp_split_tensor print_block print_dict print_rank see_memory AverageRecorder",
+    "utils": "round_up check_torch_version tp_split_tensor print_block print_dict print_rank "
+    "see_memory AverageRecorder",
     "debug": "clear set get append extend",
-    "hook_func": "zero_pre_forward zero_post_forward zero_pre_backward zero_post_backward PreHookFunc PostHookFunc "
+    "hook_func": "zero_pre_forward zero_post_forward zero_pre_backward zero_post_backward "
+    "PreHookFunc PostHookFunc "
     "OneStepNoGradFunc",
     "zero_context": "ZeroContext",
-    "nccl": "allReduce allGather reduceScatter broadcast reduce send recv groupStart groupEnd commCount commRank commDestroy "
+    "nccl": "allReduce allGather reduceScatter broadcast reduce send recv groupStart groupEnd "
+    "commCount commRank commDestroy "
     "NCCLCommunicator getUniqueId commInitRank",
-    "distributed.ops": "all_gather all_reduce broadcast reduce_scatter send_activations recv_activations OpAllGather OpAllReduce "
+    "distributed.ops": "all_gather all_reduce broadcast reduce_scatter send_activations recv_activations "
+    "OpAllGather OpAllReduce "
     "OpBroadcast OpReduceScatter",
     "inspect.format": "format_summary",
     "inspect.model": "inspect_model inspect_block inspect_pipeline_transformer_block_list",
@@ -63,13 +69,17 @@ NAMES = {
 
 @pytest.mark.parametrize("path", NAMES)
 def test_old_paths_have_the_old_names(path: str) -> None:
-    """They are the public ones where there is a public one of that name; every module says where its things live."""
+    """They are the public ones where there is a public one of that name; every module says where
+    its things live.
+    """
     module = importlib.import_module(f"bmtrain.{path}")
     package = importlib.import_module(f"bmtrain.{path}".rpartition(".")[0])
     assert module.__doc__
     for name in NAMES[path].split():
         found = getattr(module, name)
-        if path not in ("nccl", "distributed.ops", "debug") and not inspect.ismodule(vars(package).get(name)):
+        if path not in ("nccl", "distributed.ops", "debug") and not inspect.ismodule(
+            vars(package).get(name)
+        ):
             assert vars(package).get(name, found) is found
 
 
@@ -78,12 +88,16 @@ def test_every_old_module_is_in_the_list() -> None:
 
 
 def test_old_modules_are_attributes_of_the_package() -> None:
-    """As in BMTrain, where importing the package imports them; `synchronize` alone is hidden by the function, as it is there."""
+    """As in BMTrain, where importing the package imports them; `synchronize` alone is hidden by the
+    function, as it is there.
+    """
     for path in NAMES:
         found: Any = bmt
         for part in path.split("."):
             found = getattr(found, part)
-        assert found is (bmt.synchronize if path == "synchronize" else sys.modules.get(f"bmtrain.{path}"))
+        assert found is (
+            bmt.synchronize if path == "synchronize" else sys.modules.get(f"bmtrain.{path}")
+        )
 
 
 FRESH = """
@@ -99,7 +113,13 @@ bmt.synchronize(); wait_loader(); bmt.wait_loader()
 
 
 @pytest.mark.parametrize(
-    "first", ["", "from bmtrain.synchronize import synchronize", "import bmtrain.nccl", "from bmtrain.init import topology"]
+    "first",
+    [
+        "",
+        "from bmtrain.synchronize import synchronize",
+        "import bmtrain.nccl",
+        "from bmtrain.init import topology",
+    ],
 )
 def test_a_function_and_a_module_of_one_name(first: str) -> None:
     """Whatever is imported first, in a process of its own."""
@@ -127,14 +147,20 @@ def test_a_function_and_a_module_of_one_name(first: str) -> None:
     ],
 )
 def test_what_has_no_meaning_says_so_when_it_is_used(use: Callable[[], object]) -> None:
-    with pytest.raises(RemovedError, match=r"bmtrain\.\S+ is a part of BMTrain that has no meaning here: \S.*\."):
+    with pytest.raises(
+        RemovedError, match=r"bmtrain\.\S+ is a part of BMTrain that has no meaning here: \S.*\."
+    ):
         use()
 
 
 def test_programs_may_ask_for_what_is_gone() -> None:
     gone = bmt.block_layer.CheckpointBlockContext
     assert isinstance(gone, type) and not isinstance(torch.nn.Linear(1, 1), gone)
-    assert not hasattr(gone, "enter") and gone.__name__ == "CheckpointBlockContext" and "gather" in (gone.__doc__ or "")
+    assert (
+        not hasattr(gone, "enter")
+        and gone.__name__ == "CheckpointBlockContext"
+        and "gather" in (gone.__doc__ or "")
+    )
 
 
 def test_arguments_are_in_the_order_of_1_0_1() -> None:
@@ -165,7 +191,10 @@ def test_small_helpers() -> None:
     from bmtrain.utils import check_torch_version, round_up, tp_split_tensor
 
     assert [round_up(x, 4) for x in (0, 1, 4, 5)] == [0, 4, 4, 8]
-    assert check_torch_version("1.12.0") > 0 > check_torch_version("99.0.0") and check_torch_version(torch.__version__) == 0
+    assert (
+        check_torch_version("1.12.0") > 0 > check_torch_version("99.0.0")
+        and check_torch_version(torch.__version__) == 0
+    )
     with pytest.raises(ConfigurationError, match="got 'new'"):
         check_torch_version("new")
     with pytest.raises(NotInitializedError):
@@ -178,7 +207,11 @@ def test_debug_keeps_values() -> None:
     debug.set("x", torch.ones(2, requires_grad=True))
     debug.append("list", 1)
     debug.extend("list", (2, 3))
-    assert not debug.get("x").requires_grad and debug.get("list") == [1, 2, 3] and debug.get("no", 5) == 5
+    assert (
+        not debug.get("x").requires_grad
+        and debug.get("list") == [1, 2, 3]
+        and debug.get("no", 5) == 5
+    )
     debug.clear("x")
     assert debug.get("x") is None and debug.get("list")
     debug.clear()

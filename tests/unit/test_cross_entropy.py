@@ -1,4 +1,6 @@
-"""FusedCrossEntropy against torch.nn.functional.cross_entropy in fp64: values, gradients, and what it refuses."""
+"""FusedCrossEntropy against torch.nn.functional.cross_entropy in fp64: values, gradients, and what
+it refuses.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from bmtrain.loss import FusedCrossEntropy
 ROWS, CLASSES = 37, 23
 # fp32 rounding of a sum over the classes; for half precision the gradient's own rounding, once.
 VALUE_TOLERANCE = 2e-6
-GRADIENT_TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float64: 1e-12}
+GRADIENT_TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.bfloat16: 2**-8,
+    torch.float16: 2**-11,
+    torch.float64: 1e-12,
+}
 
 
 class Allocations(TorchDispatchMode):
@@ -29,7 +36,11 @@ class Allocations(TorchDispatchMode):
         self.seen: set[tuple[int, torch.dtype]] = set()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         inputs = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if _is(t)}
         results = func(*args, **(kwargs or {}))
@@ -65,7 +76,8 @@ def class_weights() -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
-    ("reduction", "weighted", "smoothing"), list(itertools.product(["mean", "sum", "none"], [False, True], [0.0, 0.1, 1.0]))
+    ("reduction", "weighted", "smoothing"),
+    list(itertools.product(["mean", "sum", "none"], [False, True], [0.0, 0.1, 1.0])),
 )
 def test_equals_torch(dtype: torch.dtype, reduction: str, weighted: bool, smoothing: float) -> None:
     logits, target = batch(dtype)
@@ -73,7 +85,11 @@ def test_equals_torch(dtype: torch.dtype, reduction: str, weighted: bool, smooth
     loss = FusedCrossEntropy(weight, reduction=reduction, label_smoothing=smoothing)(logits, target)
     plain = logits.detach().double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(
-        plain, target, None if weight is None else weight.double(), reduction=reduction, label_smoothing=smoothing
+        plain,
+        target,
+        None if weight is None else weight.double(),
+        reduction=reduction,
+        label_smoothing=smoothing,
     )
     upstream = torch.linspace(-1.0, 2.0, loss.numel()).view(loss.shape)
     loss.backward(upstream)
@@ -106,7 +122,9 @@ def test_ignored_rows_may_hold_anything(bad: float) -> None:
         logits[0] = bad  # target -100
     loss = FusedCrossEntropy(label_smoothing=0.1)(logits, target)
     loss.backward()
-    expected = torch.nn.functional.cross_entropy(logits.detach()[1:], target[1:], label_smoothing=0.1)
+    expected = torch.nn.functional.cross_entropy(
+        logits.detach()[1:], target[1:], label_smoothing=0.1
+    )
     torch.testing.assert_close(loss, expected)
     assert logits.grad is not None and logits.grad.isfinite().all() and not logits.grad[0].any()
 
@@ -116,7 +134,9 @@ def test_ignored_rows_may_hold_anything(bad: float) -> None:
 def test_no_valid_target_has_no_gradient(reduction: str, rows: int) -> None:
     """As in torch: the mean is NaN, which says so, and the gradient zero, which changes nothing."""
     logits = torch.randn(rows, CLASSES, requires_grad=True)
-    loss = FusedCrossEntropy(class_weights(), reduction=reduction, label_smoothing=0.1)(logits, torch.full((rows,), -100))
+    loss = FusedCrossEntropy(class_weights(), reduction=reduction, label_smoothing=0.1)(
+        logits, torch.full((rows,), -100)
+    )
     loss.backward()
     assert loss.isnan() if reduction == "mean" else loss.item() == 0.0
     assert logits.grad is not None and not logits.grad.any()
@@ -124,15 +144,24 @@ def test_no_valid_target_has_no_gradient(reduction: str, rows: int) -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_valid_targets_without_weight_are_not_a_number(smoothing: float) -> None:
-    """As in torch, loss and gradient: classes of weight 0 are a mistake of the program, an empty batch is none."""
-    logits, weight = torch.randn(3, CLASSES, requires_grad=True), torch.ones(CLASSES).index_fill(0, torch.tensor(0), 0.0)
-    loss = FusedCrossEntropy(weight, label_smoothing=smoothing)(logits, torch.zeros(3, dtype=torch.long))
+    """As in torch, loss and gradient: classes of weight 0 are a mistake of the program, an empty
+    batch is none.
+    """
+    logits, weight = (
+        torch.randn(3, CLASSES, requires_grad=True),
+        torch.ones(CLASSES).index_fill(0, torch.tensor(0), 0.0),
+    )
+    loss = FusedCrossEntropy(weight, label_smoothing=smoothing)(
+        logits, torch.zeros(3, dtype=torch.long)
+    )
     loss.backward()
     assert loss.isnan() and logits.grad is not None and logits.grad.isnan().all()
 
 
 def test_large_logits_do_not_overflow() -> None:
-    logits = torch.tensor([[6e4, -6e4, 0.0], [-6e4, -6e4, -6e4]], dtype=torch.float16, requires_grad=True)
+    logits = torch.tensor(
+        [[6e4, -6e4, 0.0], [-6e4, -6e4, -6e4]], dtype=torch.float16, requires_grad=True
+    )
     loss = FusedCrossEntropy(reduction="none")(logits, torch.tensor([0, 1]))
     loss.sum().backward()
     torch.testing.assert_close(loss, torch.tensor([0.0, 3.0]).log().clamp(min=0.0))
@@ -184,12 +213,17 @@ def test_compiles_whole(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_logits_are_never_copied_whole(dtype: torch.dtype) -> None:
-    """Of (rows, V) there is the gradient alone, in the dtype of the logits; all else is a chunk or a vector."""
+    """Of (rows, V) there is the gradient alone, in the dtype of the logits; all else is a chunk or
+    a vector.
+    """
     logits, target = batch(dtype)
     with Allocations() as made:
         FusedCrossEntropy(label_smoothing=0.1)(logits, target).backward()
     assert {made_dtype for numel, made_dtype in made.seen if numel >= logits.numel()} == {dtype}
-    assert max(numel for numel, made_dtype in made.seen if made_dtype == torch.float32) <= 5 * CLASSES + 1
+    assert (
+        max(numel for numel, made_dtype in made.seen if made_dtype == torch.float32)
+        <= 5 * CLASSES + 1
+    )
 
 
 def test_class_weights_move_with_the_module() -> None:
@@ -211,11 +245,18 @@ LOGITS, TARGET = torch.zeros(4, 5), torch.zeros(4, dtype=torch.long)
         (LOGITS, TARGET[:3], None, ["target", "(3,)", "(4,)"]),
         (LOGITS, TARGET.to("meta"), None, ["target", "meta", "cpu"]),
         (LOGITS, TARGET, torch.ones(6), ["weight", "got 6", "expected 5"]),
-        (LOGITS, torch.tensor([0, 1, 5, 2]), None, ["row 2", "got 5", "0 to 4", "1 of 4", "vocabulary"]),
+        (
+            LOGITS,
+            torch.tensor([0, 1, 5, 2]),
+            None,
+            ["row 2", "got 5", "0 to 4", "1 of 4", "vocabulary"],
+        ),
         (LOGITS, torch.tensor([0, -7, 5, 2]), None, ["row 1", "got -7", "2 of 4"]),
     ],
 )
-def test_bad_inputs_are_named(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, named: list[str]) -> None:
+def test_bad_inputs_are_named(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, named: list[str]
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         FusedCrossEntropy(weight)(logits, target)
     assert not [words for words in named if words not in str(caught.value)], str(caught.value)

@@ -18,7 +18,9 @@ GIB = 2**30
 
 
 class Gpu:
-    """Statistics as torch's allocator keeps them, and a device of 100 GiB that another program uses too."""
+    """Statistics as torch's allocator keeps them, and a device of 100 GiB that another program uses
+    too.
+    """
 
     def __init__(self) -> None:
         self.allocated = self.highest = 0
@@ -63,7 +65,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: made.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: made.highest)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: made.reserved)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"inactive_split_bytes.all.current": made.left_over})
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats",
+        lambda device: {"inactive_split_bytes.all.current": made.left_over},
+    )
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: made.reset())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: made.info())
     monkeypatch.setattr(world, "_PROCESS", types.SimpleNamespace(world=run))
@@ -85,7 +91,8 @@ def test_memory_that_ranks_map_counts(gpu: Gpu) -> None:
     assert memory.take_peak() == 45 * GIB
     assert memory.take_peak() == 35 * GIB
     assert memory.limit() == 50 * GIB
-    assert account(limit=None).limit() == (100 - 10 - 3) * GIB  # all but what others have, and a margin
+    # all but what others have, and a margin
+    assert account(limit=None).limit() == (100 - 10 - 3) * GIB
 
 
 def test_the_limit_of_the_device_does_not_depend_on_where_tensors_are(gpu: Gpu) -> None:
@@ -96,7 +103,9 @@ def test_the_limit_of_the_device_does_not_depend_on_where_tensors_are(gpu: Gpu) 
 
 
 def test_what_is_left_over_of_pieces_is_out_of_reach(gpu: Gpu) -> None:
-    """Tensors hold the rest of the pieces: nothing large fits into what is left, and it cannot be given back."""
+    """Tensors hold the rest of the pieces: nothing large fits into what is left, and it cannot be
+    given back.
+    """
     memory = account(limit=None)
     whole = memory.limit()
     gpu.left_over = 4 * GIB

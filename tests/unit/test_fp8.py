@@ -26,7 +26,9 @@ def straight(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "limit", "bits"), KINDS)
 @pytest.mark.parametrize("scale", [1e-20, 1e-3, 1.0, 1e6])
-def test_quantise_takes_the_largest_to_the_largest_code(kind: torch.dtype, limit: float, bits: int, scale: float) -> None:
+def test_quantise_takes_the_largest_to_the_largest_code(
+    kind: torch.dtype, limit: float, bits: int, scale: float
+) -> None:
     x = values(33, 48, scale=scale)
     codes, unit = fp8.quantise(x, kind)
     assert codes.dtype == kind
@@ -52,15 +54,25 @@ def test_quantise_of_zeros_infinities_and_nan(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("rows", [(16,), (3, 7), ()])
 def test_linear_is_the_formula(dtype: torch.dtype, has_bias: bool, rows: tuple[int, ...]) -> None:
-    """Values and all gradients: products of what the codes stand for, straight through the rounding."""
-    x, weight, bias = values(*rows, 32), values(48, 32, seed=1, scale=0.1), values(48, seed=2) if has_bias else None
+    """Values and all gradients: products of what the codes stand for, straight through the
+    rounding.
+    """
+    x, weight, bias = (
+        values(*rows, 32),
+        values(48, 32, seed=1, scale=0.1),
+        values(48, seed=2) if has_bias else None,
+    )
     own_x, own_weight = (t.to(dtype).requires_grad_() for t in (x, weight))
     own_bias = None if bias is None else bias.to(dtype).requires_grad_()
     out = linear(own_x, own_weight, own_bias)
     grad = values(*rows, 48, seed=3).to(dtype)
     out.backward(grad)
     flat, dy = own_x.detach().reshape(-1, 32), grad.reshape(-1, 48)
-    x8, w8, g8 = straight(flat, fp8.E4M3), straight(own_weight.detach(), fp8.E4M3), straight(dy, fp8.E5M2)
+    x8, w8, g8 = (
+        straight(flat, fp8.E4M3),
+        straight(own_weight.detach(), fp8.E4M3),
+        straight(dy, fp8.E5M2),
+    )
     want = [x8 @ w8.T + (0 if own_bias is None else own_bias.detach().double()), g8 @ w8, g8.T @ x8]
     got = [out.detach().reshape(-1, 48), grad_of(own_x).reshape(-1, 32), grad_of(own_weight)]
     if own_bias is not None:
@@ -73,7 +85,10 @@ def test_linear_is_the_formula(dtype: torch.dtype, has_bias: bool, rows: tuple[i
 
 
 def test_linear_is_near_the_plain_one() -> None:
-    x, weight = values(256, 128).requires_grad_(), values(64, 128, seed=1, scale=0.1).requires_grad_()
+    x, weight = (
+        values(256, 128).requires_grad_(),
+        values(64, 128, seed=1, scale=0.1).requires_grad_(),
+    )
     grad = values(256, 64, seed=2)
     found = []
     for function in (linear, F.linear):
@@ -114,7 +129,10 @@ def test_only_wanted_gradients_are_made(frozen: str) -> None:
 def test_eight_bits_are_kept() -> None:
     """Of the input; the weight is kept as it is, not as a copy."""
     kept: list[torch.Tensor] = []
-    x, weight = values(64, 32).bfloat16().requires_grad_(), values(16, 32).bfloat16().requires_grad_()
+    x, weight = (
+        values(64, 32).bfloat16().requires_grad_(),
+        values(16, 32).bfloat16().requires_grad_(),
+    )
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor)

@@ -1,4 +1,6 @@
-"""What compiled blocks compute otherwise than the compiler would, compiled for the CPU: beside plain PyTorch, and where."""
+"""What compiled blocks compute otherwise than the compiler would, compiled for the CPU: beside
+plain PyTorch, and where.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from bmtrain.compile import backend, fusions, joining
 
 N = 48
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's compiler of itself
+# torch's compiler of itself
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
 
 class PreNorm(nn.Module):
@@ -46,11 +49,17 @@ class PostNorm(nn.Module):
 
 
 class Shared(nn.Module):
-    """GELU of what is needed otherwise too, and of a map without bias; a norm of two dimensions and one without weights."""
+    """GELU of what is needed otherwise too, and of a map without bias; a norm of two dimensions and
+    one without weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.bare, self.norm = nn.Linear(N, N), nn.Linear(N, N, bias=False), nn.LayerNorm((8, N))
+        self.up, self.bare, self.norm = (
+            nn.Linear(N, N),
+            nn.Linear(N, N, bias=False),
+            nn.LayerNorm((8, N)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.up(F.layer_norm(self.norm(x), (N,)))
@@ -94,12 +103,17 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The arguments of kernels of norms' gradients."""
     found = noted(monkeypatch, torch.ops.bmtrain.norm_backward.default)
     torch._dynamo.reset()
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
         yield found
 
 
 class Everywhere:
-    """The backend of compiled blocks, which puts these functions in on a CPU too; `names` are theirs."""
+    """The backend of compiled blocks, which puts these functions in on a CPU too; `names` are
+    theirs.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -109,7 +123,11 @@ class Everywhere:
         for part in parts:
             fusions.rewrite(part, lambda _: True)
         nodes = [node for part in parts for node in part.graph.nodes if node.op == "call_function"]
-        self.names += [node.target.__name__ for node in nodes if getattr(node.target, "__module__", "").startswith("bmtrain")]
+        self.names += [
+            node.target.__name__
+            for node in nodes
+            if getattr(node.target, "__module__", "").startswith("bmtrain")
+        ]
         return backend.inductor(graph, inputs, **options)
 
 
@@ -117,12 +135,21 @@ def passed(run: Any, module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """The output, and the gradients of x and of parameters."""
     x = x.detach().requires_grad_()
     out = run(x)
-    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device).view(out.shape)
-    return [out.detach(), *torch.autograd.grad(out, [x, *(p for p in module.parameters() if p.requires_grad)], weights)]
+    weights = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device).view(
+        out.shape
+    )
+    return [
+        out.detach(),
+        *torch.autograd.grad(
+            out, [x, *(p for p in module.parameters() if p.requires_grad)], weights
+        ),
+    ]
 
 
 def equal_to_plain(module: nn.Module, x: torch.Tensor) -> list[str]:
-    """Values and gradients are those of plain PyTorch in fp64, up to four times what it is off in the dtype. What was put in."""
+    """Values and gradients are those of plain PyTorch in fp64, up to four times what it is off in
+    the dtype. What was put in.
+    """
     exact = copy.deepcopy(module).double()
     want = passed(exact, exact, x.double())
     lower = Everywhere()
@@ -145,23 +172,40 @@ def test_layer_of_a_gpt(joined: list[Any], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     names = equal_to_plain(PreNorm().to(dtype), torch.randn(3, 8, N, dtype=dtype))
     assert names == ["layer_norm", "layer_norm", "linear_gelu"]
-    # Of the second norm, then of the first: terms of gradient and input, and whether residual gradients and column sums joined.
-    counts = [(len(grads), len(inputs), len(rest) > 2 and rest[2] is not None, rest[3:]) for grads, inputs, _, *rest in joined]
+    # Of the second norm, then of the first: terms of gradient and input, and whether residual
+    # gradients and column sums joined.
+    counts = [
+        (len(grads), len(inputs), len(rest) > 2 and rest[2] is not None, rest[3:])
+        for grads, inputs, _, *rest in joined
+    ]
     assert counts == [(1, 2, True, [True, True]), (3, 1, True, [])]
 
 
 def test_layer_with_rms_norms(joined: list[Any]) -> None:
     torch.manual_seed(0)
-    assert equal_to_plain(PreNorm(nn.RMSNorm), torch.randn(3, 8, N)) == ["linear_gelu", "rms_norm", "rms_norm"]
-    assert [(len(grads), len(inputs), mean) for grads, inputs, _, mean, *_ in joined] == [(1, 2, None), (3, 1, None)]
+    assert equal_to_plain(PreNorm(nn.RMSNorm), torch.randn(3, 8, N)) == [
+        "linear_gelu",
+        "rms_norm",
+        "rms_norm",
+    ]
+    assert [(len(grads), len(inputs), mean) for grads, inputs, _, mean, *_ in joined] == [
+        (1, 2, None),
+        (3, 1, None),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_norms_of_wide_rows_make_the_sum_that_they_normalise(
-    joined: list[Any], wide_rows: None, norm: type[nn.Module], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    joined: list[Any],
+    wide_rows: None,
+    norm: type[nn.Module],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second norm gets the residual and what is added to it; its backward pass gets their sum."""
+    """The second norm gets the residual and what is added to it; its backward pass gets their
+    sum.
+    """
     torch.manual_seed(0)
     normalised = noted(monkeypatch, torch.ops.bmtrain.norm.default)
     equal_to_plain(PreNorm(norm).to(dtype), torch.randn(3, 8, N, dtype=dtype))
@@ -181,7 +225,9 @@ class Early(nn.Module):
         return F.layer_norm(total, (N,), self.norm.weight + total.mean((0, 1)), self.norm.bias)
 
 
-def test_a_sum_that_is_needed_before_the_norm_is_made_before_it(joined: list[Any], wide_rows: None) -> None:
+def test_a_sum_that_is_needed_before_the_norm_is_made_before_it(
+    joined: list[Any], wide_rows: None
+) -> None:
     torch.manual_seed(0)
     assert equal_to_plain(Early(), torch.randn(3, 8, N)) == ["layer_norm"]
 
@@ -190,7 +236,9 @@ def test_what_wide_norms_add_up_is_computed_again(joined: list[Any], wide_rows: 
     """With recomputation nothing is kept but inputs."""
     torch.manual_seed(0)
     module, x, sizes = PreNorm(), torch.randn(3, 8, N), []
-    run = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend=Everywhere(), fullgraph=True)
+    run = torch.compile(
+        lambda x: checkpoint(module, x, use_reentrant=False), backend=Everywhere(), fullgraph=True
+    )
     known = {p.data_ptr() for p in module.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,8 +268,12 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined: list[Any]) -> None:
     assert not joined
 
 
-@pytest.mark.parametrize(("p", "training", "names"), [(0.1, True, ["gelu"]), (0.1, False, None), (0.0, True, None)])
-def test_beside_dropout_only_formulas_change(p: float, training: bool, names: list[str] | None) -> None:
+@pytest.mark.parametrize(
+    ("p", "training", "names"), [(0.1, True, ["gelu"]), (0.1, False, None), (0.0, True, None)]
+)
+def test_beside_dropout_only_formulas_change(
+    p: float, training: bool, names: list[str] | None
+) -> None:
     torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -230,16 +282,26 @@ def test_beside_dropout_only_formulas_change(p: float, training: bool, names: li
         graphs.append(graph)
         return graph.forward
 
-    torch.compile(Dropping(p).train(training), backend=lower)(torch.randn(3, 8, N, requires_grad=True))
-    targets = [node.target for node in graphs[0].graph.nodes if getattr(node.target, "__module__", "").startswith("bmtrain")]
-    assert [target.__name__ for target in targets] == (names or ["layer_norm", "layer_norm", "linear_gelu"])
+    torch.compile(Dropping(p).train(training), backend=lower)(
+        torch.randn(3, 8, N, requires_grad=True)
+    )
+    targets = [
+        node.target
+        for node in graphs[0].graph.nodes
+        if getattr(node.target, "__module__", "").startswith("bmtrain")
+    ]
+    assert [target.__name__ for target in targets] == (
+        names or ["layer_norm", "layer_norm", "linear_gelu"]
+    )
 
 
 def test_autocast_is_left_to_the_compiler(joined: list[Any]) -> None:
     torch.manual_seed(0)
     module, x, lower = PreNorm(), torch.randn(3, 8, N), Everywhere()
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (passed(run, module, x) for run in (torch.compile(module, backend=lower), module))
+        got, want = (
+            passed(run, module, x) for run in (torch.compile(module, backend=lower), module)
+        )
     for ours, plain in zip(got, want, strict=True):
         assert float((ours - plain).norm()) <= 0.02 * float(plain.norm())
     assert lower.names == ["layer_norm", "layer_norm", "gelu"]
@@ -267,4 +329,6 @@ def test_nothing_changes_on_a_cpu() -> None:
         return graph.forward
 
     torch.compile(PreNorm(), backend=lower)(torch.randn(3, 8, N))
-    assert F.linear in seen and not any(getattr(target, "__module__", "") == fusions.__name__ for target in seen)
+    assert F.linear in seen and not any(
+        getattr(target, "__module__", "") == fusions.__name__ for target in seen
+    )

@@ -6,12 +6,21 @@ import pytest
 
 from bmtrain.shard.layout import ALIGNMENT, Layout, round_up
 
-SHAPES = [("a", (7, 13)), ("scalar", ()), ("tiny", (2,)), ("empty", (0, 5)), ("prime", (101,)), ("one", (1, 1))]
+SHAPES = [
+    ("a", (7, 13)),
+    ("scalar", ()),
+    ("tiny", (2,)),
+    ("empty", (0, 5)),
+    ("prime", (101,)),
+    ("one", (1, 1)),
+]
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 7])
 def test_shards_cover_every_element_once(num_shards: int) -> None:
-    """Over all shards the pieces of each slot are its elements in order, none twice, at their place in the buffer."""
+    """Over all shards the pieces of each slot are its elements in order, none twice, at their place
+    in the buffer.
+    """
     layout = Layout.build(SHAPES, num_shards)
     for index, slot in enumerate(layout.slots):
         covered: list[int] = []
@@ -40,7 +49,9 @@ def test_slots_and_shards_are_aligned_and_apart(num_shards: int) -> None:
 
 
 def test_a_scalar_has_one_element_and_a_parameter_below_the_world_size_some_empty_pieces() -> None:
-    """0-dim and tiny parameters lie on one rank; the other ranks' pieces are empty, not negative."""
+    """0-dim and tiny parameters lie on one rank; the other ranks' pieces are empty, not
+    negative.
+    """
     layout = Layout.build([("scalar", ()), ("tiny", (2,))], 4)
     assert [slot.numel for slot in layout.slots] == [1, 2]
     for index, count in ((0, 1), (1, 2)):
@@ -62,7 +73,9 @@ def test_padding_of_a_transformer_layer_is_below_one_percent() -> None:
     assert layout.numel <= 1.01 * used
 
 
-@pytest.mark.parametrize(("value", "multiple", "want"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128), (5, 1, 5)])
+@pytest.mark.parametrize(
+    ("value", "multiple", "want"), [(0, 64, 0), (1, 64, 64), (64, 64, 64), (65, 64, 128), (5, 1, 5)]
+)
 def test_round_up(value: int, multiple: int, want: int) -> None:
     """To the least multiple not below."""
     assert round_up(value, multiple) == want

@@ -14,7 +14,9 @@ from bmtrain.optim.verdict import Verdict
 
 
 def test_shrinks_and_grows_within_bounds() -> None:
-    """Divided at each overflow, multiplied after enough good steps in a row, never out of its bounds."""
+    """Divided at each overflow, multiplied after enough good steps in a row, never out of its
+    bounds.
+    """
     scale = LossScale(16, factor=4, growth_steps=2, minimum=2, maximum=32)
     seen = []
     for event in "gsggggggg":
@@ -58,8 +60,12 @@ def test_the_first_value_is_brought_into_bounds() -> None:
     assert LossScale(0.5, minimum=2.0).value == 2
 
 
-@pytest.mark.parametrize(("number", "value", "good_steps"), [(1e300, 8, 2), (math.inf, 4, 0), (math.nan, 4, 0)])
-def test_a_verdict_is_awaited_once_and_by_whoever_asks(number: float, value: float, good_steps: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "value", "good_steps"), [(1e300, 8, 2), (math.inf, 4, 0), (math.nan, 4, 0)]
+)
+def test_a_verdict_is_awaited_once_and_by_whoever_asks(
+    number: float, value: float, good_steps: int
+) -> None:
     """The step is taken back before the scale moves, and only if it was bad."""
     for ask in (LossScale.settle, lambda scale: scale.value, LossScale.state_dict):
         scale = LossScale(8, growth_steps=3)
@@ -87,9 +93,16 @@ def test_what_is_loaded_comes_after_the_verdict() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"value": 0}, {"value": math.inf}, {"value": math.nan}, {"value": 1, "factor": 1}, {"value": 1, "growth_steps": 0},
-     {"value": 1, "minimum": 0}, {"value": 1, "minimum": 4, "maximum": 2}],
-)  # fmt: skip
+    [
+        {"value": 0},
+        {"value": math.inf},
+        {"value": math.nan},
+        {"value": 1, "factor": 1},
+        {"value": 1, "growth_steps": 0},
+        {"value": 1, "minimum": 0},
+        {"value": 1, "minimum": 4, "maximum": 2},
+    ],
+)
 def test_wrong_settings(wrong: dict[str, Any]) -> None:
     """Say what was expected."""
     with pytest.raises(ConfigurationError, match="expected"):

@@ -20,7 +20,15 @@ TABLES: dict[type[WarmupLRScheduler], dict[int, float]] = {
     NoDecay: {0: 0.0, 1: 0.075, 3: 0.225, 4: 0.3, 12: 0.3, 1000: 0.3},
     Linear: {0: 0.0, 1: 0.075, 4: 0.3, 6: 0.225, 8: 0.15, 12: 0.0, 13: 0.0, 99: 0.0},
     Cosine: {0: 0.0, 2: 0.15, 4: 0.3, 6: 0.15 * (1 + math.sqrt(0.5)), 8: 0.15, 12: 0.0},
-    Exponential: {0: 0.0, 3: 0.225, 4: 0.3, 5: 0.285, 6: 0.27075, 12: 0.3 * 0.95**8, 20: 0.3 * 0.95**16},
+    Exponential: {
+        0: 0.0,
+        3: 0.225,
+        4: 0.3,
+        5: 0.285,
+        6: 0.27075,
+        12: 0.3 * 0.95**8,
+        20: 0.3 * 0.95**16,
+    },
 }
 
 
@@ -29,7 +37,9 @@ def optimizer(num_groups: int = 2) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=9.0)
 
 
-@pytest.mark.parametrize(("schedule", "iteration"), [(s, n) for s, table in TABLES.items() for n in table])
+@pytest.mark.parametrize(
+    ("schedule", "iteration"), [(s, n) for s, table in TABLES.items() for n in table]
+)
 def test_formula(schedule: type[WarmupLRScheduler], iteration: int) -> None:
     expected = TABLES[schedule][iteration]
     target = optimizer()
@@ -130,7 +140,10 @@ def test_own_schedule_overrides_both_parts() -> None:
         (lambda: Noam(optimizer(), S, 0, 9, -3), ["num_iter", "got -3"]),
         (lambda: Noam(optimizer(), S, 0, 9).step(-3), ["num_iter", "got -3"]),
         (lambda: Exponential(optimizer(), S, 0, 9, gamma=-1.0), ["gamma", "got -1.0"]),
-        (lambda: Noam(optimizer(), S, 0, 9).load_state_dict({"num_iter": 3}), ["state_dict", "num_iter", "start_lr"]),
+        (
+            lambda: Noam(optimizer(), S, 0, 9).load_state_dict({"num_iter": 3}),
+            ["state_dict", "num_iter", "start_lr"],
+        ),
     ],
 )
 def test_what_makes_no_schedule_is_refused(make: Callable[[], object], named: list[str]) -> None:

@@ -19,7 +19,9 @@ def test_stage_layers(num_layers: int, num_stages: int) -> None:
     assert [layer for stage in layers for layer in stage] == list(range(num_layers))
     sizes = [len(stage) for stage in layers]
     more = num_layers % num_stages
-    assert sizes == [num_layers // num_stages + 1] * more + [num_layers // num_stages] * (num_stages - more)
+    assert sizes == [num_layers // num_stages + 1] * more + [num_layers // num_stages] * (
+        num_stages - more
+    )
 
 
 def test_rows_per_micro_batch() -> None:

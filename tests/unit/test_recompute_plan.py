@@ -10,8 +10,14 @@ import pytest
 from bmtrain.recompute.plan import Option, Options, Step, choose, describe, need, seconds
 
 GIB = 2**30
-# Per block: everything kept, cheap things computed again, the whole block, the whole block with its input on the host.
-BLOCK: Options = (Option(15, 20, 3.0), Option(10, 20, 3.05), Option(1, 20, 4.0), Option(0, 22, 4.01))
+# Per block: everything kept, cheap things computed again, the whole block, the whole block with its
+# input on the host.
+BLOCK: Options = (
+    Option(15, 20, 3.0),
+    Option(10, 20, 3.05),
+    Option(1, 20, 4.0),
+    Option(0, 22, 4.01),
+)
 
 
 def step_of(blocks: list[Options], turn: int = 30) -> Step:
@@ -28,14 +34,17 @@ def step_of(blocks: list[Options], turn: int = 30) -> Step:
         (179, (9, 1, 0, 0)),
         (130, (0, 10, 0, 0)),
         (129, (1, 8, 1, 0)),  # 10 too many for all: one goes, and what is over serves another
-        (100, (0, 7, 0, 3)),  # the room of three inputs, away on the host, makes space for what they hold up
+        # the room of three inputs, away on the host, makes space for what they hold up
+        (100, (0, 7, 0, 3)),
         (40, (0, 1, 0, 9)),
         (30, (0, 0, 0, 10)),
         (5, (0, 0, 0, 10)),  # nothing fits: what needs least
     ],
 )
 def test_equal_blocks(room: int, counts: tuple[int, ...]) -> None:
-    """Cheap things are computed again everywhere before anything dear is, and that only as often as it takes."""
+    """Cheap things are computed again everywhere before anything dear is, and that only as often as
+    it takes.
+    """
     choice = choose([BLOCK] * 10, step_of([BLOCK] * 10), room)
     assert tuple(choice.count(number) for number in range(4)) == counts
     assert choice == sorted(choice, reverse=True), "what is kept is kept by the last blocks"
@@ -45,12 +54,15 @@ def test_blocks_at_the_front_recompute() -> None:
     """The backward pass of the first block may need what the last ones have freed by then."""
     wide = Option(0, 100, 2.0), Option(40, 100, 1.0)
     step = Step(0, 60, ((2, 100), (1, 100), (0, 100)))
-    assert choose([wide] * 3, step, 100) == [0, 0, 1]  # what block 1 kept would still be there in the backward of block 2
+    # what block 1 kept would still be there in the backward of block 2
+    assert choose([wide] * 3, step, 100) == [0, 0, 1]
     assert need([wide] * 3, step, [0, 1, 0]) == 140
 
 
 def test_backward_in_another_order() -> None:
-    """What the first to be freed keeps is in nobody's way, wherever it stands in the forward pass."""
+    """What the first to be freed keeps is in nobody's way, wherever it stands in the forward
+    pass.
+    """
     wide = Option(0, 100, 2.0), Option(40, 100, 1.0)
     assert choose([wide] * 3, Step(0, 60, ((0, 100), (2, 100), (1, 100))), 100) == [1, 0, 0]
 
@@ -63,7 +75,9 @@ def test_never_more_than_the_room_and_at_most_one_change_from_the_best() -> None
         for _ in range(draw.randint(1, 5)):
             kept = sorted((draw.randint(0, 30) for _ in range(3)), reverse=True)
             times = sorted(draw.random() for _ in range(3))
-            blocks.append(tuple(Option(k, kept[0] + 5, t) for k, t in zip(kept, times, strict=True)))
+            blocks.append(
+                tuple(Option(k, kept[0] + 5, t) for k, t in zip(kept, times, strict=True))
+            )
         step, room = step_of(blocks, 10), draw.randint(10, 120)
         choice = choose(blocks, step, room)
         plans = list(itertools.product(range(3), repeat=len(blocks)))

@@ -50,7 +50,9 @@ def test_a_size_that_one_storage_has_keeps_nothing() -> None:
 
 
 def test_memory_goes_with_the_last_storage() -> None:
-    """Not before: another rank may not have noticed yet that the others are gone, and all must keep the same buffers."""
+    """Not before: another rank may not have noticed yet that the others are gone, and all must keep
+    the same buffers.
+    """
     ring = make(3)
     buffers = [ring.take(Member()) for _ in range(3)]
     for buffer in buffers[:2]:
@@ -63,7 +65,9 @@ def test_memory_goes_with_the_last_storage() -> None:
 
 
 def test_refilling_is_no_change_to_autograd() -> None:
-    """An alias has a version of its own: a tensor saved from it stays usable in backward after the buffer was written."""
+    """An alias has a version of its own: a tensor saved from it stays usable in backward after the
+    buffer was written.
+    """
     memory = torch.ones(4)
     weight = alias(memory)
     x = torch.ones(4, requires_grad=True)

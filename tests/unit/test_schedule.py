@@ -21,7 +21,10 @@ def items(names: str) -> list[Item]:
 
 def run(schedule: Schedule[Item], order: list[Item], phase: Phase) -> list[str | None]:
     """What is prefetched at each gather of a pass."""
-    return [None if found is None else found.name for found in (schedule.observe(item, phase) for item in order)]
+    return [
+        None if found is None else found.name
+        for found in (schedule.observe(item, phase) for item in order)
+    ]
 
 
 def test_the_second_pass_knows_what_comes_next() -> None:

@@ -1,4 +1,6 @@
-"""Steps of schedules that are taken back: as if they had never been, whatever the schedule keeps."""
+"""Steps of schedules that are taken back: as if they had never been, whatever the schedule
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ class Historian:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.kept: dict[str, Any] = {
-            "list": [], "nested": ([], {"deep": [[]]}), "set": set(), "queue": deque(maxlen=3),
-            "tensor": torch.zeros(2), "number": 0,
-        }  # fmt: skip
+            "list": [],
+            "nested": ([], {"deep": [[]]}),
+            "set": set(),
+            "queue": deque(maxlen=3),
+            "tensor": torch.zeros(2),
+            "number": 0,
+        }
 
     def step(self) -> None:
         kept = self.kept
@@ -74,7 +80,9 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30),
     "polynomial": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 8),
     "sequence": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [2, 4])], milestones=[4]
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer), lr_scheduler.MultiStepLR(optimizer, [2, 4])],
+        milestones=[4],
     ),
     "chain": lambda optimizer: lr_scheduler.ChainedScheduler(
         [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
@@ -94,11 +102,20 @@ def make(schedule: str) -> tuple[torch.optim.Optimizer, Any]:
 
 
 def numbers(optimizer: torch.optim.Optimizer, schedule: Any) -> str:
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return repr([groups, {name: value for name, value in schedule.state_dict().items() if name != "lr_lambdas"}])
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return repr(
+        [
+            groups,
+            {name: value for name, value in schedule.state_dict().items() if name != "lr_lambdas"},
+        ]
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter")  # a sequence of schedules of torch 2.8 uses it itself
+# a sequence of schedules of torch 2.8 uses it itself
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_taken_back_leaves_nothing(name: str) -> None:
     """A schedule that takes every step twice, once to be taken back, against one that does not."""

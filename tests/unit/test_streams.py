@@ -1,4 +1,6 @@
-"""What waits for what on the streams of a device: stand-ins for them keep count, so that no GPU is needed."""
+"""What waits for what on the streams of a device: stand-ins for them keep count, so that no GPU is
+needed.
+"""
 
 from __future__ import annotations
 

@@ -24,17 +24,28 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing is not None and "C compiler (/nowhere/cc)" in missing
 
 
-@pytest.mark.parametrize(("wanted", "kind", "found", "answer"), [
-    (None, "cpu", True, False), (True, "cpu", False, True), (None, "cuda", True, True), (None, "cuda", False, False),
-    (False, "cuda", True, False), (True, "cuda", False, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wanted", "kind", "found", "answer"),
+    [
+        (None, "cpu", True, False),
+        (True, "cpu", False, True),
+        (None, "cuda", True, True),
+        (None, "cuda", False, False),
+        (False, "cuda", True, False),
+        (True, "cuda", False, True),
+    ],
+)
 def test_blocks_compile_where_they_can(
     monkeypatch: pytest.MonkeyPatch, wanted: bool | None, kind: str, found: bool, answer: bool
 ) -> None:
     """Only what nobody has decided depends on the tools, and is told of them."""
-    monkeypatch.setattr(toolchain, "missing_for_gpu", lambda compilers: None if found else "a C compiler (cc)")
+    monkeypatch.setattr(
+        toolchain, "missing_for_gpu", lambda compilers: None if found else "a C compiler (cc)"
+    )
     if wanted is None and kind == "cuda" and not found:
-        with pytest.warns(UserWarning, match=r"uncompiled: torch.compile needs a C compiler \(cc\)"):
+        with pytest.warns(
+            UserWarning, match=r"uncompiled: torch.compile needs a C compiler \(cc\)"
+        ):
             assert world._compiles(wanted, torch.device(kind)) is answer
     else:
         assert world._compiles(wanted, torch.device(kind)) is answer

@@ -8,5 +8,7 @@ from tests.ranks import runner
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
-    """Start the fork server before the first test, so that no test is charged for the import of torch."""
+    """Start the fork server before the first test, so that no test is charged for the import of
+    torch.
+    """
     runner._context()

@@ -66,12 +66,24 @@ def correct() -> Program:
 
 
 def in_bfloat16() -> Program:
-    return Program(model=lambda: Net().bfloat16(), batches=BATCHES, loss=cross_entropy, optimizer=bmt.optim.AdamOptimizer)
+    return Program(
+        model=lambda: Net().bfloat16(),
+        batches=BATCHES,
+        loss=cross_entropy,
+        optimizer=bmt.optim.AdamOptimizer,
+    )
 
 
 def in_double() -> Program:
-    batches = [torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in range(2)]
-    return Program(model=lambda: Layer().double(), batches=batches, loss=lambda model, x: model(x).square().mean())
+    batches = [
+        torch.randn(12, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
+        for n in range(2)
+    ]
+    return Program(
+        model=lambda: Layer().double(),
+        batches=batches,
+        loss=lambda model, x: model(x).square().mean(),
+    )
 
 
 def accumulate(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -88,7 +100,10 @@ def accumulate(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor
 
 def with_a_step() -> Program:
     return Program(
-        model=Net, batches=BATCHES, step=accumulate, optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        model=Net,
+        batches=BATCHES,
+        step=accumulate,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     )
 
 
@@ -97,7 +112,11 @@ class Normalized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.inner, self.norm = nn.Embedding(VOCAB, 24), nn.Linear(24, 24), nn.BatchNorm1d(24)
+        self.embedding, self.inner, self.norm = (
+            nn.Embedding(VOCAB, 24),
+            nn.Linear(24, 24),
+            nn.BatchNorm1d(24),
+        )
         self.head = nn.Linear(24, VOCAB)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -106,7 +125,13 @@ class Normalized(nn.Module):
 
 
 def with_batch_norm() -> Program:
-    return Program(model=Normalized, batches=BATCHES, loss=cross_entropy, batch="same", optimizer=bmt.optim.AdamOptimizer)
+    return Program(
+        model=Normalized,
+        batches=BATCHES,
+        loss=cross_entropy,
+        batch="same",
+        optimizer=bmt.optim.AdamOptimizer,
+    )
 
 
 def with_dropout() -> Program:
@@ -126,11 +151,19 @@ def _example() -> nn.Module:
 
 def _example_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     positions = torch.arange(5, device=batch["tokens"].device).expand_as(batch["tokens"])
-    return bmt.loss.FusedCrossEntropy(parallel=True)(model(batch["tokens"], positions).flatten(0, 1), batch["targets"].flatten())
+    return bmt.loss.FusedCrossEntropy(parallel=True)(
+        model(batch["tokens"], positions).flatten(0, 1), batch["targets"].flatten()
+    )
 
 
 def gpt2_example() -> Program:
-    return Program(model=_example, batches=BATCHES, loss=_example_loss, optimizer=bmt.optim.AdamOptimizer, clip=1.0)
+    return Program(
+        model=_example,
+        batches=BATCHES,
+        loss=_example_loss,
+        optimizer=bmt.optim.AdamOptimizer,
+        clip=1.0,
+    )
 
 
 SIZES: dict[str, Any] = {
@@ -162,23 +195,35 @@ def _of_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def llama() -> Program:
-    from model_center.model.llama import Llama, LlamaConfig  # here: the other programs are quick to import
+    # here: the other programs are quick to import
+    from model_center.model.llama import Llama, LlamaConfig
 
-    return Program(model=lambda: _with_values(Llama(LlamaConfig(**SIZES, num_heads_kv=2))), batches=BATCHES, loss=_of_logits)
+    return Program(
+        model=lambda: _with_values(Llama(LlamaConfig(**SIZES, num_heads_kv=2))),
+        batches=BATCHES,
+        loss=_of_logits,
+    )
 
 
 def llama_on_a_gpu() -> Program:
     from model_center.model.llama import Llama, LlamaConfig
 
     config = LlamaConfig(**SIZES, num_heads_kv=2)
-    return Program(model=lambda: _on_the_gpu(lambda: Llama(config)), batches=BATCHES, loss=_of_logits)
+    return Program(
+        model=lambda: _on_the_gpu(lambda: Llama(config)), batches=BATCHES, loss=_of_logits
+    )
 
 
 def bert() -> Program:
     from model_center.model.bert import Bert, BertConfig
 
     config = BertConfig(**SIZES, position_size=9, dropout_p=0.0)
-    return Program(model=lambda: _with_values(Bert(config)), batches=BATCHES, loss=_of_logits, optimizer=bmt.optim.AdamOptimizer)
+    return Program(
+        model=lambda: _with_values(Bert(config)),
+        batches=BATCHES,
+        loss=_of_logits,
+        optimizer=bmt.optim.AdamOptimizer,
+    )
 
 
 def without_values() -> Program:
@@ -222,7 +267,9 @@ def buffer_differs() -> Program:
     return Program(model=OwnCount, batches=BATCHES, loss=cross_entropy)
 
 
-def _one_step_less(trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _one_step_less(
+    trainer: Trainer, model: nn.Module, batch: dict[str, torch.Tensor]
+) -> torch.Tensor:
     loss = cross_entropy(model, batch)
     trainer.backward(loss)
     trainer.step()
@@ -292,7 +339,11 @@ def other_values_each_time() -> Program:
 
 def not_repeatable() -> Program:
     return Program(
-        model=Net, batches=BATCHES, loss=lambda model, batch: cross_entropy(model, batch) * (1 + random.SystemRandom().random())
+        model=Net,
+        batches=BATCHES,
+        loss=lambda model, batch: (
+            cross_entropy(model, batch) * (1 + random.SystemRandom().random())
+        ),
     )
 
 
@@ -301,11 +352,15 @@ def dropout_on_split_rows() -> Program:
 
 
 def uneven_rows() -> Program:
-    return Program(model=Layer, batches=[torch.randn(7, 12)], loss=lambda model, x: model(x).square().mean())
+    return Program(
+        model=Layer, batches=[torch.randn(7, 12)], loss=lambda model, x: model(x).square().mean()
+    )
 
 
 def fails_alone() -> Program:
-    return Program(model=Layer, batches=[torch.randn(6, 13)], loss=lambda model, x: model(x).square().mean())
+    return Program(
+        model=Layer, batches=[torch.randn(6, 13)], loss=lambda model, x: model(x).square().mean()
+    )
 
 
 def no_program() -> str:

@@ -1,4 +1,6 @@
-"""bmtrain.verify passes correct programs, finds planted differences, and says why what it cannot verify cannot be verified."""
+"""bmtrain.verify passes correct programs, finds planted differences, and says why what it cannot
+verify cannot be verified.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,13 @@ def test_correct_programs_pass(maker: Maker, ranks: int, level: int) -> None:
     """Nothing differs, every kind of tensor is compared, and tolerances have room."""
     found = report(maker, ranks, init={"zero_level": level})
     assert found, str(found)
-    assert {"loss", "gradient", "parameter", "random state", "optimizer state"} <= found.compared.keys()
+    assert {
+        "loss",
+        "gradient",
+        "parameter",
+        "random state",
+        "optimizer state",
+    } <= found.compared.keys()
     assert found.closest < 0.5
 
 
@@ -160,14 +168,21 @@ def _record(**values: torch.Tensor | None) -> Record:
         ({"a": torch.ones(3), "b": None, "c": torch.ones(1)}, "one process has none"),
     ],
 )
-def test_tensors_are_compared_by_value_shape_dtype_and_presence(got: dict[str, torch.Tensor | None], words: str) -> None:
+def test_tensors_are_compared_by_value_shape_dtype_and_presence(
+    got: dict[str, torch.Tensor | None], words: str
+) -> None:
     found = compare(_record(a=torch.ones(3), b=None), [_record(**got)])
     assert bool(found) == (not words) and words in found.text, str(found)
 
 
 def test_noise_stays_noise_and_nothing_else_passes() -> None:
-    """A gradient that cancels may be rounding, and an optimizer may make a step of it; a real element may not."""
-    reference, ranks = _record(weight=torch.tensor([1.0, 1.0]), bias=torch.tensor([1e-9, 1e-3])), Record()
+    """A gradient that cancels may be rounding, and an optimizer may make a step of it; a real
+    element may not.
+    """
+    reference, ranks = (
+        _record(weight=torch.tensor([1.0, 1.0]), bias=torch.tensor([1e-9, 1e-3])),
+        Record(),
+    )
     for key, value in reference.values.items():
         ranks.values[key] = value
     ranks.values[Key(1, Kind.GRADIENT, "bias")] = torch.tensor([-1e-9, 1e-3])
@@ -180,16 +195,30 @@ def test_noise_stays_noise_and_nothing_else_passes() -> None:
 
 
 def test_tolerances_follow_the_dtype() -> None:
-    """Half precision counts by its own eps, sums by fp32's; nothing is allowed before the first step and for whole numbers."""
+    """Half precision counts by its own eps, sums by fp32's; nothing is allowed before the first
+    step and for whole numbers.
+    """
     fine, coarse = Record(terms=100, coarsest=2.0**-23), Record(terms=100, coarsest=2.0**-7)
     assert relative_tolerance(fine, torch.float32, 1, "cpu") == pytest.approx(8 * 11 * 2.0**-23)
-    assert relative_tolerance(coarse, torch.float32, 1, "cpu") == pytest.approx(8 * 2.0**-7, rel=1e-3)
-    assert relative_tolerance(Record(terms=100, coarsest=2.0**-52), torch.float64, 2, "cpu") == pytest.approx(2 * 8 * 11 * 2.0**-52)
-    assert relative_tolerance(fine, torch.float32, 1, "cuda") >= 4 * relative_tolerance(fine, torch.float32, 1, "cpu")
-    assert relative_tolerance(fine, torch.float32, 0, "cpu") == relative_tolerance(fine, torch.int64, 1, "cpu") == 0
+    assert relative_tolerance(coarse, torch.float32, 1, "cpu") == pytest.approx(
+        8 * 2.0**-7, rel=1e-3
+    )
+    assert relative_tolerance(
+        Record(terms=100, coarsest=2.0**-52), torch.float64, 2, "cpu"
+    ) == pytest.approx(2 * 8 * 11 * 2.0**-52)
+    assert relative_tolerance(fine, torch.float32, 1, "cuda") >= 4 * relative_tolerance(
+        fine, torch.float32, 1, "cpu"
+    )
+    assert (
+        relative_tolerance(fine, torch.float32, 0, "cpu")
+        == relative_tolerance(fine, torch.int64, 1, "cpu")
+        == 0
+    )
 
 
-def command(*arguments: str, starter: tuple[str, ...] = ("-m", "bmtrain")) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: str, starter: tuple[str, ...] = ("-m", "bmtrain")
+) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
@@ -197,7 +226,13 @@ def command(*arguments: str, starter: tuple[str, ...] = ("-m", "bmtrain")) -> su
         "CUDA_VISIBLE_DEVICES": "",
     }
     return subprocess.run(
-        [sys.executable, *starter, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *starter, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -212,15 +247,23 @@ def command(*arguments: str, starter: tuple[str, ...] = ("-m", "bmtrain")) -> su
         ("nothing", 2, "has no function 'nothing'"),
     ],
 )
-def test_the_command_prints_the_outcome_and_has_its_status(function: str, status: int, words: str) -> None:
-    done = command("verify", f"tests.verification.subjects:{function}", "--steps", "1", "--timeout", "60")
-    assert done.returncode == status and words in done.stdout + done.stderr, done.stdout + done.stderr
+def test_the_command_prints_the_outcome_and_has_its_status(
+    function: str, status: int, words: str
+) -> None:
+    done = command(
+        "verify", f"tests.verification.subjects:{function}", "--steps", "1", "--timeout", "60"
+    )
+    assert done.returncode == status and words in done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    )
 
 
 def test_under_torchrun_the_ranks_are_those_that_there_are() -> None:
     starter = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "bmtrain")
     done = command("verify", "tests.verification.subjects:correct", "--steps", "1", starter=starter)
-    assert done.returncode == 0 and done.stdout.count("same: 1 steps on 2 ranks") == 1, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("same: 1 steps on 2 ranks") == 1, (
+        done.stdout + done.stderr
+    )
 
 
 def test_without_a_command_there_is_a_list() -> None:

@@ -6,4 +6,12 @@ from layers.feedforward import Feedforward
 from layers.layernorm import Layernorm
 from layers.linear import column_linear, row_linear, rows_of_all
 
-__all__ = ["Attention", "Embedding", "Feedforward", "Layernorm", "column_linear", "row_linear", "rows_of_all"]
+__all__ = [
+    "Attention",
+    "Embedding",
+    "Feedforward",
+    "Layernorm",
+    "column_linear",
+    "row_linear",
+    "rows_of_all",
+]

@@ -9,9 +9,13 @@ import bmtrain as bmt
 
 
 class Layernorm(bmt.DistributedModule):
-    """Bring the last dimension to mean 0 and variance 1, then scale and shift it: (..., dim) -> (..., dim)."""
+    """Bring the last dimension to mean 0 and variance 1, then scale and shift it: (..., dim) ->
+    (..., dim).
+    """
 
-    def __init__(self, dim: int, bias: bool = True, dtype: torch.dtype | None = None, eps: float = 1e-5) -> None:
+    def __init__(
+        self, dim: int, bias: bool = True, dtype: torch.dtype | None = None, eps: float = 1e-5
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
@@ -20,7 +24,8 @@ class Layernorm(bmt.DistributedModule):
         )
         if bias:
             self.bias = bmt.DistributedParameter(
-                torch.empty(dim, dtype=dtype), init_method=bmt.ParameterInitializer(torch.nn.init.zeros_)
+                torch.empty(dim, dtype=dtype),
+                init_method=bmt.ParameterInitializer(torch.nn.init.zeros_),
             )
         else:
             self.register_parameter("bias", None)

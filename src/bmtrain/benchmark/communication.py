@@ -27,8 +27,8 @@ class Row:
     """One line of the table.
 
     size: bytes of the full message (what a gather returns, a reduction takes, a send sends).
-    seconds: of one call, the mean over calls, of the slowest rank.
-    bandwidth: bytes per second that each rank sends and receives, what the links must carry: size * (ranks - 1) / ranks
+    seconds: of one call, the mean over calls, of the slowest rank. bandwidth: bytes per second that
+    each rank sends and receives, what the links must carry: size * (ranks - 1) / ranks
         per call for the collectives, size for a send.
     """
 
@@ -53,7 +53,10 @@ def all_gather(max_size: int | None = None) -> list[Row]:
 
 
 def reduce_scatter(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of reducing a full buffer of each size. Collective; see all_gather."""
+    """Print and return time and bandwidth of reducing a full buffer of each size.
+
+    Collective; see all_gather.
+    """
 
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
         shard = torch.empty(numel // axis.size, dtype=torch.float16, device=device)
@@ -64,7 +67,8 @@ def reduce_scatter(max_size: int | None = None) -> list[Row]:
 
 
 def send_recv(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of every rank sending a message to the next one in a ring.
+    """Print and return time and bandwidth of every rank sending a message to the next one in a
+    ring.
 
     Collective; see all_gather. One rank alone has nobody to send to: the table is empty.
     """
@@ -94,7 +98,9 @@ def _measure(
     axis, device = current.mesh.world, current.device
     limit = max_size if max_size is not None else (2**24 if device.type == "cpu" else 2**30)
     if limit < MIN_SIZE:
-        raise ConfigurationError(f"benchmark.{what} got max_size={limit} bytes: expected at least {MIN_SIZE}.")
+        raise ConfigurationError(
+            f"benchmark.{what} got max_size={limit} bytes: expected at least {MIN_SIZE}."
+        )
     rows = []
     size = MIN_SIZE
     while size <= limit:
@@ -139,7 +145,9 @@ def _print(what: str, rows: list[Row], axis: Axis) -> None:
     for name in ("size", "time", "bandwidth"):
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(_size_text(row.size), f"{row.seconds * 1e6:,.1f} us", f"{row.bandwidth / 1e9:,.3f} GB/s")
+        table.add_row(
+            _size_text(row.size), f"{row.seconds * 1e6:,.1f} us", f"{row.bandwidth / 1e9:,.3f} GB/s"
+        )
     rich.console.Console().print(table)
 
 

@@ -1,4 +1,6 @@
-"""Taking the parameters of a module into storages: what goes where, and where the module finds it."""
+"""Taking the parameters of a module into storages: what goes where, and where the module finds
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from bmtrain.shard.storage import ShardPolicy, Storage
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A parameter of a module: the dict that holds it, its name there and its full name in the block."""
+    """A parameter of a module: the dict that holds it, its name there and its full name in the
+    block.
+    """
 
     module: torch.nn.Module
     name: str
@@ -35,16 +39,23 @@ class Place:
 
 
 class Converted:
-    """Ordinary parameters that were replaced by distributed ones, so that ties between modules survive. One per run."""
+    """Ordinary parameters that were replaced by distributed ones, so that ties between modules
+    survive. One per run.
+    """
 
     def __init__(self, world: World) -> None:
         self.engine = world.service(Engine)
-        self._found: dict[int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedParameter]]] = {}
+        self._found: dict[
+            int, tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedParameter]]
+        ] = {}
 
     def remember(self, old: torch.nn.Parameter, new: DistributedParameter) -> None:
         """`old` lives on as `new`."""
         key = id(old)
-        self._found[key] = (weakref.ref(old, lambda _: self._found.pop(key, None) and None), weakref.ref(new))
+        self._found[key] = (
+            weakref.ref(old, lambda _: self._found.pop(key, None) and None),
+            weakref.ref(new),
+        )
 
     def find(self, old: torch.nn.Parameter) -> DistributedParameter | None:
         """The distributed parameter that replaced `old`, if one did."""
@@ -55,7 +66,9 @@ class Converted:
 
 
 def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]:
-    """Every parameter slot of the modules, tied ones at each of their places; not those that every rank keeps whole."""
+    """Every parameter slot of the modules, tied ones at each of their places; not those that every
+    rank keeps whole.
+    """
     for path, module in modules:
         for name, param in module._parameters.items():
             if param is not None and not stays_whole(param):
@@ -63,7 +76,9 @@ def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]
 
 
 def stays_whole(param: torch.nn.Parameter) -> bool:
-    """Whether every rank keeps all of a parameter, as of a buffer: frozen ones that are no plain floating point tensors."""
+    """Whether every rank keeps all of a parameter, as of a buffer: frozen ones that are no plain
+    floating point tensors.
+    """
     if isinstance(param, DistributedParameter) or param.requires_grad:
         return False
     return not param.dtype.is_floating_point or type(param.detach()) is not torch.Tensor
@@ -81,11 +96,13 @@ class _Kind:
 def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) -> None:
     """Move the parameters at `places` into storages, one per dtype, trainability and placement.
 
-    Parameters that another block owns stay with it: both blocks gather that storage. Parameters frozen from the start
-    get a storage of their own, whose gradient is never reduced.
+    Parameters that another block owns stay with it: both blocks gather that storage. Parameters
+    frozen from the start get a storage of their own, whose gradient is never reduced.
     """
     for place in places:
-        known = None if isinstance(place.value, DistributedParameter) else converted.find(place.value)
+        known = (
+            None if isinstance(place.value, DistributedParameter) else converted.find(place.value)
+        )
         if known is not None:
             place.module._parameters[place.name] = known
     groups: dict[_Kind, dict[torch.nn.Parameter, str]] = {}
@@ -93,14 +110,19 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         param = place.value
         if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
             continue
-        placement = param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
-        groups.setdefault(_Kind(param.dtype, param.requires_grad, placement), {}).setdefault(param, place.path)
+        placement = (
+            param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
+        )
+        groups.setdefault(_Kind(param.dtype, param.requires_grad, placement), {}).setdefault(
+            param, place.path
+        )
     for kind, members in groups.items():
         _build(members, kind, policy, converted, places)
 
 
 def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> None:
-    """Leave the parameters at `places`, distributed already, on the ranks of one pipeline stage only. Collective.
+    """Leave the parameters at `places`, distributed already, on the ranks of one pipeline stage
+    only. Collective.
 
     Raises:
         ParameterError: for parameters that something else than these places shares.
@@ -110,9 +132,12 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         params = storage.params
         strangers = [param for param in params if param is not None and param not in members]
         if strangers or storage.placement.stage not in (None, stage):
-            name = next(path for param, path in members.items() if any(param is other for other in params))
+            name = next(
+                path for param, path in members.items() if any(param is other for other in params)
+            )
             raise ParameterError(
-                f"parameter {name!r} is shared with another pipeline stage or with the rest of the model: tie only inside a "
+                f"parameter {name!r} is shared with another pipeline stage or with the "
+                "rest of the model: tie only inside a "
                 "layer, or use TransformerBlockList."
             )
         if storage.placement.stage == stage:
@@ -120,25 +145,47 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
         placement = dataclasses.replace(storage.placement, stage=stage)
         slots = storage.layout.slots
         new = Storage(
-            storage.engine, [(slot.name, torch.Size(slot.shape)) for slot in slots], storage.dtype, policy,
-            placement=placement, splits=[slot.split for slot in slots],
-        )  # fmt: skip
+            storage.engine,
+            [(slot.name, torch.Size(slot.shape)) for slot in slots],
+            storage.dtype,
+            policy,
+            placement=placement,
+            splits=[slot.split for slot in slots],
+        )
         views = storage.views(storage.gather())
         for index, param in enumerate(params):
             new.fill(index, views[index])
             if isinstance(param, DistributedParameter):
                 param.move_to(new, index)
         # A slot whose parameter the program has dropped stays without one.
-        new.attach([DistributedParameter.at(new, index, False) if param is None else param for index, param in enumerate(params)])
+        new.attach(
+            [
+                DistributedParameter.at(new, index, False) if param is None else param
+                for index, param in enumerate(params)
+            ]
+        )
 
 
 def _build(
-    members: dict[torch.nn.Parameter, str], kind: _Kind, policy: ShardPolicy, converted: Converted, places: Sequence[Place]
+    members: dict[torch.nn.Parameter, str],
+    kind: _Kind,
+    policy: ShardPolicy,
+    converted: Converted,
+    places: Sequence[Place],
 ) -> None:
-    """One storage for `members`; each value is dropped from its old place before the next is copied where it can be."""
+    """One storage for `members`; each value is dropped from its old place before the next is copied
+    where it can be.
+    """
     shapes = [(path, full_shape(param)) for param, path in members.items()]
-    splits = [p.storage_of.layout.slots[p.index_in_storage].split if isinstance(p, DistributedParameter) else None for p in members]
-    storage = Storage(converted.engine, shapes, kind.dtype, policy, placement=kind.placement, splits=splits)
+    splits = [
+        p.storage_of.layout.slots[p.index_in_storage].split
+        if isinstance(p, DistributedParameter)
+        else None
+        for p in members
+    ]
+    storage = Storage(
+        converted.engine, shapes, kind.dtype, policy, placement=kind.placement, splits=splits
+    )
     replaced: dict[torch.nn.Parameter, DistributedParameter] = {}
     params: list[torch.nn.Parameter] = []
     for index, param in enumerate(members):
@@ -151,7 +198,9 @@ def _build(
             params.append(param)
             continue
         storage.fill(index, param)
-        new = replace(param, DistributedParameter.at(storage, index, param.requires_grad), converted)
+        new = replace(
+            param, DistributedParameter.at(storage, index, param.requires_grad), converted
+        )
         if new is not param:
             replaced[param] = new
         params.append(new)
@@ -161,8 +210,12 @@ def _build(
             place.module._parameters[place.name] = replaced[place.value]
 
 
-def replace(old: torch.nn.Parameter, new: DistributedParameter, converted: Converted) -> DistributedParameter:
-    """What stands for `old`, an ordinary parameter, from now on: the same object where that can be."""
+def replace(
+    old: torch.nn.Parameter, new: DistributedParameter, converted: Converted
+) -> DistributedParameter:
+    """What stands for `old`, an ordinary parameter, from now on: the same object where that can
+    be.
+    """
     if old.is_meta:
         new.mark_unset()
     used = new.take_the_place_of(old)
@@ -183,17 +236,25 @@ def storages_at(places: Sequence[Place]) -> list[Storage]:
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    """Buffers of `module` itself, and parameters that every rank keeps whole, follow the rank's device.
+    """Buffers of `module` itself, and parameters that every rank keeps whole, follow the rank's
+    device.
 
     A buffer on meta becomes NaN there, to be seen if nothing fills it.
     """
     for param in module._parameters.values():
-        if param is not None and not isinstance(param, DistributedParameter) and stays_whole(param) and not param.is_meta:
+        if (
+            param is not None
+            and not isinstance(param, DistributedParameter)
+            and stays_whole(param)
+            and not param.is_meta
+        ):
             param.data = param.data.to(device)
     for name, buffer in module._buffers.items():
         if buffer is not None and buffer.device != device:
             unset = (
-                torch.full_like(buffer, float("nan") if buffer.is_floating_point() else 0, device=device)
+                torch.full_like(
+                    buffer, float("nan") if buffer.is_floating_point() else 0, device=device
+                )
                 if buffer.is_meta
                 else None
             )
@@ -201,9 +262,15 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -> None:
-    """The persistent buffers of `modules` become those of the rank at place `source`, None and new ones included. Collective."""
+    """The persistent buffers of `modules` become those of the rank at place `source`, None and new
+    ones included. Collective.
+    """
     own = [
-        {name: buffer for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set}
+        {
+            name: buffer
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
         for module in modules
     ]
     found = collectives.broadcast_object(
@@ -214,8 +281,15 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
     for module, before, after in zip(modules, own, found, strict=True):
         for name, value in after.items():
             buffer = before.get(name)
-            if buffer is None or value is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-                module._buffers[name] = value if value is None or buffer is None else value.to(buffer.device)
+            if (
+                buffer is None
+                or value is None
+                or buffer.shape != value.shape
+                or buffer.dtype != value.dtype
+            ):
+                module._buffers[name] = (
+                    value if value is None or buffer is None else value.to(buffer.device)
+                )
             else:  # in place: several modules may have the same one
                 buffer.copy_(value)
 

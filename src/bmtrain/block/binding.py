@@ -17,7 +17,8 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import no_torch_function, renew_weights, version_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
-_NUM_LOOKS = 2  # runs of a module whose parameters are compared with what they were, which reads all of them twice
+# runs of a module whose parameters are compared with what they were, which reads all of them twice
+_NUM_LOOKS = 2
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,7 +30,8 @@ class Slice(NamedTuple):
 
 
 class Slices(tuple[Slice, ...]):
-    """All parameters of some modules by place, and what follows from them for as long as the modules stay as they are.
+    """All parameters of some modules by place, and what follows from them for as long as the
+    modules stay as they are.
 
     Attributes:
         modules: with their paths.
@@ -47,22 +49,38 @@ class Slices(tuple[Slice, ...]):
         self.homes = [(place.module._parameters, place.name) for place, _ in self]
         self.storages = list(dict.fromkeys([param.storage_of for param in self.params]))
         starts = dict(
-            zip(self.storages, itertools.accumulate([len(s.layout.slots) for s in self.storages], initial=0), strict=False)
+            zip(
+                self.storages,
+                itertools.accumulate([len(s.layout.slots) for s in self.storages], initial=0),
+                strict=False,
+            )
         )
-        self.positions = [starts[param.storage_of] + param.index_in_storage for param in self.params]
+        self.positions = [
+            starts[param.storage_of] + param.index_in_storage for param in self.params
+        ]
         self.are_copies = any(storage.axis.size > 1 for storage in self.storages)
         self.rnns = [module for _, module in modules if isinstance(module, torch.nn.RNNBase)]
-        self._dicts: list[dict[str, Any]] = [found for _, m in modules for found in (m._modules, m._parameters)]
+        self._dicts: list[dict[str, Any]] = [
+            found for _, m in modules for found in (m._modules, m._parameters)
+        ]
         self._lengths = [len(found) for found in self._dicts]
         self._values = [value for found in self._dicts for value in found.values()]
         self._num_registered = self._count_storages()
 
     def are_current(self) -> bool:
-        """Whether the modules have the children and the parameters that they had, and these live where they lived."""
+        """Whether the modules have the children and the parameters that they had, and these live
+        where they lived.
+        """
         return (
             self._num_registered == self._count_storages()
             and list(map(len, self._dicts)) == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(
+                map(
+                    operator.is_,
+                    itertools.chain.from_iterable(map(dict.values, self._dicts)),
+                    self._values,
+                )
+            )
         )
 
     def _count_storages(self) -> int:
@@ -70,7 +88,9 @@ class Slices(tuple[Slice, ...]):
 
 
 class Bound(torch.Tensor):
-    """A tensor in the place of a parameter, as the code of a module sees it: isinstance(x, torch.nn.Parameter) is true of it."""
+    """A tensor in the place of a parameter, as the code of a module sees it: isinstance(x,
+    torch.nn.Parameter) is true of it.
+    """
 
     __torch_function__: Any = no_torch_function
     _is_param = True  # asked by torch.nn.Parameter
@@ -81,7 +101,9 @@ class Bound(torch.Tensor):
 
 
 class BoundCopy(Bound):
-    """A gathered copy. Torch counts what is written into its `.data`: nobody would learn of a write into an ordinary tensor's."""
+    """A gathered copy. Torch counts what is written into its `.data`: nobody would learn of a write
+    into an ordinary tensor's.
+    """
 
     @property
     def data(self) -> torch.Tensor:
@@ -94,9 +116,11 @@ class BoundCopy(Bound):
 
 
 class Binding:
-    """The parameters of a module and the plain modules below it, which may come and go between calls.
+    """The parameters of a module and the plain modules below it, which may come and go between
+    calls.
 
-    While a call runs, and while backward passes through one, full tensors stand where the slices rest.
+    While a call runs, and while backward passes through one, full tensors stand where the slices
+    rest.
 
     Args:
         modules: called for the modules with their paths, first the one at the top.
@@ -106,7 +130,8 @@ class Binding:
         self._modules = modules
         self._resting: Slices | None = None
         self._replaced: Slices | None = None  # what rests where full tensors stand now
-        self._lent: list[torch.Tensor] | None = None  # those that stand there between calls, during backward
+        # those that stand there between calls, during backward
+        self._lent: list[torch.Tensor] | None = None
         self._num_runs = 0
         self.is_running = False
 
@@ -127,8 +152,11 @@ class Binding:
         return self._resting
 
     @contextlib.contextmanager
-    def running(self, slices: Slices, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool) -> Iterator[None]:
-        """The module computes inside, on `views` of `use` in place of `slices`, by its own code or `is_compiled`.
+    def running(
+        self, slices: Slices, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool
+    ) -> Iterator[None]:
+        """The module computes inside, on `views` of `use` in place of `slices`, by its own code or
+        `is_compiled`.
 
         Raises:
             ParameterError: when it has given a parameter a new value.
@@ -146,11 +174,14 @@ class Binding:
         self._put(slices, bound)
         try:
             yield
-            for (home, name), view, address, (place, _) in zip(slices.homes, bound, addresses, slices, strict=True):
+            for (home, name), view, address, (place, _) in zip(
+                slices.homes, bound, addresses, slices, strict=True
+            ):
                 if home.get(name) is not view or view.data_ptr() != address:
                     raise _lost_value(place.path)
             self._refuse_written(slices, bound, versions, sums)
-        except RuntimeError as error:  # autograd says that a view was changed, where it is used next
+        # autograd says that a view was changed, where it is used next
+        except RuntimeError as error:
             self._refuse_written(slices, bound, versions, None, error)
             raise
         finally:
@@ -168,26 +199,36 @@ class Binding:
         sums: Sequence[torch.Tensor] | None,
         cause: Exception | None = None,
     ) -> None:
-        """ParameterError if the module has written into a gathered parameter. What goes around torch (numpy) has no version."""
+        """ParameterError if the module has written into a gathered parameter.
+
+        What goes around torch (numpy) has no version.
+        """
         now = list(map(version_of, bound))
         if sums is None and now == versions:
             return
         changed = [version != before for version, before in zip(now, versions, strict=True)]
         if sums is not None and not any(changed):
-            changed = [not torch.equal(after, before) for after, before in zip(_sums(bound), sums, strict=True)]
+            changed = [
+                not torch.equal(after, before)
+                for after, before in zip(_sums(bound), sums, strict=True)
+            ]
         for (place, _), is_changed in zip(slices, changed, strict=True):
             if is_changed:
                 raise _lost_value(place.path) from cause
 
     def _is_looking(self, slices: Slices, bound: Sequence[torch.Tensor]) -> bool:
-        """Whether this run is one whose parameters are looked at: it takes time, and a GPU is waited for."""
+        """Whether this run is one whose parameters are looked at: it takes time, and a GPU is
+        waited for.
+        """
         self._num_runs += 1
         if not slices.are_copies or self._num_runs > _NUM_LOOKS:
             return False
         return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
     def lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Modules find `tensors` of `use` between calls too, until the function that this returns is called."""
+        """Modules find `tensors` of `use` between calls too, until the function that this returns
+        is called.
+        """
         lent = use.select(tensors, slices.storages, slices.positions)
         self._replaced, self._lent = slices, lent
         self._put(slices, lent)
@@ -203,7 +244,8 @@ class Binding:
     def _put(self, slices: Slices, values: Sequence[torch.Tensor | None]) -> None:
         for (home, name), value in zip(slices.homes, values, strict=True):
             home[name] = value  # type: ignore[assignment]
-        for rnn in slices.rnns:  # torch's recurrent modules read their weights from a list of their own
+        # torch's recurrent modules read their weights from a list of their own
+        for rnn in slices.rnns:
             renew_weights(rnn)
 
     def _put_to_rest(self, slices: Slices) -> None:
@@ -217,23 +259,30 @@ def _sharded(place: Place) -> DistributedParameter:
         return param
     if not isinstance(param, torch.nn.Parameter):
         raise ParameterError(
-            f"a tensor was put in the place of parameter {place.path!r} of a block, as torch.func.functional_call does: a block "
-            "computes with its own parameters only. Leave such modules out of blocks: their parameters, sharded by "
+            f"a tensor was put in the place of parameter {place.path!r} of a block, as "
+            "torch.func.functional_call does: a block "
+            "computes with its own parameters only. Leave such modules out of blocks: "
+            "their parameters, sharded by "
             "BMTrainModelWrapper, can be replaced by whole tensors."
         )
     raise ParameterError(
-        f"parameter {place.path!r} of a block is not sharded: it was put in after the block was made. Call "
-        "model = bmtrain.BMTrainModelWrapper(model) again, then give the new parameters to an optimizer."
+        f"parameter {place.path!r} of a block is not sharded: it was put in after the "
+        "block was made. Call "
+        "model = bmtrain.BMTrainModelWrapper(model) again, then give the new "
+        "parameters to an optimizer."
     )
 
 
 def _sums(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the bits of each row, alike on all ranks: they tell whether a view was written, whoever owns the slice."""
+    """Of the bits of each row, alike on all ranks: they tell whether a view was written, whoever
+    owns the slice.
+    """
     return [view.detach().view(_WHOLE_NUMBERS[view.itemsize]).sum(-1) for view in views]
 
 
 def _lost_value(path: str) -> ParameterError:
     return ParameterError(
-        f"the forward pass gave parameter {path!r} a new value, which would be lost: inside it the parameter is a gathered copy. "
+        f"the forward pass gave parameter {path!r} a new value, which would be lost: "
+        "inside it the parameter is a gathered copy. "
         "Change parameters between passes; what changes in a pass is a buffer."
     )

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from bmtrain.block.adopt import Converted, adopt, move_buffers, move_to_stage, places_of, share_buffers
+from bmtrain.block.adopt import (
+    Converted,
+    adopt,
+    move_buffers,
+    move_to_stage,
+    places_of,
+    share_buffers,
+)
 from bmtrain.block.binding import Binding, Slices
 from bmtrain.block.calls import Given, Run
 from bmtrain.block.graph import Modes
@@ -46,35 +53,45 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
-# Registered on either the block or the inner module, they work for both: saving and loading go through the block.
+# Registered on either the block or the inner module, they work for both: saving and loading go
+# through the block.
 _STATE_HOOKS = (
-    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 
 class Block(DistributedModule):
     """`Block(module)` computes what `module` computes, with its parameters sharded over ranks.
 
     Args:
-        module: any module; its parameters may be plain (on the CPU, on meta or on the rank's device) or distributed. It is
-            changed in place: its parameters become this rank's slices.
-        use_checkpoint: True recomputes the forward pass during backward instead of keeping activations, False keeps them, a
-            Level says what is kept, "auto" recomputes what does not fit (see recompute/planner.py); dropout replays exactly.
-        zero_level: 3 releases full parameters after forward and gathers them again for backward, 2 keeps them in between;
-            None takes the default given to `init_distributed`.
+        module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
+            device) or distributed. It is changed in place: its parameters become this rank's
+            slices.
+        use_checkpoint: True recomputes the forward pass during backward instead of keeping
+            activations, False keeps them, a Level says what is kept, "auto" recomputes what does
+            not fit (see recompute/planner.py); dropout replays exactly.
+        zero_level: 3 releases full parameters after forward and gathers them again for backward, 2
+            keeps them in between; None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
         reduce_dtype: dtype in which gradients are summed over ranks; None takes the default.
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
-        compile: whether passes that lead to a backward pass run by compiled code where that is one graph; None takes the default.
-        fp8: whether linear maps are computed in eight bits (see compile/fp8.py); None takes the default.
+        compile: whether passes that lead to a backward pass run by compiled code where that is one
+            graph; None takes the default.
+        fp8: whether linear maps are computed in eight bits (see compile/fp8.py); None takes the
+            default.
 
     Names in the state dict, parameters, buffers and attributes are those of the inner module.
 
     Raises:
         NotInitializedError: before `init_distributed`.
-        ConfigurationError, ParameterError: for arguments or parameters that cannot work; the message names them.
+        ConfigurationError, ParameterError: for arguments or parameters that cannot work; the
+            message names them.
 
-    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020).
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models" (2020).
     """
 
     def __init__(
@@ -92,9 +109,13 @@ class Block(DistributedModule):
         current = world.current("Block")
         super().__init__()
         if not isinstance(module, torch.nn.Module):
-            raise ConfigurationError(f"Block got {type(module).__name__}: expected a torch.nn.Module.")
+            raise ConfigurationError(
+                f"Block got {type(module).__name__}: expected a torch.nn.Module."
+            )
         if mode not in MODES:
-            raise ConfigurationError(f"Block got mode {mode!r}: expected one of {', '.join(MODES)}.")
+            raise ConfigurationError(
+                f"Block got mode {mode!r}: expected one of {', '.join(MODES)}."
+            )
         level_of(use_checkpoint)
         defaults = current.defaults
         self._policy = ShardPolicy(
@@ -103,10 +124,15 @@ class Block(DistributedModule):
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
         inner = module._module if isinstance(module, Block) else module
-        # A list hides the module from nn.Module, which would prefix its names; sharing its dicts shows its children as ours.
+        # A list hides the module from nn.Module, which would prefix its names; sharing its dicts
+        # shows its children as ours.
         self._hidden = [inner]
         open_slots(inner)
-        self._parameters, self._buffers, self._modules = inner._parameters, inner._buffers, inner._modules
+        self._parameters, self._buffers, self._modules = (
+            inner._parameters,
+            inner._buffers,
+            inner._modules,
+        )
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         for name in _STATE_HOOKS:
             self.__dict__[name] = inner.__dict__[name]
@@ -114,7 +140,10 @@ class Block(DistributedModule):
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, current.device)
         if not isinstance(compile, bool | None):
-            raise ConfigurationError(f"compile is {compile!r}: expected True, False, or None for the default of init_distributed.")
+            raise ConfigurationError(
+                f"compile is {compile!r}: expected True, False, or None for the default of "
+                "init_distributed."
+            )
         self._compiles = defaults.compile if compile is None else compile
         self._eager = Eager(call_in_fp8 if self._fp8 else call)
         self._runner: Runner = self._eager
@@ -139,12 +168,19 @@ class Block(DistributedModule):
         return self._binding.slices().storages
 
     def shard(self) -> None:
-        """Shard the parameters that are not yet: those of modules that have been put in since, too. Collective."""
+        """Shard the parameters that are not yet: those of modules that have been put in since, too.
+
+        Collective.
+        """
         current = world.current("Block")
         open_slots(self._inner)
         parts = self._parts()
         places = list(places_of(parts))
-        new = [(place.path, place.value) for place in places if not isinstance(place.value, DistributedParameter)]
+        new = [
+            (place.path, place.value)
+            for place in places
+            if not isinstance(place.value, DistributedParameter)
+        ]
         check_shardable(new, current.service(Engine))
         current.service(Sameness).check(new)
         adopt(places, self._policy, current.service(Converted))
@@ -153,11 +189,17 @@ class Block(DistributedModule):
         if self._stage is not None:
             self.move_to_stage(self._stage)
         if not isinstance(self._runner, CompiledModule):
-            self._runner = CompiledByDefault(self._structure()) if self._compiles and not self._has_blocks() else self._eager
+            self._runner = (
+                CompiledByDefault(self._structure())
+                if self._compiles and not self._has_blocks()
+                else self._eager
+            )
 
     def _structure(self) -> Structure:
         params = [param for _, param in self._binding.slices()]
-        return world.current("Block").service(Programs).structure(self._inner, params, bool(self._fp8))
+        return (
+            world.current("Block").service(Programs).structure(self._inner, params, bool(self._fp8))
+        )
 
     def _has_blocks(self) -> bool:
         return any(isinstance(module, Block) for module in self._inner.modules())
@@ -168,7 +210,9 @@ class Block(DistributedModule):
 
     @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> type:
-        """The inner module's: `isinstance(block, Layer)` is true of a block around a Layer, as `isinstance(block, Block)` is."""
+        """The inner module's: `isinstance(block, Layer)` is true of a block around a Layer, as
+        `isinstance(block, Block)` is.
+        """
         return self._inner.__class__
 
     def _get_name(self) -> str:
@@ -196,7 +240,9 @@ class Block(DistributedModule):
             self._inner.__delattr__(name)
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The inner module and its plain descendants; distributed modules among them save and load their own parameters."""
+        """The inner module and its plain descendants; distributed modules among them save and load
+        their own parameters.
+        """
         yield "", self._inner
         for path, module in self._parts():
             if module is not self._inner and not isinstance(module, DistributedModule):
@@ -204,7 +250,10 @@ class Block(DistributedModule):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # assignments go through __setattr__
-        """What the inner module returns for its arguments. A function assigned here becomes the inner module's `forward`."""
+        """What the inner module returns for its arguments.
+
+        A function assigned here becomes the inner module's `forward`.
+        """
         return functools.partial(self._forward, self._inner.forward)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -219,9 +268,11 @@ class Block(DistributedModule):
         if not torch.is_grad_enabled():
             return self._run_at(Level.NOTHING, given, args, kwargs)
         level = level_of(self.use_checkpoint)
-        if level is None and not in_backward():  # what is recomputed for others is no call of a pass
+        # what is recomputed for others is no call of a pass
+        if level is None and not in_backward():
             return self._run_as_planned(given, args, kwargs)
-        with use.running():  # one gather, also where compiled code is given up in the middle of a call
+        # one gather, also where compiled code is given up in the middle of a call
+        with use.running():
             return self._run_at(level or Level.BLOCK, given, args, kwargs)
 
     def _run_as_planned(self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,7 +285,9 @@ class Block(DistributedModule):
             shape=tuple([dim for x in tensors for dim in x.shape]),
             num_dims=tensors[0].dim() if tensors else 0,
             # Measuring would be recorded, on a rank that listens.
-            options=None if current.service(Recorder).is_listening else functools.partial(self._measure, given, args, kwargs),
+            options=None
+            if current.service(Recorder).is_listening
+            else functools.partial(self._measure, given, args, kwargs),
         )
         first_node = next_node_number()
         planner = current.service(Planners).of(axis)
@@ -248,17 +301,24 @@ class Block(DistributedModule):
         before_backward_of(out, first_node, turn.backward_begins)
         return out
 
-    def _measure(self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any], levels: Sequence[Level]) -> dict[Level, Option]:
+    def _measure(
+        self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any], levels: Sequence[Level]
+    ) -> dict[Level, Option]:
         """What a call keeps and takes at each level, on the parameters that its use holds."""
         if self._has_blocks():
             return unmeasured()
         use = given.use
-        with torch.no_grad():  # `detach` would hide that they share memory: to the compiler such inputs look changed in place
+        # `detach` would hide that they share memory: to the compiler such inputs look changed in
+        # place
+        with torch.no_grad():
             views = [view.view_as(view) for view in use.views()]
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
         parts = [part for _, part in self._parts()]
-        with self._binding.running(given.slices, use, views, is_compiled=given.runner.is_compiled), spare_buffers(parts):
+        with (
+            self._binding.running(given.slices, use, views, is_compiled=given.runner.is_compiled),
+            spare_buffers(parts),
+        ):
             return measure(Runs(self._inner, given.runner), levels, views, args, kwargs)
 
     def _kind(self, given: Given, tensors: Sequence[torch.Tensor]) -> object:
@@ -267,25 +327,47 @@ class Block(DistributedModule):
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
         arguments = [(x.requires_grad, x.is_leaf, x.dtype) for x in tensors]
         trainable = given.use.trainable
-        return self._shown, self._inner.training, given.runner.is_compiled, len(trainable), sum(trainable), *arguments
+        return (
+            self._shown,
+            self._inner.training,
+            given.runner.is_compiled,
+            len(trainable),
+            sum(trainable),
+            *arguments,
+        )
 
-    def _run_at(self, level: Level, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_at(
+        self, level: Level, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         runner = given.runner
         if level is Level.NOTHING:
             return self._run(Run(given, runner.plain, packs=torch.is_grad_enabled()), args, kwargs)
-        moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)] if level is Level.OFFLOADED else []
+        moved = (
+            [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
+            if level is Level.OFFLOADED
+            else []
+        )
         inside = runner.recomputing(level)
         if inside is not None:
-            with contextlib.suppress(SeveralGraphsError):  # said in a warning; from now on recomputed from outside
-                return self._run(Run(given, inside, packs=True, lends=runner.runs_python, moved=moved), args, kwargs)
+            # said in a warning; from now on recomputed from outside
+            with contextlib.suppress(SeveralGraphsError):
+                return self._run(
+                    Run(given, inside, packs=True, lends=runner.runs_python, moved=moved),
+                    args,
+                    kwargs,
+                )
         again = runner.repeatable(level)
         current, taping = world.current("Block"), world.current("Block").service(Taping)
         draws, modules = taping.draws(), all_modules(self._inner)
-        replay = Replay(modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing)
+        replay = Replay(
+            modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing
+        )
         run = Run(given, again, packs=False)
         first_node = next_node_number()
 
-        def body(args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool) -> tuple[Any, list[torch.Tensor]]:
+        def body(
+            args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool
+        ) -> tuple[Any, list[torch.Tensor]]:
             with next(draws):
                 return self._compute(run, args, kwargs, apart)
 
@@ -295,16 +377,23 @@ class Block(DistributedModule):
 
     def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
         """What computes this call."""
-        # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether anybody still listens or not.
+        # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether
+        # anybody still listens or not.
         if self._runner is self._eager or world.current("Block").service(Recorder).is_listening:
             return self._eager
-        return self._runner if self._runner.accepts([part for _, part in self._parts()], arguments) else self._eager
+        return (
+            self._runner
+            if self._runner.accepts([part for _, part in self._parts()], arguments)
+            else self._eager
+        )
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Calls inside share one gather, and one reduction when the backward passes of all of them are done.
+        """Calls inside share one gather, and one reduction when the backward passes of all of them
+        are done.
 
-        For the micro-batches of one pass. The gathered parameters must survive from forward to backward (ZeRO-2).
+        For the micro-batches of one pass. The gathered parameters must survive from forward to
+        backward (ZeRO-2).
         """
         self._shared = Use(self.storages)
         try:
@@ -314,14 +403,22 @@ class Block(DistributedModule):
             self._shared = None
 
     def move_to_stage(self, stage: int) -> None:
-        """Leave the parameters on the ranks of one pipeline stage, which keep them from forward to backward. Collective."""
+        """Leave the parameters on the ranks of one pipeline stage, which keep them from forward to
+        backward. Collective.
+        """
         self._stage = stage
-        move_to_stage(list(places_of(self._parts())), stage, dataclasses.replace(self._policy, zero_level=2))
+        move_to_stage(
+            list(places_of(self._parts())), stage, dataclasses.replace(self._policy, zero_level=2)
+        )
 
     def settle_buffers(self) -> None:
-        """Buffers have the values of the pipeline stage that runs the block on the ranks of the others too. Collective."""
+        """Buffers have the values of the pipeline stage that runs the block on the ranks of the
+        others too. Collective.
+        """
         if self._stage is not None:
-            share_buffers([part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe)
+            share_buffers(
+                [part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe
+            )
 
     def _run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = next_node_number()
@@ -331,19 +428,31 @@ class Block(DistributedModule):
     def _compute(
         self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output, and those."""
+        """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output,
+        and those.
+        """
         given, use = run.given, run.given.use
-        again = spare_buffers([part for _, part in self._parts()]) if in_backward() else contextlib.nullcontext()
+        again = (
+            spare_buffers([part for _, part in self._parts()])
+            if in_backward()
+            else contextlib.nullcontext()
+        )
         with use.running(), again:
             views = use.open_apart() if apart else use.open()
-            with self._binding.running(given.slices, use, views, is_compiled=given.runner.is_compiled):
+            with self._binding.running(
+                given.slices, use, views, is_compiled=given.runner.is_compiled
+            ):
                 with saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
             return detached_from(use, out), views
 
-    def _tied(self, out: Any, views: Sequence[torch.Tensor], run: Run, arguments: Any, first_node: int) -> Any:
-        """The output of a call, from where backward comes to its parameters, and lends them to the module before it goes on."""
+    def _tied(
+        self, out: Any, views: Sequence[torch.Tensor], run: Run, arguments: Any, first_node: int
+    ) -> Any:
+        """The output of a call, from where backward comes to its parameters, and lends them to the
+        module before it goes on.
+        """
         if not torch.is_grad_enabled():
             return out
         use = run.given.use
@@ -354,12 +463,16 @@ class Block(DistributedModule):
             before_backward_of(tied, first_node, lambda: use.lend(lend, end))
         return tied
 
-    def _lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def _lend(
+        self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
         """Modules find `tensors` in backward, and compute with them as they did in forward."""
         return self._binding.lend(slices, use, marked(tensors) if self._fp8 else tensors)
 
     def compile(self, **options: Any) -> None:
-        """Compile the inner module with torch.compile's arguments; blocks of equal shape share the compiled code."""
+        """Compile the inner module with torch.compile's arguments; blocks of equal shape share the
+        compiled code.
+        """
         self._runner = CompiledModule(self._structure(), options)
 
     def train(self, mode: bool = True) -> Block:

@@ -14,10 +14,11 @@ from bmtrain.shard.unshard import Use
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a call runs with: the slices that full tensors replace, who gathers those, and what computes with them.
+    """What a call runs with: the slices that full tensors replace, who gathers those, and what
+    computes with them.
 
-    Not its arguments: this lives until the graph of the call is gone, and would keep inputs alive that are recomputed or sent to
-    the host.
+    Not its arguments: this lives until the graph of the call is gone, and would keep inputs alive
+    that are recomputed or sent to the host.
     """
 
     slices: Slices
@@ -29,8 +30,8 @@ class Given:
 class Run:
     """How a call runs.
 
-    packs: whether autograd saves tensors of this run until backward.
-    lends: whether Python code of the module may run in backward, hooks and recomputation inside it, and need full parameters.
+    packs: whether autograd saves tensors of this run until backward. lends: whether Python code of
+    the module may run in backward, hooks and recomputation inside it, and need full parameters.
     moved: tensors that are saved on the host.
     """
 

@@ -1,4 +1,6 @@
-"""bmtrain.cuda_graph: forward and backward of a small model as one CUDA graph, so that the GPU does not wait for Python."""
+"""bmtrain.cuda_graph: forward and backward of a small model as one CUDA graph, so that the GPU does
+not wait for Python.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from bmtrain.shard.tape import Draws, Tape
 from bmtrain.torch_internals import TreeSpec, in_backward, tree_flatten, tree_unflatten
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-NUM_REHEARSALS = 2  # the first compiles and learns the order of gathers, the second finds everything in place
+# the first compiles and learns the order of gathers, the second finds everything in place
+NUM_REHEARSALS = 2
 
 
 @overload
@@ -36,7 +39,8 @@ def cuda_graph(function: None = None, *, max_graphs: int = 8) -> Callable[[Funct
 
 
 def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 8) -> Any:
-    """`function`, whose device work is captured as a CUDA graph and repeated without Python: for models that are launch-bound.
+    """`function`, whose device work is captured as a CUDA graph and repeated without Python: for
+    models that are launch-bound.
 
         @bmtrain.cuda_graph
         def forward_and_backward(ids, targets):
@@ -45,28 +49,37 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
             return loss
 
         loss = forward_and_backward(ids, targets)
-        optim_manager.clip_grad_norm(optimizer.param_groups, 1.0); optim_manager.step(); optim_manager.zero_grad()
+        optim_manager.clip_grad_norm(optimizer.param_groups, 1.0); optim_manager.step();
+        optim_manager.zero_grad()
 
-    Values, gradients, accumulation into `.grad` and random numbers are as without it. Clipping, `step` and
-    everything else that counts or decides on the host stay outside: Python code of `function` runs in the first calls only.
+    Values, gradients, accumulation into `.grad` and random numbers are as without it. Clipping,
+    `step` and everything else that counts or decides on the host stay outside: Python code of
+    `function` runs in the first calls only.
 
     Args:
-        function: takes tensors of this rank's device in any containers, and constants; returns tensors in containers. Arguments
-            are copied in, results are copies without graph. What else it reads on the device must stay in its place, as
-            parameters, buffers and gradients do. Ordinary parameters must belong to an optimizer of an OptimManager.
-        max_graphs: how many kinds of calls are captured. Calls differ in kind by shapes, dtypes and constants of the arguments, by
-            training and gradient mode, autocast, by which parameters are trained, and which have a gradient already (accumulation).
+        function: takes tensors of this rank's device in any containers, and constants; returns
+            tensors in containers. Arguments are copied in, results are copies without graph. What
+            else it reads on the device must stay in its place, as parameters, buffers and gradients
+            do. Ordinary parameters must belong to an optimizer of an OptimManager.
+        max_graphs: how many kinds of calls are captured. Calls differ in kind by shapes, dtypes and
+            constants of the arguments, by training and gradient mode, autocast, by which parameters
+            are trained, and which have a gradient already (accumulation).
 
-    The first two calls of a kind run as they are. Graphs share one memory pool. What cannot be captured (a value read by the host,
-    tensors on the CPU, too many kinds) is named in one warning, and `function` is called as it is from then on; so it is on the
-    CPU, and in runs of several ranks.
+    The first two calls of a kind run as they are. Graphs share one memory pool. What cannot be
+    captured (a value read by the host, tensors on the CPU, too many kinds) is named in one warning,
+    and `function` is called as it is from then on; so it is on the CPU, and in runs of several
+    ranks.
     """
     if type(max_graphs) is not int or max_graphs < 1:
-        raise ConfigurationError(f"max_graphs is {max_graphs!r}: expected a whole number, at least 1.")
+        raise ConfigurationError(
+            f"max_graphs is {max_graphs!r}: expected a whole number, at least 1."
+        )
     if function is None:  # @cuda_graph(max_graphs=2)
         return functools.partial(cuda_graph, max_graphs=max_graphs)
     if not callable(function):
-        raise ConfigurationError(f"cuda_graph got {type(function).__name__}: expected a function of tensors.")
+        raise ConfigurationError(
+            f"cuda_graph got {type(function).__name__}: expected a function of tensors."
+        )
     graphed = GraphedFunction(function, max_graphs)
 
     @functools.wraps(function)
@@ -77,7 +90,10 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
 
 
 class Modes:
-    """The modules whose training mode is part of the kind of a call. One per run, reached by `world.service(Modes)`."""
+    """The modules whose training mode is part of the kind of a call.
+
+    One per run, reached by `world.service(Modes)`.
+    """
 
     def __init__(self, world: World) -> None:
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -115,9 +131,15 @@ class Arguments:
         """Take a call apart."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return cls(tensors, tuple(_Tensor.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), spec)
+        return cls(
+            tensors,
+            tuple(_Tensor.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+            spec,
+        )
 
-    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_tensors(
+        self, tensors: Iterable[torch.Tensor]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with other tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, _Tensor) else leaf for leaf in self.constants]
@@ -160,7 +182,9 @@ class _Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A captured pass: what repeats it, the host's part, where its results are, and what must stay alive for it."""
+    """A captured pass: what repeats it, the host's part, where its results are, and what must stay
+    alive for it.
+    """
 
     replay: Repeat
     tape: Tape
@@ -183,7 +207,8 @@ class _Kind:
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments, engine: Engine) -> None:
         self._function, self._engine = function, engine
-        self._arguments = dataclasses.replace(arguments, tensors=[])  # the caller's are the caller's
+        # the caller's are the caller's
+        self._arguments = dataclasses.replace(arguments, tensors=[])
         with torch.inference_mode(False):
             self._places = [torch.empty_like(tensor) for tensor in arguments.tensors]
         self._num_rehearsals = 0
@@ -206,8 +231,14 @@ class _Kind:
         with graphs.aside(), self._engine.taping.rehearsing() as self._rehearsal:
             leaves, spec = tree_flatten(self._run())
         self._num_rehearsals += 1
-        kept_back = "it keeps gradients back (reduce_gradients=False)" if self._engine.backward.has_deferred else None
-        return tree_unflatten([_copy(leaf) for leaf in leaves], spec), kept_back or _strangers(leaves, self._engine)
+        kept_back = (
+            "it keeps gradients back (reduce_gradients=False)"
+            if self._engine.backward.has_deferred
+            else None
+        )
+        return tree_unflatten([_copy(leaf) for leaf in leaves], spec), kept_back or _strangers(
+            leaves, self._engine
+        )
 
     def capture(self, graphs: Graphs) -> str | None:
         """Make the graph; why not, if that fails."""
@@ -224,8 +255,13 @@ class _Kind:
         try:
             with engine.taping.capturing(self._rehearsal) as tape:
                 replay = graphs.capture(body, engine.transport.streams, self._rehearsal.num_twice)
-        except Exception as error:  # whatever it is, the function may still run as it is, and then raises it again if it is its own
-            return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+        # whatever it is, the function may still run as it is, and then raises it again if it is its
+        # own
+        except Exception as error:
+            return (
+                f"{type(error).__name__}: "
+                f"{(str(error).strip() or 'no reason given').splitlines()[0]}"
+            )
         results = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in out[0]]
         self._graph = _Graph(replay, tape, results, out[1], before + engine.ring_buffers())
         return None
@@ -248,7 +284,8 @@ class GraphedFunction:
         self._function, self._max_graphs = function, max_graphs
         self._kinds: dict[Hashable, _Kind] = {}
         self._num_captures = 0
-        self._inventory = (0, 0, 0)  # storages ever made, those that are alive, blocks that are alive
+        # storages ever made, those that are alive, blocks that are alive
+        self._inventory = (0, 0, 0)
         self._obstacle: str | None = None
         self._gave_up = False
 
@@ -258,12 +295,18 @@ class GraphedFunction:
         if graphs is None or self._gave_up or engine.taping.is_taping or in_backward():
             return self._plainly(args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        obstacle = self._obstacle or ("it is pipelined" if current.pipe_enabled else arguments.obstacle(engine.device))
+        obstacle = self._obstacle or (
+            "it is pipelined" if current.pipe_enabled else arguments.obstacle(engine.device)
+        )
         engine.rest()
         kind = None if obstacle or engine.backward.has_deferred else self._kind(arguments, current)
         own = Readiness.EAGER if kind is None else kind.level
         obstacle = obstacle or self._too_many()
-        level, number = _agree(Readiness.NEVER if obstacle else own, kind.number if kind is not None else 0, current.mesh.world)
+        level, number = _agree(
+            Readiness.NEVER if obstacle else own,
+            kind.number if kind is not None else 0,
+            current.mesh.world,
+        )
         if level is Readiness.NEVER:
             self._give_up(obstacle or "another rank cannot")
         if level is Readiness.NEVER or kind is None:
@@ -279,27 +322,37 @@ class GraphedFunction:
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The function itself; what it returns is as free of graphs as after a replay."""
         leaves, spec = tree_flatten(self._function(*args, **kwargs))
-        return tree_unflatten([leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        return tree_unflatten(
+            [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
+        )
 
     def _kind(self, arguments: Arguments, current: World) -> _Kind:
         """The calls that these arguments, in the present state of the program, belong to."""
         engine, modes = current.service(Engine), current.service(Modes)
-        if (engine.num_registered, engine.num_alive, len(modes)) != self._inventory:  # and so may be what the function runs
+        # and so may be what the function runs
+        if (engine.num_registered, engine.num_alive, len(modes)) != self._inventory:
             gc.collect()  # what dies later would make graphs anew once more
             self._kinds, self._inventory = {}, (engine.num_registered, engine.num_alive, len(modes))
         device = engine.device.type
         state = (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled(device),
-            torch.get_autocast_dtype(device), modes.training(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled(device),
+            torch.get_autocast_dtype(device),
+            modes.training(),
             tuple((given, gradient.trainable()) for gradient, given in engine.settle_gradients()),
-        )  # fmt: skip
+        )
         key = (arguments.kind(), state)
         if key not in self._kinds:
             self._kinds[key] = _Kind(self._function, arguments, engine)
         return self._kinds[key]
 
     def _too_many(self) -> str | None:
-        return f"it was called in more than {self._max_graphs} different ways" if len(self._kinds) > self._max_graphs else None
+        return (
+            f"it was called in more than {self._max_graphs} different ways"
+            if len(self._kinds) > self._max_graphs
+            else None
+        )
 
     def _capture(self, kind: _Kind, graphs: Graphs, axis: Axis) -> bool:
         """Capture on all ranks, or on none."""
@@ -324,7 +377,9 @@ class GraphedFunction:
 
 
 def _agree(level: Readiness, number: int, axis: Axis) -> tuple[Readiness, int]:
-    """The lowest level of any rank, and the number of the capture that all ranks have; 0 if they have different ones."""
+    """The lowest level of any rank, and the number of the capture that all ranks have; 0 if they
+    have different ones.
+    """
     negative, high, negative_low = map(int, largest([-level, number, -number], axis))
     return Readiness(-negative), high if high == -negative_low else 0
 
@@ -334,23 +389,34 @@ def _copy(leaf: Any) -> Any:
 
 
 def _strangers(results: Sequence[Any], engine: Engine) -> str | None:
-    """A parameter behind the results whose gradient nobody could show after a replay, said in words."""
+    """A parameter behind the results whose gradient nobody could show after a replay, said in
+    words.
+    """
     known = {id(param) for param in engine.backward.replicated} | {id(engine.leaf)}
     for leaf in _leaves_behind(results):
         if id(leaf) not in known:
-            return f"a parameter of shape {tuple(leaf.shape)} is neither sharded nor in an optimizer of an OptimManager"
+            return (
+                f"a parameter of shape {tuple(leaf.shape)} is neither sharded nor in an "
+                "optimizer of an OptimManager"
+            )
     return None
 
 
 def _leaves_behind(results: Sequence[Any]) -> Iterator[torch.Tensor]:
     """The tensors whose gradients a backward pass from the results would accumulate."""
-    waiting = [leaf.grad_fn for leaf in results if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    waiting = [
+        leaf.grad_fn
+        for leaf in results
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
         variable = getattr(node, "variable", None)
         if isinstance(variable, torch.Tensor):
             yield variable
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None} - seen
+        following = {
+            next_node for next_node, _ in node.next_functions if next_node is not None
+        } - seen
         seen |= following
         waiting.extend(following)

@@ -18,7 +18,8 @@ from bmtrain.shard.module import DistributedModule
 Method = Callable[..., Any]
 
 _MERGE = (
-    "do it on one that is not wrapped. Save the adapters with model.save_pretrained(folder), then load them with "
+    "do it on one that is not wrapped. Save the adapters with "
+    "model.save_pretrained(folder), then load them with "
     "PeftModel.from_pretrained(base_model, folder) and merge there"
 )
 # Methods that write to whole weights, and what to do instead.
@@ -33,7 +34,8 @@ _WRITING = {
 def become_distributed(module: torch.nn.Module) -> None:
     """Change the class of `module` into one that gathers parameters when they are read.
 
-    The object stays the same one: functions that replaced a `forward`, hooks and lists that the program keeps all go on working.
+    The object stays the same one: functions that replaced a `forward`, hooks and lists that the
+    program keeps all go on working.
     """
     kind: Any = type(module)
     object.__setattr__(module, "__class__", _distributed(kind))
@@ -49,7 +51,8 @@ def _distributed(kind: Any) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__doc__"] = kind.__doc__
         namespace["__module__"] = kind.__module__
-        # Others look up classes and their names: a sharded module says it is what it was. Python itself asks type().
+        # Others look up classes and their names: a sharded module says it is what it was. Python
+        # itself asks type().
         namespace["__class__"] = property(lambda _: kind, _refuse_class)
         namespace["compile"] = _refuse_to_compile
         namespace.update(_methods_of_whole_models(kind))
@@ -58,8 +61,13 @@ def _distributed(kind: Any) -> Any:
 
 
 def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
-    """Methods of transformers' and peft's models: told of the ranks by the arguments that they have for it, or refused."""
-    told = {"save_pretrained": ("is_main_process", _saving), "generate": ("synced_gpus", _generating)}
+    """Methods of transformers' and peft's models: told of the ranks by the arguments that they have
+    for it, or refused.
+    """
+    told = {
+        "save_pretrained": ("is_main_process", _saving),
+        "generate": ("synced_gpus", _generating),
+    }
     out = {}
     for name, (argument, adapt) in told.items():
         method = getattr(kind, name, None)
@@ -72,7 +80,9 @@ def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
 
 
 def _refusing(name: str, remedy: str) -> Method:
-    """In place of what writes to whole weights: they are gathered copies, and what is written to them is lost."""
+    """In place of what writes to whole weights: they are gathered copies, and what is written to
+    them is lost.
+    """
 
     def refuse(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise ParameterError(f"{name} cannot change the weights of a sharded model: {remedy}.")
@@ -82,13 +92,19 @@ def _refusing(name: str, remedy: str) -> Method:
 
 def _refuse_class(self: torch.nn.Module, kind: type) -> None:
     """In place of changing the class once more, as torch's `fully_shard` does."""
-    raise ParameterError(f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it as it is, or start anew.")
+    raise ParameterError(
+        f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it "
+        "as it is, or start anew."
+    )
 
 
 def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In place of `nn.Module.compile`: tracing a whole model would take this rank's slices for whole weights."""
+    """In place of `nn.Module.compile`: tracing a whole model would take this rank's slices for
+    whole weights.
+    """
     raise ParameterError(
-        "a sharded model is not compiled as a whole: its blocks are, by bmtrain.init_distributed(compile=True), by "
+        "a sharded model is not compiled as a whole: its blocks are, by "
+        "bmtrain.init_distributed(compile=True), by "
         "Block(compile=True) or by block.compile()."
     )
 
@@ -100,13 +116,17 @@ def _saving(method: Method) -> Method:
     def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = world.current("save_pretrained")
         call = inspect.signature(method).bind(self, *args, **kwargs)
-        call.arguments["is_main_process"] = call.arguments.get("is_main_process", True) and current.rank == 0
+        call.arguments["is_main_process"] = (
+            call.arguments.get("is_main_process", True) and current.rank == 0
+        )
         result, failure = None, None
         try:
             result = method(*call.args, **call.kwargs)
         except Exception as error:
             failure = error
-        told = collectives.gather_objects(None if failure is None else repr(failure), current.mesh.world)
+        told = collectives.gather_objects(
+            None if failure is None else repr(failure), current.mesh.world
+        )
         if failure is not None:
             raise failure
         for rank, reason in enumerate(told):
@@ -118,7 +138,9 @@ def _saving(method: Method) -> Method:
 
 
 def _generating(method: Method) -> Method:
-    """Ranks whose sequences are complete go on computing while others are not: gathering takes all of them."""
+    """Ranks whose sequences are complete go on computing while others are not: gathering takes all
+    of them.
+    """
 
     @functools.wraps(method)
     def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

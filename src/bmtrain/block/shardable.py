@@ -13,22 +13,26 @@ from bmtrain.shard.parameter import DistributedParameter
 
 
 def check_shardable(named: Iterable[tuple[str, torch.nn.Parameter]], engine: Engine) -> None:
-    """ParameterError for the first parameter that cannot be sharded, and for two that share memory without being one object.
+    """ParameterError for the first parameter that cannot be sharded, and for two that share memory
+    without being one object.
 
     Args:
-        named: with their paths; a tied parameter may come once or at each of its places. Sharded ones may be among them.
+        named: with their paths; a tied parameter may come once or at each of its places. Sharded
+            ones may be among them.
     """
     ordinary = {param: path for path, param in named if not isinstance(param, DistributedParameter)}
     for param, path in ordinary.items():
         _check_kind(path, param)
         if engine.backward.replicated.knows(param):
             raise ParameterError(
-                f"parameter {path!r} is sharded after an optimizer of this library or an OptimManager got it: shard the model "
+                f"parameter {path!r} is sharded after an optimizer of this library or "
+                "an OptimManager got it: shard the model "
                 "first, then make the optimizer."
             )
         if param.device.type not in ("cpu", "meta") and param.device != engine.device:
             raise ParameterError(
-                f"parameter {path!r} is on {param.device}, this rank computes on {engine.device}: build the module on the CPU, on "
+                f"parameter {path!r} is on {param.device}, this rank computes on "
+                f"{engine.device}: build the module on the CPU, on "
                 "meta, or on bmtrain.device()."
             )
     _check_memory(ordinary)
@@ -36,13 +40,18 @@ def check_shardable(named: Iterable[tuple[str, torch.nn.Parameter]], engine: Eng
 
 def _check_kind(path: str, param: torch.nn.Parameter) -> None:
     if isinstance(param, torch.nn.parameter.UninitializedParameter):
-        raise ParameterError(f"parameter {path!r} is lazy and has no shape yet: run the model once before it is sharded.")
+        raise ParameterError(
+            f"parameter {path!r} is lazy and has no shape yet: run the model once before "
+            "it is sharded."
+        )
     kind = type(param.detach())
     if not param.dtype.is_floating_point or kind is not torch.Tensor:
         what = str(param.dtype) if kind is torch.Tensor else f"a {kind.__name__}"
         raise ParameterError(
-            f"parameter {path!r} is {what}: only plain floating point tensors are sharded and trained. Freeze it, "
-            "param.requires_grad_(False), and every rank keeps it whole, or register it as a buffer."
+            f"parameter {path!r} is {what}: only plain floating point tensors are "
+            "sharded and trained. Freeze it, "
+            "param.requires_grad_(False), and every rank keeps it whole, or register "
+            "it as a buffer."
         )
 
 
@@ -53,13 +62,20 @@ def _check_memory(params: dict[torch.nn.Parameter, str]) -> None:
         if param.is_meta or param.numel() == 0:
             continue
         begin = param.data_ptr()
-        last = sum((size - 1) * abs(stride) for size, stride in zip(param.shape, param.stride(), strict=True))
-        ranges.setdefault(param.untyped_storage().data_ptr(), []).append((begin, begin + last * param.element_size(), path))
+        last = sum(
+            (size - 1) * abs(stride)
+            for size, stride in zip(param.shape, param.stride(), strict=True)
+        )
+        ranges.setdefault(param.untyped_storage().data_ptr(), []).append(
+            (begin, begin + last * param.element_size(), path)
+        )
     for members in ranges.values():
         members.sort()
         for (_, end, name), (begin, _, other) in itertools.pairwise(members):
             if begin <= end:
                 raise ParameterError(
-                    f"parameters {name!r} and {other!r} share memory without being the same parameter: tie them by assigning one "
-                    "object to both modules, or give each its own memory, param.data = param.data.clone()."
+                    f"parameters {name!r} and {other!r} share memory without being the "
+                    "same parameter: tie them by assigning one "
+                    "object to both modules, or give each its own memory, param.data = "
+                    "param.data.clone()."
                 )

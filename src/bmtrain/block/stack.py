@@ -34,11 +34,14 @@ class BlockList(torch.nn.Module):
 
 
 class TransformerBlockList(BlockList):
-    """`x = blocks(x, *rest)`: the first `num_hidden` arguments go from block to block, the others to every block.
+    """`x = blocks(x, *rest)`: the first `num_hidden` arguments go from block to block, the others
+    to every block.
 
     Args:
-        modules: blocks, or plain modules, which are wrapped; a module listed twice shares its weights.
-        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for 1, else a tuple).
+        modules: blocks, or plain modules, which are wrapped; a module listed twice shares its
+            weights.
+        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for
+            1, else a tuple).
         use_checkpoint: of the Blocks that plain modules become.
 
     Raises:
@@ -46,7 +49,11 @@ class TransformerBlockList(BlockList):
     """
 
     def __init__(
-        self, modules: Iterable[torch.nn.Module], num_hidden: int = 1, *, use_checkpoint: bool | str | Level = True
+        self,
+        modules: Iterable[torch.nn.Module],
+        num_hidden: int = 1,
+        *,
+        use_checkpoint: bool | str | Level = True,
     ) -> None:
         blocks = wrap_all(modules, num_hidden, use_checkpoint)
         super().__init__(blocks, num_hidden)
@@ -55,12 +62,15 @@ class TransformerBlockList(BlockList):
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
         """Run all blocks.
 
-        Returns the hidden tensor, or a tuple of `num_hidden`. With `return_hidden_states`, additionally one stacked tensor
-        (len(self), *shape) per hidden: the input of every block.
+        Returns the hidden tensor, or a tuple of `num_hidden`. With `return_hidden_states`,
+        additionally one stacked tensor (len(self), *shape) per hidden: the input of every block.
         """
         count = self.num_hidden
         if len(args) < count:
-            raise ConfigurationError(f"the block list got {len(args)} positional arguments: expected at least num_hidden={count}.")
+            raise ConfigurationError(
+                f"the block list got {len(args)} positional arguments: expected at least "
+                f"num_hidden={count}."
+            )
         hidden, rest = tuple(args[:count]), args[count:]
         inputs: list[tuple[Any, ...]] = []
         for block in self:
@@ -73,16 +83,24 @@ class TransformerBlockList(BlockList):
         return result[0] if len(result) == 1 else result
 
 
-def run_block(block: torch.nn.Module, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What `block` puts in the place of `hidden`; ConfigurationError for another number of values."""
+def run_block(
+    block: torch.nn.Module, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What `block` puts in the place of `hidden`; ConfigurationError for another number of
+    values.
+    """
     out = block(*hidden, *args, **kwargs)
     following = tuple(out) if isinstance(out, tuple | list) else (out,)
     if len(following) != len(hidden):
-        raise ConfigurationError(f"a block returned {len(following)} values: expected num_hidden={len(hidden)} of them.")
+        raise ConfigurationError(
+            f"a block returned {len(following)} values: expected num_hidden={len(hidden)} of them."
+        )
     return following
 
 
-def wrap_all(modules: Iterable[torch.nn.Module], num_hidden: int, use_checkpoint: bool | str | Level) -> list[Block]:
+def wrap_all(
+    modules: Iterable[torch.nn.Module], num_hidden: int, use_checkpoint: bool | str | Level
+) -> list[Block]:
     """The modules as Blocks; the same module gives the same Block."""
     if num_hidden < 1:
         raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
@@ -90,17 +108,23 @@ def wrap_all(modules: Iterable[torch.nn.Module], num_hidden: int, use_checkpoint
     return [_wrap_once(module, wrapped, use_checkpoint) for module in modules]
 
 
-def _wrap_once(module: torch.nn.Module, wrapped: dict[int, Block], use_checkpoint: bool | str | Level) -> Block:
+def _wrap_once(
+    module: torch.nn.Module, wrapped: dict[int, Block], use_checkpoint: bool | str | Level
+) -> Block:
     if isinstance(module, Block):
         return module
     if not isinstance(module, torch.nn.Module):
-        raise ConfigurationError(f"the block list got {type(module).__name__}: expected torch.nn.Modules.")
+        raise ConfigurationError(
+            f"the block list got {type(module).__name__}: expected torch.nn.Modules."
+        )
     if id(module) not in wrapped:
         wrapped[id(module)] = Block(module, use_checkpoint=use_checkpoint)
     return wrapped[id(module)]
 
 
 def plan_gathers(blocks: Iterable[Block]) -> None:
-    """Tell the schedule that these blocks run in this order, so that the first pass is prefetched too."""
+    """Tell the schedule that these blocks run in this order, so that the first pass is prefetched
+    too.
+    """
     engine = world.current("TransformerBlockList").service(Engine)
     engine.schedule.plan([storage.residence for block in blocks for storage in block.storages])

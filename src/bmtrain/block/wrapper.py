@@ -30,13 +30,14 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = True) -> Module:
     """Shard every parameter of any nn.Module, in place, and return it.
 
-    Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping the current; other
-    parameters are gathered when a module reads them. Buffers move to the rank's device. Ties and frozen parameters are kept.
-    All modules keep their identity and pass `isinstance` of their classes. Call it on all ranks, on equal models; call it again
-    when modules have been put in, which shards those and changes nothing else.
+    Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping
+    the current; other parameters are gathered when a module reads them. Buffers move to the rank's
+    device. Ties and frozen parameters are kept. All modules keep their identity and pass
+    `isinstance` of their classes. Call it on all ranks, on equal models; call it again when modules
+    have been put in, which shards those and changes nothing else.
 
-    `save_pretrained` and `generate` of transformers' and peft's models are then to be called on all ranks too: rank 0 writes,
-    and ranks that are done generating keep pace with the others.
+    `save_pretrained` and `generate` of transformers' and peft's models are then to be called on all
+    ranks too: rank 0 writes, and ranks that are done generating keep pace with the others.
 
     Buffers on the meta device that no file has are NaN from now on, of which a warning tells.
 
@@ -45,25 +46,37 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
         use_checkpoint: of the Blocks that are made (see Block).
 
     Raises:
-        ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a tensor class of its own).
-            Nothing has been changed then.
-        RanksPartedError: on all ranks, if names, shapes, dtypes or values of parameters differ between them. Nothing has been
-            changed then. Values are compared by a checksum, of large tensors of a sample.
+        ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a
+            tensor class of its own). Nothing has been changed then.
+        RanksPartedError: on all ranks, if names, shapes, dtypes or values of parameters differ
+            between them. Nothing has been changed then. Values are compared by a checksum, of large
+            tensors of a sample.
     """
     current = world.current("BMTrainModelWrapper")
     if not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module.")
+        raise ConfigurationError(
+            f"BMTrainModelWrapper got {type(model).__name__}: expected a torch.nn.Module."
+        )
     level_of(use_checkpoint)
-    check_shardable(((name, x) for name, x in model.named_parameters() if not stays_whole(x)), current.service(Engine))
+    check_shardable(
+        ((name, x) for name, x in model.named_parameters() if not stays_whole(x)),
+        current.service(Engine),
+    )
     unset = _unset_buffers(model)
     if unset:
         warn(
-            f"no file has these buffers, which are on the meta device: {', '.join(unset)}. They are NaN (0 for integers) until you "
-            "fill them, as in model.get_buffer(name).copy_(values), and answers are wrong, not always NaN. Building the model on "
+            "no file has these buffers, which are on the meta device: "
+            f"{', '.join(unset)}. They are NaN (0 for integers) until you "
+            "fill them, as in model.get_buffer(name).copy_(values), and answers are "
+            "wrong, not always NaN. Building the model on "
             "the CPU avoids that."
         )
     sameness = current.service(Sameness)
-    sameness.check((name, param) for name, param in model.named_parameters() if not isinstance(param, DistributedParameter))
+    sameness.check(
+        (name, param)
+        for name, param in model.named_parameters()
+        if not isinstance(param, DistributedParameter)
+    )
     with sameness.known():
         out = _Wrapping(current, use_checkpoint).wrap(model)
     if not isinstance(out, DistributedModule):
@@ -77,18 +90,23 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
 def init_parameters(module: torch.nn.Module) -> None:
     """Give every distributed parameter its first values; the same on any number of ranks.
 
-    Runs each `init_method` on the full tensor and keeps this rank's slice. A plain module that is not sharded yet is sharded
-    in place (see BMTrainModelWrapper) and initialised by its own `reset_parameters`.
+    Runs each `init_method` on the full tensor and keeps this rank's slice. A plain module that is
+    not sharded yet is sharded in place (see BMTrainModelWrapper) and initialised by its own
+    `reset_parameters`.
 
     Raises:
         ParameterError: for a parameter on the meta device that nothing initialises.
-        ConfigurationError: for a plain module with parameters of its own, which only BMTrainModelWrapper can replace.
+        ConfigurationError: for a plain module with parameters of its own, which only
+            BMTrainModelWrapper can replace.
     """
     current = world.current("init_parameters")
-    if not any(isinstance(param, DistributedParameter) for param in module.parameters()) and any(True for _ in module.parameters()):
+    if not any(isinstance(param, DistributedParameter) for param in module.parameters()) and any(
+        True for _ in module.parameters()
+    ):
         if any(param is not None for param in module._parameters.values()):
             raise ConfigurationError(
-                f"{type(module).__name__} has parameters of its own and is not sharded: wrap it first, "
+                f"{type(module).__name__} has parameters of its own and is not "
+                "sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
         with current.service(Sameness).known():  # all get values of rank 0's random state
@@ -131,11 +149,14 @@ class _Wrapping:
                 if isinstance(part, Block):
                     part.shard()
             return module
-        if isinstance(module, torch.nn.RNNBase):  # its kernels take a list of weights, which are not looked up by name
+        # its kernels take a list of weights, which are not looked up by name
+        if isinstance(module, torch.nn.RNNBase):
             return Block(module, use_checkpoint=False, compile=False)
         self.wrap_children(module)
         has_parameters = any(param is not None for param in module._parameters.values())
-        if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(module, DistributedModule):
+        if (has_parameters or has_methods_of_whole_models(module)) and not isinstance(
+            module, DistributedModule
+        ):
             become_distributed(module)
         self._shard(module)
         return module
@@ -157,7 +178,11 @@ class _Wrapping:
                 continue
             if id(member) not in self._done:
                 nested = isinstance(member, torch.nn.ModuleList | torch.nn.ModuleDict)
-                part = self.wrap(member) if nested or isinstance(member, Block) else self._make_block(member)
+                part = (
+                    self.wrap(member)
+                    if nested or isinstance(member, Block)
+                    else self._make_block(member)
+                )
                 self._done[id(member)] = self._done[id(part)] = part
             members._modules[name] = self._done[id(member)]
             blocks.append(self._done[id(member)])
@@ -175,7 +200,11 @@ class _Wrapping:
                 continue
             new = self._converted.find(param)
             if new is None:
-                new = replace(param, DistributedParameter.unattached(param.data, param.requires_grad), self._converted)
+                new = replace(
+                    param,
+                    DistributedParameter.unattached(param.data, param.requires_grad),
+                    self._converted,
+                )
                 new.storage_of.attach([new])
             module._parameters[name] = new
         move_buffers(module, self._world.device)

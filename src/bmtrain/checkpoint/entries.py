@@ -1,4 +1,6 @@
-"""What of a model belongs into a file: every parameter and persistent buffer, under each of its plain names."""
+"""What of a model belongs into a file: every parameter and persistent buffer, under each of its
+plain names.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ class Entry:
     def shape(self) -> tuple[int, ...]:
         """That of the whole tensor."""
         tensor = self.tensor
-        return tuple(tensor._tp_original_shape if isinstance(tensor, DistributedParameter) else tensor.shape)
+        return tuple(
+            tensor._tp_original_shape if isinstance(tensor, DistributedParameter) else tensor.shape
+        )
 
 
 def entries(model: torch.nn.Module) -> list[Entry]:
-    """Every parameter and persistent buffer of the model, in the order of its state dict; tied ones once."""
+    """Every parameter and persistent buffer of the model, in the order of its state dict; tied ones
+    once.
+    """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in _named(model):

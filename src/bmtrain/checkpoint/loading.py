@@ -50,10 +50,11 @@ class Plan:
 def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadResult:
     """Give all parameters and persistent buffers of `model` the values in `file`. Collective.
 
-    Reads files of `save`, of BMTrain and ModelCenter, any `torch.save`d state dict, .safetensors files, and folders
-    of either with an index. Each rank reads its own slices, one tensor at a time, whatever world size wrote the file.
-    Values are converted to the model's dtypes; a warning says so where precision is lost. Of tied parameters one name
-    is enough. A prefix that all names in the file have before the model's, `module.` for example, is left out, with a warning.
+    Reads files of `save`, of BMTrain and ModelCenter, any `torch.save`d state dict, .safetensors
+    files, and folders of either with an index. Each rank reads its own slices, one tensor at a
+    time, whatever world size wrote the file. Values are converted to the model's dtypes; a warning
+    says so where precision is lost. Of tied parameters one name is enough. A prefix that all names
+    in the file have before the model's, `module.` for example, is left out, with a warning.
 
     Args:
         model: any module, its parameters distributed or not.
@@ -63,14 +64,19 @@ def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = Tr
     Returns the names that were missing from the file and those that the model has no place for.
 
     Raises:
-        CheckpointError: on every rank, with the file and the names, shapes or reason; the model is unchanged unless
-            reading itself failed half-way.
+        CheckpointError: on every rank, with the file and the names, shapes or reason; the model is
+            unchanged unless reading itself failed half-way.
     """
     current = world.current("load")
     axis = current.mesh.world
     current.service(Writer).settle()
     targets = entries(model)
-    source = attempt(lambda: without_prefix(open_source(file), {name for entry in targets for name in entry.names}), axis)
+    source = attempt(
+        lambda: without_prefix(
+            open_source(file), {name for entry in targets for name in entry.names}
+        ),
+        axis,
+    )
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
     attempt(lambda: fill(plan, source), axis)
     if current.rank == 0:
@@ -97,14 +103,22 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
     wanted = {name for entry in targets for name in entry.names}
     unexpected = [name for name in (*available, *source.others) if name not in wanted]
     problems = [text for copy in copies if (text := _mismatch(copy, source))]
-    problems += [f"{name!r} is a {source.others[name]} in the file, expected a tensor" for name in missing if name in source.others]
+    problems += [
+        f"{name!r} is a {source.others[name]} in the file, expected a tensor"
+        for name in missing
+        if name in source.others
+    ]
     if strict:
         problems += _report("missing from the file", missing, unexpected, available)
         problems += _report("unexpected in the file", unexpected, missing, wanted)
     if problems:
-        remedy = " Use strict=False to load what fits." if strict and (missing or unexpected) else ""
+        remedy = (
+            " Use strict=False to load what fits." if strict and (missing or unexpected) else ""
+        )
         lines = "".join(f"\n  {problem}" for problem in problems)
-        raise CheckpointError(f"{source.path} does not fit the model; nothing was loaded.{remedy}{lines}")
+        raise CheckpointError(
+            f"{source.path} does not fit the model; nothing was loaded.{remedy}{lines}"
+        )
     return Plan(copies, missing, unexpected)
 
 
@@ -113,20 +127,39 @@ def _mismatch(copy: Copy, source: Source) -> str:
     entry, header = copy.entry, source.headers[copy.name]
     if entry.shape != header.shape:
         is_flat = len(header.shape) == 1 < len(entry.shape)
-        flat = "; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes" if is_flat else ""
-        return f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in {source.file_of(copy.name)}{flat}"
+        flat = (
+            ("; a flat slice as one rank holds it is no whole tensor, which bmtrain.save writes")
+            if is_flat
+            else ""
+        )
+        return (
+            f"{copy.name!r} has shape {entry.shape} in the model and {header.shape} in "
+            f"{source.file_of(copy.name)}{flat}"
+        )
     if entry.tensor.is_meta:
-        return f"{copy.name!r} is on the meta device in the model: shard it or call to_empty(device=bmtrain.device())"
+        return (
+            f"{copy.name!r} is on the meta device in the model: shard it or call "
+            "to_empty(device=bmtrain.device())"
+        )
     if header.dtype.is_complex and not entry.tensor.dtype.is_complex:
-        return f"{copy.name!r} is {entry.tensor.dtype} in the model and {header.dtype} in {source.file_of(copy.name)}"
+        return (
+            f"{copy.name!r} is {entry.tensor.dtype} in the model and {header.dtype} in "
+            f"{source.file_of(copy.name)}"
+        )
     return ""
 
 
-def _report(what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]) -> list[str]:
-    """A line per name with the nearest on the other side, if possible one that has no partner either."""
+def _report(
+    what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]
+) -> list[str]:
+    """A line per name with the nearest on the other side, if possible one that has no partner
+    either.
+    """
     lines = []
     for name in names[:SHOWN]:
-        near = difflib.get_close_matches(name, unmatched, n=1) or difflib.get_close_matches(name, others, n=1)
+        near = difflib.get_close_matches(name, unmatched, n=1) or difflib.get_close_matches(
+            name, others, n=1
+        )
         lines.append(f"{what}: {name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
     if len(names) > SHOWN:
         lines.append(f"{what}: {len(names) - SHOWN} more")
@@ -134,7 +167,10 @@ def _report(what: str, names: Sequence[str], unmatched: Collection[str], others:
 
 
 def fill(plan: Plan, source: Source) -> None:
-    """Do on this rank what was planned. An error leaves tensors half filled: agree on it with the other ranks (`attempt`)."""
+    """Do on this rank what was planned.
+
+    An error leaves tensors half filled: agree on it with the other ranks (`attempt`).
+    """
     reads = [read for copy in plan.copies if (read := _as_read(copy, source)) is not None]
     read_all(reads, source)
     for copy in plan.copies:
@@ -143,7 +179,9 @@ def fill(plan: Plan, source: Source) -> None:
 
 
 def _as_read(copy: Copy, source: Source) -> Read | None:
-    """What to read into this rank's values of a tensor; None if they do not lie together and have been copied already."""
+    """What to read into this rank's values of a tensor; None if they do not lie together and have
+    been copied already.
+    """
     tensor, name = copy.entry.tensor, copy.name
     if not isinstance(tensor, DistributedParameter):
         values = tensor.detach()
@@ -163,25 +201,38 @@ def _as_read(copy: Copy, source: Source) -> Read | None:
 
 
 def _columns(slot: Slot, split: Split, piece: Piece, source: Source, name: str) -> torch.Tensor:
-    """This rank's slice, 1-D, of a part that is made of columns; all columns of its rows are read."""
+    """This rank's slice, 1-D, of a part that is made of columns; all columns of its rows are
+    read.
+    """
     first, last, width = split.span(slot.shape, piece.start, piece.stop)
     row, begin = width * split.count, width * split.index
     rows = source.part(name, first * row, last * row).view(last - first, row)
-    return rows[:, begin : begin + width].reshape(-1)[piece.start - first * width : piece.stop - first * width]
+    return rows[:, begin : begin + width].reshape(-1)[
+        piece.start - first * width : piece.stop - first * width
+    ]
 
 
 def _tell_left_out(source: Source) -> None:
     if isinstance(source, Renamed):
-        log.warn(f"{source.path}: all names begin with {source.prefix!r} and none is the model's; they were read without it.")
+        log.warn(
+            f"{source.path}: all names begin with {source.prefix!r} and none is the "
+            "model's; they were read without it."
+        )
 
 
 def _tell_lost_precision(plan: Plan, source: Source) -> None:
-    lost = [copy for copy in plan.copies if _loses(source.headers[copy.name].dtype, copy.entry.tensor.dtype)]
+    lost = [
+        copy
+        for copy in plan.copies
+        if _loses(source.headers[copy.name].dtype, copy.entry.tensor.dtype)
+    ]
     if lost:
         first = lost[0]
         log.warn(
-            f"{source.path}: {len(lost)} of {len(plan.copies)} tensors lost precision on the way into the model, "
-            f"{first.name!r} for example from {source.headers[first.name].dtype} to {first.entry.tensor.dtype}."
+            f"{source.path}: {len(lost)} of {len(plan.copies)} tensors lost precision "
+            "on the way into the model, "
+            f"{first.name!r} for example from {source.headers[first.name].dtype} to "
+            f"{first.entry.tensor.dtype}."
         )
 
 

@@ -1,4 +1,6 @@
-"""Many tensors out of a source at the speed of the disk: large reads in several threads, copies to the device between them."""
+"""Many tensors out of a source at the speed of the disk: large reads in several threads, copies to
+the device between them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ CHUNK = 2**25  # bytes that a thread reads at once
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Read:
-    """Elements [start, stop) of the flattened tensor `name` of a source are the values of `target`, 1-D and contiguous."""
+    """Elements [start, stop) of the flattened tensor `name` of a source are the values of `target`,
+    1-D and contiguous.
+    """
 
     target: torch.Tensor
     name: str
@@ -41,14 +45,17 @@ class Read:
 
 
 def cuts(start: int, stop: int, row: int, limit: int) -> list[int]:
-    """Where to cut [start, stop): at its ends and at multiples of `row`, at most `limit` (or one row) apart where it can be."""
+    """Where to cut [start, stop): at its ends and at multiples of `row`, at most `limit` (or one
+    row) apart where it can be.
+    """
     first, last = round_up(start, row), stop // row * row
     inner = range(first, last, max(limit // row, 1) * row)
     return sorted({start, stop, *inner, *([last] if first <= last else [])})
 
 
 def read_all(reads: Iterable[Read], source: Source) -> None:
-    """Fill the targets of all reads, in the order in which the source has the tensors, converting to their dtypes.
+    """Fill the targets of all reads, in the order in which the source has the tensors, converting
+    to their dtypes.
 
     Raises the first error of any of them; the targets' values are then undefined.
     """
@@ -61,7 +68,8 @@ def read_all(reads: Iterable[Read], source: Source) -> None:
     size = max(piece.scratch_bytes(source.headers[piece.name]) for piece in pieces)
     # Pages that stay where they are: the device copies from them without a detour.
     buffers = [
-        torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(devices)) for _ in range(min(NUM_THREADS, len(pieces)))
+        torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
+        for _ in range(min(NUM_THREADS, len(pieces)))
     ]
     _share(pieces, source, buffers)
     for device in devices:  # copies that the threads have started
@@ -69,7 +77,9 @@ def read_all(reads: Iterable[Read], source: Source) -> None:
 
 
 def _share(pieces: Sequence[Read], source: Source, buffers: Sequence[torch.Tensor]) -> None:
-    """A thread for each buffer, which takes one piece after the other until none is left or one has failed."""
+    """A thread for each buffer, which takes one piece after the other until none is left or one has
+    failed.
+    """
     todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
     for piece in (*pieces, *(None for _ in buffers)):
         todo.put(piece)
@@ -80,11 +90,17 @@ def _share(pieces: Sequence[Read], source: Source, buffers: Sequence[torch.Tenso
         thread.result()
 
 
-def _work(todo: queue.SimpleQueue[Read | None], failed: threading.Event, source: Source, scratch: torch.Tensor) -> None:
+def _work(
+    todo: queue.SimpleQueue[Read | None],
+    failed: threading.Event,
+    source: Source,
+    scratch: torch.Tensor,
+) -> None:
     try:
         while not failed.is_set() and (piece := todo.get()) is not None:
             values = source.read(piece.name, piece.start, piece.stop, scratch)
-            # Conversion of dtype and order is the device's work. When `to` returns, the scratch is free again.
+            # Conversion of dtype and order is the device's work. When `to` returns, the scratch is
+            # free again.
             piece.target.view(values.shape).copy_(values.to(piece.target.device))
     except BaseException:
         failed.set()

@@ -22,22 +22,26 @@ from bmtrain.shard.whole import Whole
 Take = Callable[[Entry, torch.Tensor], None]
 
 
-def save(model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> Writing:
-    """Write all parameters and persistent buffers of `model` as full CPU tensors under plain names. Collective.
+def save(
+    model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False
+) -> Writing:
+    """Write all parameters and persistent buffers of `model` as full CPU tensors under plain names.
+    Collective.
 
-    Rank 0 writes `<file>.tmp` beside the file and renames it when every byte is on the disk: whatever happens, `file`
-    is either the old one or the new one. The values are those of the moment of the call. Rank 0 needs host memory for
-    the whole model, the other ranks for one storage.
+    Rank 0 writes `<file>.tmp` beside the file and renames it when every byte is on the disk:
+    whatever happens, `file` is either the old one or the new one. The values are those of the
+    moment of the call. Rank 0 needs host memory for the whole model, the other ranks for one
+    storage.
 
     Args:
         model: any module, its parameters distributed or not.
-        file: a name ending in .safetensors gives that format (of tied names one is written, the others in its
-            metadata); any other a `torch.save`d dict. Its folder must exist.
-        non_blocking: return once the values are copied to host memory; rank 0 writes them in the background, and the
-            interpreter waits for it at its end.
+        file: a name ending in .safetensors gives that format (of tied names one is written, the
+            others in its metadata); any other a `torch.save`d dict. Its folder must exist.
+        non_blocking: return once the values are copied to host memory; rank 0 writes them in the
+            background, and the interpreter waits for it at its end.
 
-    Returns a handle whose `wait()` returns when the file is there. A failure in the background is printed at once and
-    raised by `wait()` or by the next save or load.
+    Returns a handle whose `wait()` returns when the file is there. A failure in the background is
+    printed at once and raised by `wait()` or by the next save or load.
 
     Raises:
         CheckpointError: on every rank, if the file cannot be written; the previous one is intact.
@@ -55,17 +59,25 @@ def save(model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: boo
 def _check_target(path: pathlib.Path) -> None:
     """Find out what cannot work before minutes of gathering."""
     if path.is_dir():
-        raise CheckpointError(f"cannot save to {path}: it is a folder; expected the name of a file.")
+        raise CheckpointError(
+            f"cannot save to {path}: it is a folder; expected the name of a file."
+        )
     if not path.parent.is_dir():
-        raise CheckpointError(f"cannot save to {path}: the folder {path.parent} does not exist; create it first.")
+        raise CheckpointError(
+            f"cannot save to {path}: the folder {path.parent} does not exist; create it first."
+        )
     if not os.access(path.parent, os.W_OK):
         raise CheckpointError(f"cannot save to {path}: the folder {path.parent} is not writable.")
 
 
-def visit(model: torch.nn.Module, take: Take | None, kind: type[Exception] = CheckpointError) -> None:
-    """Call `take(entry, whole tensor)` for every parameter and persistent buffer, gathering one storage at a time. Collective.
+def visit(
+    model: torch.nn.Module, take: Take | None, kind: type[Exception] = CheckpointError
+) -> None:
+    """Call `take(entry, whole tensor)` for every parameter and persistent buffer, gathering one
+    storage at a time. Collective.
 
-    The tensor is a view of a gathered buffer, which is gone when the call is over. Ranks that want nothing give None.
+    The tensor is a view of a gathered buffer, which is gone when the call is over. Ranks that want
+    nothing give None.
 
     Raises:
         kind: on every rank, at the first storage with which `take` fails on any.
@@ -78,7 +90,9 @@ def visit(model: torch.nn.Module, take: Take | None, kind: type[Exception] = Che
     groups: dict[Storage, list[tuple[Entry, int]]] = {}
     for entry in entries(model):
         if isinstance(entry.tensor, DistributedParameter):
-            groups.setdefault(entry.tensor.storage_of, []).append((entry, entry.tensor.index_in_storage))
+            groups.setdefault(entry.tensor.storage_of, []).append(
+                (entry, entry.tensor.index_in_storage)
+            )
         else:
             plain.append(entry)
     attempt(lambda: _each(take, ((entry, entry.tensor.detach()) for entry in plain)), axis, kind)

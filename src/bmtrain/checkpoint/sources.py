@@ -1,4 +1,6 @@
-"""Files to load from, one class per format: names, shapes and dtypes up front, then whole tensors or parts of them."""
+"""Files to load from, one class per format: names, shapes and dtypes up front, then whole tensors
+or parts of them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ class Header:
 class Source(ABC):
     """An opened checkpoint."""
 
-    def __init__(self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]
+    ) -> None:
         self.path = path
         self.headers = headers  # by name
         self.others = others  # names of values that are no tensors: their types
@@ -69,10 +73,12 @@ class Source(ABC):
         """The tensor as a view of the file: nothing is read before it is looked at."""
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, in memory, in any shape that they flatten from.
+        """Elements [start, stop) of the flattened tensor, in memory, in any shape that they flatten
+        from.
 
         Args:
-            scratch: uint8, 1-D, on the CPU: where they may be put; large enough for all rows of the tensor that they touch.
+            scratch: uint8, 1-D, on the CPU: where they may be put; large enough for all rows of the
+                tensor that they touch.
         """
         values = self.part(name, start, stop)
         return scratch[: values.nbytes].view(values.dtype).copy_(values)
@@ -88,9 +94,15 @@ class TorchFile(Source):
 
     def __init__(self, path: pathlib.Path) -> None:
         content = _read_torch(path)
-        self._tensors = {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}
-        headers = {name: Header(tuple(value.shape), value.dtype) for name, value in self._tensors.items()}
-        others = {name: type(value).__name__ for name, value in content.items() if name not in headers}
+        self._tensors = {
+            name: value for name, value in content.items() if isinstance(value, torch.Tensor)
+        }
+        headers = {
+            name: Header(tuple(value.shape), value.dtype) for name, value in self._tensors.items()
+        }
+        others = {
+            name: type(value).__name__ for name, value in content.items() if name not in headers
+        }
         super().__init__(path, headers, others)
 
     def part(self, name: str, start: int, stop: int) -> torch.Tensor:
@@ -107,7 +119,9 @@ class SafetensorsFile(Source):
         try:
             self._file = safetensors.safe_open(path, framework="pt", device="cpu")
         except (safetensors.SafetensorError, OSError) as error:
-            raise CheckpointError(_unreadable(path, f"it is truncated or no safetensors file ({error})")) from error
+            raise CheckpointError(
+                _unreadable(path, f"it is truncated or no safetensors file ({error})")
+            ) from error
         headers = {name: self._header(name) for name in self._file.offset_keys()}
         self._stored = {name: name for name in headers}
         for name, kept in (self._file.metadata() or {}).items():  # tied names, as save writes them
@@ -130,17 +144,23 @@ class SafetensorsFile(Source):
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
         dtype = self.headers[name].dtype
         held = scratch[: (stop - start) * dtype.itemsize]
-        self._fill(memoryview(held.numpy().data), self._offsets[self._stored[name]] + start * dtype.itemsize)
+        self._fill(
+            memoryview(held.numpy().data),
+            self._offsets[self._stored[name]] + start * dtype.itemsize,
+        )
         return held.view(dtype)
 
     def _fill(self, memory: memoryview, offset: int) -> None:
         """Read as many bytes as `memory` has, from `offset` of the file on."""
-        with self.path.open("rb", buffering=0) as file:  # opened anew, since threads would move one place in the file together
+        # opened anew, since threads would move one place in the file together
+        with self.path.open("rb", buffering=0) as file:
             file.seek(offset)
             while memory:
                 count = file.readinto(memory)
                 if not count:
-                    raise CheckpointError(_unreadable(self.path, "it became shorter while it was read"))
+                    raise CheckpointError(
+                        _unreadable(self.path, "it became shorter while it was read")
+                    )
                 memory = memory[count:]
 
     def mapped(self, name: str) -> torch.Tensor:
@@ -148,20 +168,26 @@ class SafetensorsFile(Source):
         values: torch.Tensor = self._file.get_tensor(stored)
         if sys.platform == "linux":  # read ahead: a page at a time, as they are looked at, is slow
             with self.path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), self._offsets[stored], values.nbytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(
+                    file.fileno(), self._offsets[stored], values.nbytes, os.POSIX_FADV_WILLNEED
+                )
         return values
 
 
 def _offsets(path: pathlib.Path) -> dict[str, int]:
     """Where in a safetensors file, checked before, the bytes of each tensor begin.
 
-    The format: the length of a JSON header in 8 bytes, little-endian; the header; the bytes of all tensors, whose places the
-    header counts from there.
+    The format: the length of a JSON header in 8 bytes, little-endian; the header; the bytes of all
+    tensors, whose places the header counts from there.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
-    return {name: 8 + length + about["data_offsets"][0] for name, about in header.items() if name != "__metadata__"}
+    return {
+        name: 8 + length + about["data_offsets"][0]
+        for name, about in header.items()
+        if name != "__metadata__"
+    }
 
 
 class Folder(Source):
@@ -174,7 +200,11 @@ class Folder(Source):
         self._owners: dict[str, Source] = {}
         for name, file in places.items():
             if name not in files[file].headers:
-                raise CheckpointError(_unreadable(index, f"it says that {name!r} is in {file}, which does not hold it"))
+                raise CheckpointError(
+                    _unreadable(
+                        index, f"it says that {name!r} is in {file}, which does not hold it"
+                    )
+                )
         for file_source in files.values():
             for name, header in file_source.headers.items():
                 headers[name], self._owners[name] = header, file_source
@@ -199,7 +229,9 @@ class Renamed(Source):
     def __init__(self, source: Source, prefix: str) -> None:
         cut = len(prefix)
         headers = {name[cut:]: header for name, header in source.headers.items()}
-        super().__init__(source.path, headers, {name[cut:]: kind for name, kind in source.others.items()})
+        super().__init__(
+            source.path, headers, {name[cut:]: kind for name, kind in source.others.items()}
+        )
         self._source, self.prefix = source, prefix
 
     def file_of(self, name: str) -> pathlib.Path:
@@ -216,7 +248,8 @@ class Renamed(Source):
 
 
 def without_prefix(source: Source, wanted: Collection[str]) -> Source:
-    """The source as it is; or, if it has none of the names `wanted`, without a prefix of all its names that hides them.
+    """The source as it is; or, if it has none of the names `wanted`, without a prefix of all its
+    names that hides them.
 
     Files saved from a wrapped model have such a prefix, `module.` for example.
     """
@@ -232,7 +265,8 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
 
 
 def open_source(file: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either with or without an index.
+    """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either with or
+    without an index.
 
     Raises:
         CheckpointError: naming the file and why it cannot be read.
@@ -261,7 +295,9 @@ def _open_folder(path: pathlib.Path) -> Source:
             return open_file(path / name)
     held = ", ".join(sorted(entry.name for entry in path.iterdir())[:5]) or "nothing"
     expected = ", ".join((*INDEXES, *SINGLES))
-    raise CheckpointError(f"cannot load the folder {path}: it holds {held}; expected one of {expected}.")
+    raise CheckpointError(
+        f"cannot load the folder {path}: it holds {held}; expected one of {expected}."
+    )
 
 
 def _read_torch(path: pathlib.Path) -> dict[str, Any]:
@@ -271,20 +307,37 @@ def _read_torch(path: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(_unreadable(path, "it is truncated: its end is missing"))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's thoughts on unusual pickles, which either load or raise
+            # torch's thoughts on unusual pickles, which either load or raise
+            warnings.simplefilter("ignore")
             # Files of torch before 1.6 are no archives and cannot be mapped.
-            content = torch.load(path, map_location="cpu", mmap=magic == ZIP_MAGIC, weights_only=True)
+            content = torch.load(
+                path, map_location="cpu", mmap=magic == ZIP_MAGIC, weights_only=True
+            )
     except pickle.UnpicklingError as error:
         raise CheckpointError(_unreadable(path, _pickle_reason(error, magic))) from error
-    except (RuntimeError, EOFError, KeyError, IndexError, ValueError, AttributeError, UnicodeDecodeError) as error:
+    except (
+        RuntimeError,
+        EOFError,
+        KeyError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        UnicodeDecodeError,
+    ) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(_unreadable(path, f"it is damaged or no checkpoint ({reason})")) from error
+        raise CheckpointError(
+            _unreadable(path, f"it is damaged or no checkpoint ({reason})")
+        ) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         kind = type(content).__name__
-        raise CheckpointError(_unreadable(path, f"it holds a {kind}, expected a dict of tensors by name"))
+        raise CheckpointError(
+            _unreadable(path, f"it holds a {kind}, expected a dict of tensors by name")
+        )
     if content and not any(isinstance(value, torch.Tensor) for value in content.values()):
         held = ", ".join(list(content)[:5])
-        raise CheckpointError(_unreadable(path, f"it holds no tensors but {held}; save the model's part by itself"))
+        raise CheckpointError(
+            _unreadable(path, f"it holds no tensors but {held}; save the model's part by itself")
+        )
     return content
 
 
@@ -293,13 +346,20 @@ def _pickle_reason(error: pickle.UnpicklingError, magic: bytes) -> str:
     found = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
     if found is not None:
         return (
-            f"it holds Python objects other than tensors ({found[1]}), which could run code and are not loaded; "
+            f"it holds Python objects other than tensors ({found[1]}), which could run "
+            "code and are not loaded; "
             "save a state dict instead"
         )
     if magic != ZIP_MAGIC:
-        return "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and others could run code"
+        return (
+            "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and "
+            "others could run code"
+        )
     detail = re.search(r"WeightsUnpickler error: (.*)", str(error))
-    return f"it is damaged ({detail[1].strip() if detail is not None else 'its list of tensors cannot be read'})"
+    return (
+        "it is damaged "
+        f"({detail[1].strip() if detail is not None else 'its list of tensors cannot be read'})"
+    )
 
 
 def _read_index(index: pathlib.Path) -> dict[str, str]:
@@ -315,7 +375,9 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
 def _like(path: pathlib.Path) -> str:
     """What else is in the folder that a mistyped name may have meant."""
     with contextlib.suppress(OSError):
-        near = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix)[:5]
+        near = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix)[
+            :5
+        ]
         return f"; {path.parent} holds {', '.join(near)}" if near else ""
     return ""
 

@@ -1,4 +1,6 @@
-"""Writing files so that a reader, a full disk or a crash never meets half of one; in the background if asked."""
+"""Writing files so that a reader, a full disk or a crash never meets half of one; in the background
+if asked.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from bmtrain.runtime.world import World
 
 
 class Writing:
-    """A file on its way to the disk; what `save` returns. On ranks other than 0 there is nothing on its way."""
+    """A file on its way to the disk; what `save` returns.
+
+    On ranks other than 0 there is nothing on its way.
+    """
 
     def __init__(self, path: pathlib.Path, step: Callable[[], None] | None, axis: Axis) -> None:
         self.path = path
@@ -31,7 +36,9 @@ class Writing:
     def start(self) -> None:
         """Write in a thread that the interpreter waits for at its end."""
         if self._step is not None:
-            self._thread = threading.Thread(target=self._run_and_tell, name=f"save {self.path.name}", daemon=False)
+            self._thread = threading.Thread(
+                target=self._run_and_tell, name=f"save {self.path.name}", daemon=False
+            )
             self._thread.start()
 
     def run(self) -> None:
@@ -65,7 +72,9 @@ class Writing:
         self.run()
         if self._error is not None:
             # The program may never save again: say it now, whatever happens to the error later.
-            sys.stderr.write(f"[rank {self._axis.ranks[self._axis.index]}] {_explain(self.path, self._error)}\n")
+            sys.stderr.write(
+                f"[rank {self._axis.ranks[self._axis.index]}] {_explain(self.path, self._error)}\n"
+            )
 
 
 class Writer:
@@ -81,11 +90,14 @@ class Writer:
         if latest is not None:
             latest.wait()
 
-    def write(self, path: pathlib.Path, tensors: Mapping[str, torch.Tensor], *, background: bool) -> Writing:
+    def write(
+        self, path: pathlib.Path, tensors: Mapping[str, torch.Tensor], *, background: bool
+    ) -> Writing:
         """Write the tensors of rank 0 to `path`."""
         step = (lambda: write_file(path, tensors)) if self._axis.index == 0 else None
         writing = Writing(path, step, self._axis)
-        # When the interpreter has waited for its threads, it waits for no new one: a save in an atexit function writes now.
+        # When the interpreter has waited for its threads, it waits for no new one: a save in an
+        # atexit function writes now.
         if background and threading.main_thread().is_alive():
             self._latest = writing
             writing.start()
@@ -96,7 +108,10 @@ class Writer:
 
 
 def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put a checkpoint at `path`: written beside it, flushed to the disk, renamed. An error leaves nothing behind."""
+    """Put a checkpoint at `path`: written beside it, flushed to the disk, renamed.
+
+    An error leaves nothing behind.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
         if path.suffix == ".safetensors":
@@ -112,7 +127,9 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 class _File(io.FileIO):
-    """A file that remembers the first OSError: torch's writer turns it into a message about positions in an archive."""
+    """A file that remembers the first OSError: torch's writer turns it into a message about
+    positions in an archive.
+    """
 
     def __init__(self, path: pathlib.Path) -> None:
         super().__init__(path, "w")
@@ -149,7 +166,9 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
         kept = first.setdefault(id(tensor), name)
         if kept != name:
             metadata[name] = kept  # as safetensors.torch.save_model notes tied names
-    safetensors.torch.save_file({name: tensors[name] for name in first.values()}, temporary, metadata)
+    safetensors.torch.save_file(
+        {name: tensors[name] for name in first.values()}, temporary, metadata
+    )
     _flush_to_disk(temporary)
 
 
@@ -162,7 +181,12 @@ def _flush_to_disk(path: pathlib.Path) -> None:
 
 
 def _explain(path: pathlib.Path, error: BaseException) -> str:
-    before = "the file that was there before is intact" if path.exists() else "nothing was left behind"
+    before = (
+        "the file that was there before is intact" if path.exists() else "nothing was left behind"
+    )
     plain = error.strerror if isinstance(error, OSError) else None
     reason = plain or f"{type(error).__name__}: {error}"
-    return f"cannot save to {path}: {reason}; {before}. Free some space or choose another folder, and save again."
+    return (
+        f"cannot save to {path}: {reason}; {before}. Free some space or choose another "
+        "folder, and save again."
+    )

@@ -1,8 +1,10 @@
-"""BMTrain's import paths: `from bmtrain.block_layer import Block` and the like. Each file says where its things live now.
+"""BMTrain's import paths: `from bmtrain.block_layer import Block` and the like. Each file says
+where its things live now.
 
-The files lie here and not where their names say, so that what old programs import does not stand between what there is.
-`make_importable` puts this folder behind the package's own on its `__path__`, its subfolders likewise; where a module of an old
-name exists anyway (`bmtrain.utils`, `bmtrain.optim.adam`, `bmtrain.nn.linear`), that one is found first and has the old names.
+The files lie here and not where their names say, so that what old programs import does not stand
+between what there is. `make_importable` puts this folder behind the package's own on its
+`__path__`, its subfolders likewise; where a module of an old name exists anyway (`bmtrain.utils`,
+`bmtrain.optim.adam`, `bmtrain.nn.linear`), that one is found first and has the old names.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ PACKAGES = ("distributed", "inspect", "loss", "lr_scheduler", "nn", "optim")
 
 
 def make_importable() -> None:
-    """Let the modules of this folder be found below `bmtrain`, and import them: they are attributes of it, as in BMTrain."""
+    """Let the modules of this folder be found below `bmtrain`, and import them: they are attributes
+    of it, as in BMTrain.
+    """
     for name in ("", *PACKAGES):
         package = sys.modules[f"bmtrain.{name}".rstrip(".")]
         folder = str(FOLDER / name)
@@ -27,11 +31,16 @@ def make_importable() -> None:
         names = vars(sys.modules[parent])
         taken = names.get(last)
         module = importlib.import_module(name)
-        # The import has put the module there: but `bmtrain.synchronize()` is a function, and stays one.
+        # The import has put the module there: but `bmtrain.synchronize()` is a function, and stays
+        # one.
         names[last] = module if taken is None else taken
 
 
 def old_modules() -> list[str]:
     """Dotted names of all modules of this folder, as old programs call them."""
     files = [path.relative_to(FOLDER).with_suffix("") for path in sorted(FOLDER.rglob("*.py"))]
-    return [".".join(("bmtrain", *file.parts)) for file in files if file.name not in ("__init__", "removed")]
+    return [
+        ".".join(("bmtrain", *file.parts))
+        for file in files
+        if file.name not in ("__init__", "removed")
+    ]

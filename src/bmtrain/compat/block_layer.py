@@ -1,4 +1,6 @@
-"""`bmtrain.block_layer`: `Block` of block/block.py, `TransformerBlockList` of block/stack.py, `round_up` of utils.py."""
+"""`bmtrain.block_layer`: `Block` of block/block.py, `TransformerBlockList` of block/stack.py,
+`round_up` of utils.py.
+"""
 
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.stack import TransformerBlockList
@@ -7,11 +9,20 @@ from bmtrain.utils import round_up
 
 CheckpointBlockContext = removed(
     "bmtrain.block_layer.CheckpointBlockContext",
-    "a block gathers its parameters while it runs; outside of a pass read one by parameter.gather(), all by state_dict().",
+    "a block gathers its parameters while it runs; outside of a pass read one by "
+    "parameter.gather(), all by state_dict().",
 )
 storage_type_cuda = removed(
     "bmtrain.block_layer.storage_type_cuda",
-    "memory is made by shape, dtype and device: torch.empty(n, dtype=dtype, device=bmtrain.device()).",
+    "memory is made by shape, dtype and device: torch.empty(n, dtype=dtype, "
+    "device=bmtrain.device()).",
 )
 
-__all__ = ["Block", "CheckpointBlock", "CheckpointBlockContext", "TransformerBlockList", "round_up", "storage_type_cuda"]
+__all__ = [
+    "Block",
+    "CheckpointBlock",
+    "CheckpointBlockContext",
+    "TransformerBlockList",
+    "round_up",
+    "storage_type_cuda",
+]

@@ -1,4 +1,7 @@
-"""`bmtrain.debug`: values that model code leaves for whoever looks on. Nothing else of the library uses it."""
+"""`bmtrain.debug`: values that model code leaves for whoever looks on.
+
+Nothing else of the library uses it.
+"""
 
 from __future__ import annotations
 

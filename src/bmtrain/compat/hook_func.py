@@ -1,4 +1,7 @@
-"""`bmtrain.hook_func`: nothing. Blocks gather and reduce by one autograd function (shard/unshard.py), without module hooks."""
+"""`bmtrain.hook_func`: nothing.
+
+Blocks gather and reduce by one autograd function (shard/unshard.py), without module hooks.
+"""
 
 from bmtrain.compat.removed import removed
 
@@ -12,6 +15,11 @@ PostHookFunc = removed("bmtrain.hook_func.PostHookFunc", _REMEDY)
 OneStepNoGradFunc = removed("bmtrain.hook_func.OneStepNoGradFunc", _REMEDY)
 
 __all__ = [
-    "OneStepNoGradFunc", "PostHookFunc", "PreHookFunc", "zero_post_backward", "zero_post_forward", "zero_pre_backward",
+    "OneStepNoGradFunc",
+    "PostHookFunc",
+    "PreHookFunc",
+    "zero_post_backward",
+    "zero_post_forward",
+    "zero_pre_backward",
     "zero_pre_forward",
-]  # fmt: skip
+]

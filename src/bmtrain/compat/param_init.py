@@ -1,4 +1,6 @@
-"""`bmtrain.param_init`: `init_parameters` of block/wrapper.py, `grouped_parameters` of shard/parameter.py."""
+"""`bmtrain.param_init`: `init_parameters` of block/wrapper.py, `grouped_parameters` of
+shard/parameter.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,15 @@ from bmtrain.shard.parameter import DistributedParameter
 
 
 def init_distributed_parameter(params: Iterable[torch.nn.Parameter]) -> None:
-    """Run the `init_method` of those that are distributed and have one, on whole tensors. Collective."""
-    wanted = [param for param in params if isinstance(param, DistributedParameter) and param.init_method is not None]
+    """Run the `init_method` of those that are distributed and have one, on whole tensors.
+
+    Collective.
+    """
+    wanted = [
+        param
+        for param in params
+        if isinstance(param, DistributedParameter) and param.init_method is not None
+    ]
     initialize.initialize(torch.nn.ParameterList(wanted))
 
 
@@ -25,4 +34,9 @@ def iterate_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         yield from (param for param in model._parameters.values() if param is not None)
 
 
-__all__ = ["grouped_parameters", "init_distributed_parameter", "init_parameters", "iterate_parameters"]
+__all__ = [
+    "grouped_parameters",
+    "init_distributed_parameter",
+    "init_parameters",
+    "iterate_parameters",
+]

@@ -9,14 +9,17 @@ from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 
 
 class OpAllGather:
-    """The gather of one parameter as an operation: `DistributedParameter.gather`, under its old name."""
+    """The gather of one parameter as an operation: `DistributedParameter.gather`, under its old
+    name.
+    """
 
     @staticmethod
     def apply(value: DistributedParameter) -> torch.Tensor:
         """The whole tensor, differentiable. Collective."""
         if not isinstance(value, DistributedParameter):
             raise ParameterError(
-                f"OpAllGather got {type(value).__name__}: expected a DistributedParameter; tensors have "
+                f"OpAllGather got {type(value).__name__}: expected a "
+                "DistributedParameter; tensors have "
                 "bmtrain.distributed.all_gather."
             )
         return value.gather()

@@ -1,4 +1,6 @@
-"""What stands for a name of BMTrain without meaning here: it can be imported, and says so when it is used."""
+"""What stands for a name of BMTrain without meaning here: it can be imported, and says so when it
+is used.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from bmtrain.errors import RemovedError
 
 
 class Removed(type):
-    """The class of such classes: calling one, or looking for a public name in it, is the error. `isinstance` says no."""
+    """The class of such classes: calling one, or looking for a public name in it, is the error.
+
+    `isinstance` says no.
+    """
 
     __qualname__: str
     remedy: str
@@ -23,5 +28,11 @@ class Removed(type):
 
 
 def removed(name: str, remedy: str) -> Any:
-    """A class that stands for `name`, such as "bmtrain.zero_context.ZeroContext"; `remedy` is what to do instead."""
-    return Removed(name.rpartition(".")[2], (), {"__qualname__": name, "__doc__": f"Not here: {remedy}", "remedy": remedy})
+    """A class that stands for `name`, such as "bmtrain.zero_context.ZeroContext"; `remedy` is what
+    to do instead.
+    """
+    return Removed(
+        name.rpartition(".")[2],
+        (),
+        {"__qualname__": name, "__doc__": f"Not here: {remedy}", "remedy": remedy},
+    )

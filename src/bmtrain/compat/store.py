@@ -1,4 +1,6 @@
-"""`bmtrain.store`: `save` and `load` of checkpoint/, objects of all ranks by distributed/collectives.py."""
+"""`bmtrain.store`: `save` and `load` of checkpoint/, objects of all ranks by
+distributed/collectives.py.
+"""
 
 from __future__ import annotations
 
@@ -15,47 +17,69 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
-_WHOLE = "load_state_dict takes whole tensors on every rank, and bmtrain.load(model, file) reads a file slice by slice."
+_WHOLE = (
+    "load_state_dict takes whole tensors on every rank, and bmtrain.load(model, file) "
+    "reads a file slice by slice."
+)
 DistributedStateDictWrapper = removed("bmtrain.store.DistributedStateDictWrapper", _WHOLE)
 DistributedTensorWrapper = removed("bmtrain.store.DistributedTensorWrapper", _WHOLE)
 async_save_to_file = removed(
-    "bmtrain.store.async_save_to_file", "bmtrain.save(model, file, non_blocking=True) writes in the background."
+    "bmtrain.store.async_save_to_file",
+    "bmtrain.save(model, file, non_blocking=True) writes in the background.",
 )
 
 
 def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:
     """Every rank's `obj`, which pickles, in rank order. Collective."""
     current = world.current("allgather_objects")
-    return collectives.gather_objects(obj, _checked(comm, "allgather_objects") if comm is not None else current.mesh.world)
+    return collectives.gather_objects(
+        obj, _checked(comm, "allgather_objects") if comm is not None else current.mesh.world
+    )
 
 
 allgather_object = allgather_objects
 
 
 def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
-    """The `obj`, which pickles, of the rank at place `src` of `comm`, on all of its ranks. Collective."""
+    """The `obj`, which pickles, of the rank at place `src` of `comm`, on all of its ranks.
+
+    Collective.
+    """
     world.current("broadcast_object")
     axis = _checked(comm, "broadcast_object")
     if not 0 <= src < axis.size:
         raise ConfigurationError(
-            f"broadcast_object got src={src} of a communicator of {axis.size} ranks: expected 0 to {axis.size - 1}."
+            f"broadcast_object got src={src} of a communicator of {axis.size} ranks: "
+            f"expected 0 to {axis.size - 1}."
         )
     return collectives.broadcast_object(obj, src, axis)
 
 
 def _save_to_rank0(model: torch.nn.Module) -> OrderedDict[str, torch.Tensor]:
-    """What `save` would write, as a dict of whole CPU tensors on rank 0 and an empty one elsewhere. Collective."""
+    """What `save` would write, as a dict of whole CPU tensors on rank 0 and an empty one elsewhere.
+
+    Collective.
+    """
     is_first = world.current("_save_to_rank0").rank == 0
     return OrderedDict(collect(model, keep=is_first))
 
 
 def _checked(comm: Axis, what: str) -> Axis:
     if not isinstance(comm, Axis):
-        raise ConfigurationError(f"{what} got the communicator {comm!r}: expected one of bmtrain.config such as config['comm'].")
+        raise ConfigurationError(
+            f"{what} got the communicator {comm!r}: expected one of bmtrain.config such as "
+            "config['comm']."
+        )
     return comm
 
 
 __all__ = [
-    "DistributedStateDictWrapper", "DistributedTensorWrapper", "allgather_object", "allgather_objects", "async_save_to_file",
-    "broadcast_object", "load", "save",
-]  # fmt: skip
+    "DistributedStateDictWrapper",
+    "DistributedTensorWrapper",
+    "allgather_object",
+    "allgather_objects",
+    "async_save_to_file",
+    "broadcast_object",
+    "load",
+    "save",
+]

@@ -1,4 +1,7 @@
-"""`bmtrain.synchronize`: functions of distributed/results.py and shard/whole.py. `bmtrain.synchronize()` itself is one."""
+"""`bmtrain.synchronize`: functions of distributed/results.py and shard/whole.py.
+
+`bmtrain.synchronize()` itself is one.
+"""
 
 from bmtrain.distributed.results import sum_loss, synchronize, wait_loader
 from bmtrain.shard.whole import gather_result

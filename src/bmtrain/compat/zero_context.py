@@ -1,4 +1,7 @@
-"""`bmtrain.zero_context`: nothing. What a block has gathered belongs to one call of it (shard/unshard.py)."""
+"""`bmtrain.zero_context`: nothing.
+
+What a block has gathered belongs to one call of it (shard/unshard.py).
+"""
 
 from bmtrain.compat.removed import removed
 

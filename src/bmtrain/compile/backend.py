@@ -1,4 +1,6 @@
-"""What the compiler does with the graph of a block: look at it, put eight-bit products in, lower it, backward included."""
+"""What the compiler does with the graph of a block: look at it, put eight-bit products in, lower
+it, backward included.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,21 @@ Lowered = Callable[..., Any]
 Lower = Callable[..., Lowered]
 # Namespaces of operators whose random numbers torch replays, or that draw none.
 _OWN = frozenset(
-    {"aten", "prims", "prim", "inductor", "inductor_prims", "higher_order", "quantized", "mkldnn", "bmtrain", "rngprims"}
+    {
+        "aten",
+        "prims",
+        "prim",
+        "inductor",
+        "inductor_prims",
+        "higher_order",
+        "quantized",
+        "mkldnn",
+        "bmtrain",
+        "rngprims",
+    }
 )
-# Whether torch changes in backward a second time what is changed in place and recomputed, running statistics for example.
+# Whether torch changes in backward a second time what is changed in place and recomputed, running
+# statistics for example.
 _CHANGES_TWICE = torch_version() < (2, 11)
 # Operators by which ranks talk to one another, by the beginning of their names.
 _TALKING = ("_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.", "bmtrain.tp_")
@@ -44,20 +58,28 @@ def find(name: str | Lower) -> Lower:
 
 
 class CommunicationError(RuntimeError):
-    """A graph has collectives. The compiler may change their order, on some ranks only if others run uncompiled."""
+    """A graph has collectives.
+
+    The compiler may change their order, on some ranks only if others run uncompiled.
+    """
 
 
 class UnsafeError(RuntimeError):
     """A graph that the compiler would get wrong."""
 
 
-def inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
+def inductor(
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+) -> Lowered:
     """torch's own backend. Takes `mode` and `options` as torch.compile does."""
     for part in _parts(graph):
         fusions.rewrite(part)
     lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
-    patches = {**(inductor_mode(mode) if mode else {}), **{k.replace("-", "_"): v for k, v in named.items()}}
+    patches = {
+        **(inductor_mode(mode) if mode else {}),
+        **{k.replace("-", "_"): v for k, v in named.items()},
+    }
     if not has_joint_pass():  # else it is the program's
         patches.setdefault("joint_custom_post_pass", _joint_pass())
     return lower(graph, inputs, config_patches=patches)
@@ -65,10 +87,11 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **opti
 
 @functools.cache
 def _joint_pass() -> Any:
-    """A pass over forward and backward together: sums join the kernels that read them, and inputs are there in backward.
+    """A pass over forward and backward together: sums join the kernels that read them, and inputs
+    are there in backward.
 
-    torch 2.11 tries to compute inputs again where it rewrites dropout that is recomputed and whose sizes are variables. There is
-    no program then.
+    torch 2.11 tries to compute inputs again where it rewrites dropout that is recomputed and whose
+    sizes are variables. There is no program then.
     """
 
     def change(_: object, graph: torch.fx.Graph) -> None:
@@ -77,43 +100,62 @@ def _joint_pass() -> Any:
             node.meta.pop("recompute", None)
 
     base = graph_pass_class()
-    # For torch's caches: another one with each change, sizes that compiled code knows of kernels among them.
+    # For torch's caches: another one with each change, sizes that compiled code knows of kernels
+    # among them.
     sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
-    said = f"bmtrain.compile.backend: sums are joined, those that are normalised too, inputs are kept; {sizes}"
+    said = (
+        "bmtrain.compile.backend: sums are joined, those that are normalised too, inputs "
+        f"are kept; {sizes}"
+    )
     # Until torch 2.9 options are pickled: this one by the function that makes it.
-    methods = {"__call__": change, "uuid": lambda _: said, "__reduce__": lambda _: (_joint_pass, ())}
+    methods = {
+        "__call__": change,
+        "uuid": lambda _: said,
+        "__reduce__": lambda _: (_joint_pass, ()),
+    }
     return type("JointPass", (base,), methods)()
 
 
 @dataclasses.dataclass(frozen=True)
 class InFp8:
-    """A backend that does what `lower` does, with the linear maps of the graph in eight bits. Equal ones share compiled code.
+    """A backend that does what `lower` does, with the linear maps of the graph in eight bits. Equal
+    ones share compiled code.
 
-    whole: name of the module that a graph is the whole of, to be told if there is nothing to rewrite.
+    whole: name of the module that a graph is the whole of, to be told if there is nothing to
+    rewrite.
     """
 
     lower: Lower
     whole: str | None = None
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> Lowered:
         """Rewrite and lower."""
         if not sum(map(fp8.rewrite, _parts(graph))) and self.whole is not None:
-            warn(f"fp8=True changes nothing in {self.whole}: it has no product that torch.nn.functional.linear makes.")
+            warn(
+                f"fp8=True changes nothing in {self.whole}: it has no product that "
+                "torch.nn.functional.linear makes."
+            )
         return self.lower(graph, inputs, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
-    """A backend whose code draws all random numbers from the program's generators, in forward and nowhere else.
+    """A backend whose code draws all random numbers from the program's generators, in forward and
+    nowhere else.
 
-    Seeds of dropout are drawn in forward and kept. What a recomputation has to draw again (dropout inside of attention) begins at
-    the generator's state of the time, which is kept too: 16 bytes, read without waiting for the device. Left to itself, torch
-    would draw it from copies of the generator of its own, which no later seed and no restored state reaches.
+    Seeds of dropout are drawn in forward and kept. What a recomputation has to draw again (dropout
+    inside of attention) begins at the generator's state of the time, which is kept too: 16 bytes,
+    read without waiting for the device. Left to itself, torch would draw it from copies of the
+    generator of its own, which no later seed and no restored state reaches.
     """
 
     lower: Lower
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> Lowered:
         """Lower."""
         with _asking(graphsafe_rng_functionalization=False):
             return self.lower(graph, inputs, **options)
@@ -123,14 +165,17 @@ class Seeded:
 class AtOnce:
     """A backend that fails now or never, and does not trouble a user who has not asked for it.
 
-    Backward is lowered with forward, so that it cannot fail in the middle of a backward pass, and may run again
-    (`retain_graph=True`). Remarks on what could be faster are not shown. Graphs with collectives are refused, and those
-    of which the compiler computes something again in backward that is no longer what it was in forward.
+    Backward is lowered with forward, so that it cannot fail in the middle of a backward pass, and
+    may run again (`retain_graph=True`). Remarks on what could be faster are not shown. Graphs with
+    collectives are refused, and those of which the compiler computes something again in backward
+    that is no longer what it was in forward.
     """
 
     lower: Lower
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any) -> Lowered:
+    def __call__(
+        self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> Lowered:
         """Look and lower. Raises CommunicationError and UnsafeError."""
         talking = next(_collectives(graph), None)
         if talking is not None:
@@ -146,14 +191,20 @@ class AtOnce:
 
 
 def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
-    """Options of torch for what is lowered inside; a torch that does not know one does not need it."""
+    """Options of torch for what is lowered inside; a torch that does not know one does not need
+    it.
+    """
     config = lowering_config()
-    known = {name: value for name, value in wanted.items() if getattr(config, name, None) is not None}
+    known = {
+        name: value for name, value in wanted.items() if getattr(config, name, None) is not None
+    }
     return config.patch(known)
 
 
 def _parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
-    """A graph that the compiler has found, and those inside it: what is recomputed is a graph of its own."""
+    """A graph that the compiler has found, and those inside it: what is recomputed is a graph of
+    its own.
+    """
     return (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
 
 
@@ -165,9 +216,11 @@ def _collectives(graph: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
-    """Tensors that are read and then changed in place: what depends on them is computed again from what they have become.
+    """Tensors that are read and then changed in place: what depends on them is computed again from
+    what they have become.
 
-    And random operators of other libraries that do not say so: torch replays the random numbers of those only that do.
+    And random operators of other libraries that do not say so: torch replays the random numbers of
+    those only that do.
     """
     changes_twice = _CHANGES_TWICE and _recomputes(graph)
     for part in _parts(graph):
@@ -181,7 +234,10 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def _recomputes(graph: torch.fx.GraphModule) -> bool:
-    return any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in graph.graph.nodes)
+    return any(
+        node.target is torch.ops.higher_order.tag_activation_checkpoint
+        for node in graph.graph.nodes
+    )
 
 
 def _is_changed(node: torch.fx.Node) -> bool:
@@ -194,5 +250,10 @@ def _is_read_and_changed(node: torch.fx.Node) -> bool:
 
 
 def _is_foreign(target: Any) -> bool:
-    """Whether an operator comes neither from torch nor from here, and does not say of itself that it draws random numbers."""
-    return any(form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags for form in overloads(target))
+    """Whether an operator comes neither from torch nor from here, and does not say of itself that
+    it draws random numbers.
+    """
+    return any(
+        form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags
+        for form in overloads(target)
+    )

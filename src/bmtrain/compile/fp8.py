@@ -1,10 +1,13 @@
-"""Linear maps in eight-bit floating point: what stands for torch.nn.functional.linear inside a block with fp8=True.
+"""Linear maps in eight-bit floating point: what stands for torch.nn.functional.linear inside a
+block with fp8=True.
 
-Nothing is done to modules. A weight is not copied: its codes are made where it is gathered, and only those of inputs are kept for
-backward. An uncompiled block runs under a mode that takes the calls of that one function; of a compiled block
-the graph is rewritten before it is lowered, because the compiler does not see modes inside of what it recomputes.
+Nothing is done to modules. A weight is not copied: its codes are made where it is gathered, and
+only those of inputs are kept for backward. An uncompiled block runs under a mode that takes the
+calls of that one function; of a compiled block the graph is rewritten before it is lowered, because
+the compiler does not see modes inside of what it recomputes.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022): e4m3 for numbers of the forward pass, e5m2 for gradients.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022): e4m3 for numbers of the forward
+pass, e5m2 for gradients.
 """
 
 from __future__ import annotations
@@ -22,19 +25,27 @@ from bmtrain.torch_internals import plain_functions
 
 
 def check_fp8(wanted: bool, device: torch.device) -> bool:
-    """`wanted`; ConfigurationError if it is not a bool, or if the device has no eight-bit products."""
+    """`wanted`; ConfigurationError if it is not a bool, or if the device has no eight-bit
+    products.
+    """
     if not isinstance(wanted, bool):
-        raise ConfigurationError(f"fp8 is {wanted!r}: expected True, False, or None for the default of init_distributed.")
+        raise ConfigurationError(
+            f"fp8 is {wanted!r}: expected True, False, or None for the default of init_distributed."
+        )
     if wanted and not fp8.is_supported(device):
         raise ConfigurationError(
-            f"fp8=True needs a GPU with eight-bit products (compute capability 8.9 or more), {device} is a "
+            "fp8=True needs a GPU with eight-bit products (compute capability 8.9 or "
+            f"more), {device} is a "
             f"{torch.cuda.get_device_name(device)}: leave it out."
         )
     return wanted
 
 
-def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """torch.nn.functional.linear: (..., k) by a weight (n, k) and a bias (n,) to (..., n), in eight bits where that is possible.
+def linear(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """torch.nn.functional.linear: (..., k) by a weight (n, k) and a bias (n,) to (..., n), in eight
+    bits where that is possible.
 
     Products of sizes that are no multiples of 16 are those of torch.
     """
@@ -68,13 +79,21 @@ def _dtype(x: torch.Tensor) -> torch.dtype:
 
 
 class Fp8Linear(torch.autograd.Function):
-    """`x @ weight.T + bias` with scales from the tensors at hand. Keeps eight bits of `x` for backward.
+    """`x @ weight.T + bias` with scales from the tensors at hand. Keeps eight bits of `x` for
+    backward.
 
-    Forward sums fast; gradients, which add up over many tokens and layers, are summed in fp32 throughout.
+    Forward sums fast; gradients, which add up over many tokens and layers, are summed in fp32
+    throughout.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
         codes, unit = fp8.quantise(x, fp8.E4M3)
         weight_codes, weight_unit = fp8.quantise(weight, fp8.E4M3)
         ctx.save_for_backward(codes, unit, weight, weight_unit)
@@ -88,9 +107,22 @@ class Fp8Linear(torch.autograd.Function):
         x_dtype, bias_dtype = ctx.dtypes
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         grad_codes, grad_unit = fp8.quantise(grad, fp8.E5M2)
-        grad_x = fp8.input_gradient(grad_codes, grad_unit, weight, weight_unit, x_dtype) if wants_x else None
-        grad_weight = fp8.weight_gradient(grad_codes, grad_unit, codes, unit, weight.dtype) if wants_weight else None
-        return grad_x, grad_weight, grad.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None, None
+        grad_x = (
+            fp8.input_gradient(grad_codes, grad_unit, weight, weight_unit, x_dtype)
+            if wants_x
+            else None
+        )
+        grad_weight = (
+            fp8.weight_gradient(grad_codes, grad_unit, codes, unit, weight.dtype)
+            if wants_weight
+            else None
+        )
+        return (
+            grad_x,
+            grad_weight,
+            grad.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None,
+            None,
+        )
 
 
 class Fp8Mode(TorchFunctionMode):
@@ -107,7 +139,9 @@ def call_in_fp8(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 class Fp8Weight(torch.Tensor):
-    """A weight that works so by itself, for code of a module that runs in backward: checkpoints and hooks inside of a block."""
+    """A weight that works so by itself, for code of a module that runs in backward: checkpoints and
+    hooks inside of a block.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,8 +156,13 @@ def marked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def rewrite(graph: torch.fx.GraphModule) -> int:
-    """Put `linear` in the place of torch's in a graph that the compiler has found. Returns how often."""
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target is F.linear]
+    """Put `linear` in the place of torch's in a graph that the compiler has found.
+
+    Returns how often.
+    """
+    nodes = [
+        node for node in graph.graph.nodes if node.op == "call_function" and node.target is F.linear
+    ]
     for node in nodes:
         node.target = linear
     graph.recompile()

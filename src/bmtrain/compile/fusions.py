@@ -1,7 +1,8 @@
-"""What a compiled block computes otherwise than the compiler would: GELU and norms, and their backward passes.
+"""What a compiled block computes otherwise than the compiler would: GELU and norms, and their
+backward passes.
 
-`rewrite` puts functions of this file in the place of torch's in the graph that the compiler's front has found. What is summed
-around them shows later: see `joining.py`.
+`rewrite` puts functions of this file in the place of torch's in the graph that the compiler's front
+has found. What is summed around them shows later: see `joining.py`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LinearGelu(torch.autograd.Function):
-    """`gelu(input @ weight.T + bias)`: (..., k), (n, k) and (n,) to (..., n). The bias's gradient comes with GELU's."""
+    """`gelu(input @ weight.T + bias)`: (..., k), (n, k) and (n,) to (..., n).
+
+    The bias's gradient comes with GELU's.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
         product = torch.addmm(bias, rows, weight.t())
         ctx.save_for_backward(rows, weight, product)
@@ -35,7 +41,9 @@ class LinearGelu(torch.autograd.Function):
         rows, weight, product = ctx.saved_tensors
         wants_input, wants_weight, _ = ctx.needs_input_grad
         grad_product, sums = gelu_backward(grad.reshape(product.shape), product)
-        grad_input = (grad_product @ weight).view(*grad.shape[:-1], weight.shape[1]) if wants_input else None
+        grad_input = (
+            (grad_product @ weight).view(*grad.shape[:-1], weight.shape[1]) if wants_input else None
+        )
         grad_weight = grad_product.t() @ rows if wants_weight else None
         return grad_input, grad_weight, sums.sum(0).to(weight.dtype)
 
@@ -44,7 +52,9 @@ class LayerNorm(torch.autograd.Function):
     """torch.nn.functional.layer_norm over the last dimension, with weight and bias."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor:
         if weight.shape[0] > NARROW:
             out, mean, rstd, _ = norm([input], weight, bias, eps, True)
         else:
@@ -64,7 +74,9 @@ class RMSNorm(torch.autograd.Function):
     """torch.nn.functional.rms_norm over the last dimension, with a weight."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, eps: float | None
+    ) -> torch.Tensor:
         eps = torch.finfo(input.dtype).eps if eps is None else eps
         if weight.shape[0] > NARROW:
             out, _, rstd, _ = norm([input], weight, None, eps, False)
@@ -95,7 +107,9 @@ def layer_norm(
     return cast(torch.Tensor, LayerNorm.apply(input, weight, bias, eps))
 
 
-def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+def rms_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, eps: float | None = None
+) -> torch.Tensor:
     """With the arguments of torch's."""
     return cast(torch.Tensor, RMSNorm.apply(input, weight, eps))
 
@@ -106,7 +120,10 @@ def linear_gelu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Where kernels of this library are compiled. On a CPU the compiler's own code is left as it is."""
+    """Where kernels of this library are compiled.
+
+    On a CPU the compiler's own code is left as it is.
+    """
     return tensor.device.type != "cpu"
 
 
@@ -119,7 +136,12 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
     drops = any(map(_drops, graph.graph.nodes))
     for node in list(graph.graph.nodes):
         value = _value(node)
-        if node.op == "call_function" and value is not None and value.dtype in _DTYPES and wanted(value):
+        if (
+            node.op == "call_function"
+            and value is not None
+            and value.dtype in _DTYPES
+            and wanted(value)
+        ):
             _rewrite_gelu(node, alone=drops)
             if not drops:
                 _rewrite_norm(node)
@@ -127,8 +149,15 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
 
 
 def _drops(node: torch.fx.Node) -> bool:
-    """Whether it is dropout at work. The compiler takes its masks into backward kernels, which ours would stand apart from."""
-    return node.target is F.dropout and _argument(node, "p", 0.5) != 0.0 and _argument(node, "training", True) is not False
+    """Whether it is dropout at work.
+
+    The compiler takes its masks into backward kernels, which ours would stand apart from.
+    """
+    return (
+        node.target is F.dropout
+        and _argument(node, "p", 0.5) != 0.0
+        and _argument(node, "training", True) is not False
+    )
 
 
 def _rewrite_gelu(node: torch.fx.Node, alone: bool) -> None:
@@ -152,9 +181,12 @@ def _is_plain_linear(node: torch.fx.Node) -> bool:
     """Whether it is a linear map by a matrix and a bias that learn, for GELU alone."""
     tensors = _arguments(node, "input", "weight", "bias")
     return (
-        node.target is F.linear and len(node.users) == 1 and _alike(node, *tensors)
-        and all(tensor.requires_grad for tensor in tensors[1:]) and tensors[1].dim() == 2
-    )  # fmt: skip
+        node.target is F.linear
+        and len(node.users) == 1
+        and _alike(node, *tensors)
+        and all(tensor.requires_grad for tensor in tensors[1:])
+        and tensors[1].dim() == 2
+    )
 
 
 def _is_plain_norm(node: torch.fx.Node, *parameters: str) -> bool:
@@ -171,7 +203,9 @@ def _is_plain_norm(node: torch.fx.Node, *parameters: str) -> bool:
 _NAMES: dict[Any, tuple[str, ...]] = {
     F.dropout: ("input", "p", "training"),
     F.linear: ("input", "weight", "bias"),
-    **dict.fromkeys((F.layer_norm, torch.layer_norm), ("input", "normalized_shape", "weight", "bias")),
+    **dict.fromkeys(
+        (F.layer_norm, torch.layer_norm), ("input", "normalized_shape", "weight", "bias")
+    ),
     **dict.fromkeys((F.rms_norm, torch.rms_norm), ("input", "normalized_shape", "weight")),
 }
 
@@ -185,13 +219,21 @@ def _arguments(node: torch.fx.Node, *names: str) -> list[torch.Tensor]:
 
 def _argument(node: torch.fx.Node, name: str, usual: Any = None) -> Any:
     """What a function gets for this parameter."""
-    return (dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs).get(name, usual)
+    return (dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs).get(
+        name, usual
+    )
 
 
 def _alike(node: torch.fx.Node, *tensors: torch.Tensor) -> bool:
-    """Whether there are tensors, and all have the result's dtype: autocast, that converts them, has nothing to do."""
+    """Whether there are tensors, and all have the result's dtype: autocast, that converts them, has
+    nothing to do.
+    """
     value = _value(node)
-    return bool(tensors) and value is not None and all(tensor.dtype == value.dtype for tensor in tensors)
+    return (
+        bool(tensors)
+        and value is not None
+        and all(tensor.dtype == value.dtype for tensor in tensors)
+    )
 
 
 def _value(node: Any) -> torch.Tensor | None:

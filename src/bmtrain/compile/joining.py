@@ -1,8 +1,10 @@
-"""Sums beside norms and their backward passes, in the graph of a compiled block's forward and backward together.
+"""Sums beside norms and their backward passes, in the graph of a compiled block's forward and
+backward together.
 
-Residuals are added to what is normalised, gradients that meet where a tensor was used twice are added up, biases want column sums
-of gradients: each is a pass over memory. The kernels of norms and of their gradients read or make those tensors anyway, so they are
-given the terms, and asked for their sum or for sums of columns.
+Residuals are added to what is normalised, gradients that meet where a tensor was used twice are
+added up, biases want column sums of gradients: each is a pass over memory. The kernels of norms and
+of their gradients read or make those tensors anyway, so they are given the terms, and asked for
+their sum or for sums of columns.
 """
 
 from __future__ import annotations
@@ -21,13 +23,22 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def join(graph: Graph) -> None:
-    """Change a graph in place. Numbers stay what they are, but for sums that are rounded once instead of term by term."""
+    """Change a graph in place.
+
+    Numbers stay what they are, but for sums that are rounded once instead of term by term.
+    """
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default):
         _join_inputs(graph, node)
         _note_arguments(node)
-    for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm_backward.default):
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.bmtrain.norm_backward.default
+    ):
         grads, inputs, *rest = node.args
-        node.args = (_terms(grads[0], MOST_GRADS, node), _terms(inputs[0], MOST_INPUTS, None), *rest)
+        node.args = (
+            _terms(grads[0], MOST_GRADS, node),
+            _terms(inputs[0], MOST_INPUTS, None),
+            *rest,
+        )
         _join_residual(graph, node)
         _join_column_sums(graph, node)
         _note_arguments(node)
@@ -42,7 +53,9 @@ def _join_inputs(graph: Graph, node: Node) -> None:
     """If a sum is normalised, the kernel makes the sum, for whoever else reads it too."""
     (total,) = cast(list[Node], node.args[0])
     terms = _terms(total, MOST_INPUTS, None)
-    if terms == [total] or not all(_comes_before(graph, node, user) for user in total.users if user is not node):
+    if terms == [total] or not all(
+        _comes_before(graph, node, user) for user in total.users if user is not node
+    ):
         return
     node.args = (terms, *node.args[1:])
     node.meta["val"] = _computed(node)
@@ -54,7 +67,10 @@ def _join_inputs(graph: Graph, node: Node) -> None:
 
 
 def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:
-    """At most so many nodes whose sum this one is. With `only_user`, sums that others read too are left as they are."""
+    """At most so many nodes whose sum this one is.
+
+    With `only_user`, sums that others read too are left as they are.
+    """
     addends = _addends(node)
     if most < 2 or addends is None or (only_user is not None and set(node.users) != {only_user}):
         return [node]
@@ -65,7 +81,11 @@ def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:
 
 def _addends(node: Node) -> tuple[Node, Node] | None:
     """Two tensors of the node's own shape and dtype whose sum it is."""
-    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(argument, Node) for argument in node.args):
+    if (
+        node.target is not aten.add.Tensor
+        or node.kwargs
+        or not all(isinstance(argument, Node) for argument in node.args)
+    ):
         return None
     left, right = cast(tuple[Node, Node], node.args)
     return (left, right) if _kind(left) == _kind(right) == _kind(node) else None
@@ -73,7 +93,8 @@ def _addends(node: Node) -> tuple[Node, Node] | None:
 
 def _kind(node: Node) -> tuple[Any, Any]:
     value = _value(node)
-    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (None, type(value))  # sizes are nodes too
+    # sizes are nodes too
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (None, type(value))
 
 
 def _value(node: Node) -> Any:
@@ -82,7 +103,9 @@ def _value(node: Node) -> Any:
 
 
 def _join_residual(graph: Graph, node: Node) -> None:
-    """If all that is done with the gradient is to add it to another one, which is there by then, the kernel does it."""
+    """If all that is done with the gradient is to add it to another one, which is there by then,
+    the kernel does it.
+    """
     result = _output(node, 0)
     total = next(iter(result.users)) if result is not None and len(result.users) == 1 else None
     addends = None if total is None else _addends(total)
@@ -96,7 +119,10 @@ def _join_residual(graph: Graph, node: Node) -> None:
 
 
 def _output(node: Node, index: int) -> Node | None:
-    return next((user for user in node.users if user.target is operator.getitem and user.args[1] == index), None)
+    return next(
+        (user for user in node.users if user.target is operator.getitem and user.args[1] == index),
+        None,
+    )
 
 
 def _comes_before(graph: Graph, first: Node, second: Node) -> bool:
@@ -104,7 +130,9 @@ def _comes_before(graph: Graph, first: Node, second: Node) -> bool:
 
 
 class ColumnSum(NamedTuple):
-    """The sum over the rows of a tensor that is wanted as a bias's gradient, shaped as that in `last`."""
+    """The sum over the rows of a tensor that is wanted as a bias's gradient, shaped as that in
+    `last`.
+    """
 
     total: Node
     last: Node
@@ -113,7 +141,10 @@ class ColumnSum(NamedTuple):
 def _join_column_sums(graph: Graph, node: Node) -> None:
     """Column sums of the gradient, and of what is added to it, from the kernel."""
     result, residual = _output(node, 0), node.args[5] if len(node.args) > 5 else None
-    found = [next(_column_sums(tensor), None) if isinstance(tensor, Node) else None for tensor in (result, residual)]
+    found = [
+        next(_column_sums(tensor), None) if isinstance(tensor, Node) else None
+        for tensor in (result, residual)
+    ]
     if found == [None, None] or _value(cast(Node, node.args[2])).shape[0] > WIDE:
         return
     node.args = (*node.args[:5], residual, *(each is not None for each in found))
@@ -131,7 +162,11 @@ def _column_sums(tensor: Node) -> Iterator[ColumnSum]:
     for part in parts:
         if _value(part).dim() == 2 and _value(part).shape[-1] == n:
             for total in part.users:
-                if total.target is aten.sum.dim_IntList and total.args[1] == [0] and not total.kwargs:
+                if (
+                    total.target is aten.sum.dim_IntList
+                    and total.args[1] == [0]
+                    and not total.kwargs
+                ):
                     users = list(total.users)
                     last = users[0] if len(users) == 1 and users[0].target in _VIEWS else total
                     if [user.op for user in last.users] == ["output"]:

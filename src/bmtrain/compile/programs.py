@@ -1,4 +1,6 @@
-"""Blocks that compile by default: one program for all blocks of a structure, and none for what cannot be one graph."""
+"""Blocks that compile by default: one program for all blocks of a structure, and none for what
+cannot be one graph.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,28 @@ from bmtrain.torch_internals import (
 
 
 class Programs:
-    """The structures of all modules that compile. One per run, reached by `world.service(Programs)`."""
+    """The structures of all modules that compile.
+
+    One per run, reached by `world.service(Programs)`.
+    """
 
     def __init__(self, world: World) -> None:
         self._structures: dict[Hashable, Structure] = {}
         self._warned: set[type] = set()
 
-    def structure(self, module: torch.nn.Module, params: Iterable[DistributedParameter], fp8: bool) -> Structure:
+    def structure(
+        self, module: torch.nn.Module, params: Iterable[DistributedParameter], fp8: bool
+    ) -> Structure:
         """The one that `module` shares with modules of its class and sizes.
 
         Args:
             fp8: whether its linear maps are in eight bits.
         """
-        key = (type(module), fp8, tuple([(param._original_shape, param.dtype, param.requires_grad) for param in params]))
+        key = (
+            type(module),
+            fp8,
+            tuple([(param._original_shape, param.dtype, param.requires_grad) for param in params]),
+        )
         if key not in self._structures:
             self._structures[key] = Structure(type(module), fp8, self._warned)
         return self._structures[key]
@@ -54,9 +65,10 @@ class Programs:
 class Structure:
     """Modules that share compiled code, and whether there is any.
 
-    A program is used for passes that lead to a backward pass. Modules that are not one graph, that communicate, or that the
-    compiler fails at, run uncompiled. That is found out before anything of a module has run, and without the other ranks: a block
-    gathers and reduces alike whether it runs compiled or not.
+    A program is used for passes that lead to a backward pass. Modules that are not one graph, that
+    communicate, or that the compiler fails at, run uncompiled. That is found out before anything of
+    a module has run, and without the other ranks: a block gathers and reduces alike whether it runs
+    compiled or not.
     """
 
     def __init__(self, kind: type, fp8: bool, warned: set[type]) -> None:
@@ -72,23 +84,34 @@ class Structure:
         return self  # a copied block shares programs with the block that it is a copy of
 
     def code(self, function: Call) -> Call:
-        """`function` with a code object that no other structure has: torch counts how often it compiles by code object."""
+        """`function` with a code object that no other structure has: torch counts how often it
+        compiles by code object.
+        """
         if function not in self._codes:
             self._codes[function] = _copy(function)
         return self._codes[function]
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether a call of these modules, the parts of one, with these arguments runs compiled here and now."""
+        """Whether a call of these modules, the parts of one, with these arguments runs compiled
+        here and now.
+        """
         if self._is_refused or not torch.is_grad_enabled() or _is_watched(modules):
             return False
         changing = _changing(arguments)
         if changing is not None:
             name = type(changing).__name__
-            self._say(f"where it is given a {name}, whose contents change: leave caches out in training (use_cache=False)")
+            self._say(
+                f"where it is given a {name}, whose contents change: leave caches out in "
+                "training (use_cache=False)"
+            )
         return changing is None
 
-    def run(self, function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`function(module, args, kwargs)` by compiled code, or `module(*args, **kwargs)` and uncompiled from then on."""
+    def run(
+        self, function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """`function(module, args, kwargs)` by compiled code, or `module(*args, **kwargs)` and
+        uncompiled from then on.
+        """
         key = (function, module.training)
         program = self._programs.get(key)
         if program is None:
@@ -97,7 +120,8 @@ class Structure:
             return program(module, args, kwargs)
         except NoProgramError as error:
             reason, is_expected = str(error), error.is_expected
-        # An error of the module itself is shown as the module raises it, and says nothing about compiling.
+        # An error of the module itself is shown as the module raises it, and says nothing about
+        # compiling.
         out = self._uncompiled(module, args, kwargs)
         self._is_refused = True
         if not is_expected:
@@ -107,7 +131,10 @@ class Structure:
     def _say(self, why: str) -> None:
         if self._class not in self._warned:
             self._warned.add(self._class)
-            warn(f"{self._class.__name__} runs uncompiled {why}. Block(..., compile=False) says so from the start.")
+            warn(
+                f"{self._class.__name__} runs uncompiled {why}. Block(..., compile=False) "
+                "says so from the start."
+            )
 
 
 class NoProgramError(RuntimeError):
@@ -125,19 +152,24 @@ class TooManyFormsError(NoProgramError):
 class Program:
     """Compiled code of one structure in one mode.
 
-    It has a function for the arguments of its first call, which stay as fast as they were when others come along, and one for all
-    others. In the second, sizes are variables from the second kind of arguments on, and so are whole numbers that modules have
-    as attributes (numbers of layers).
+    It has a function for the arguments of its first call, which stay as fast as they were when
+    others come along, and one for all others. In the second, sizes are variables from the second
+    kind of arguments on, and so are whole numbers that modules have as attributes (numbers of
+    layers).
     """
 
     def __init__(self, function: Call, lower: backend.Lower) -> None:
         self._function = function
         self._first: Hashable = None
         self._of_first = torch.compile(_copy(_run), fullgraph=True, backend=lower)
-        self._of_others = torch.compile(_copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower)
+        self._of_others = torch.compile(
+            _copy(run_any_number if patches_compiler() else _run), fullgraph=True, backend=lower
+        )
         self._is_settled = True
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The call by compiled code. Raises NoProgramError."""
         if self._is_settled:
             shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in args])
@@ -154,12 +186,16 @@ def _copy(function: Any) -> Any:
     return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def _run(function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run(
+    function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     return function(module, args, kwargs)
 
 
 def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
-    """Run compiled code; NoProgramError for failures of the compiler, all of which come before anything has run."""
+    """Run compiled code; NoProgramError for failures of the compiler, all of which come before
+    anything has run.
+    """
     try:
         return compiled(*arguments)
     except too_many_forms_error() as error:
@@ -169,23 +205,33 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
             raise
         cause = getattr(error, "inner_exception", None) or error
         lines = str(cause).strip().splitlines() or [""]
-        raise NoProgramError(f"{type(cause).__name__}: {lines[0]}", isinstance(cause, backend.CommunicationError)) from error
+        raise NoProgramError(
+            f"{type(cause).__name__}: {lines[0]}", isinstance(cause, backend.CommunicationError)
+        ) from error
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Whether it was raised before compiled code ran: most such errors have a class for it, others pass through the compiler."""
-    return is_of_compiler(error, [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)])
+    """Whether it was raised before compiled code ran: most such errors have a class for it, others
+    pass through the compiler.
+    """
+    return is_of_compiler(
+        error, [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    )
 
 
 def _changing(arguments: Iterable[Any]) -> Any:
-    """An argument that is an object of its own kind, as caches are: compiled code would hold for its present contents only."""
+    """An argument that is an object of its own kind, as caches are: compiled code would hold for
+    its present contents only.
+    """
     for value in arguments:
         if isinstance(value, tuple | list):
             found = _changing(value)
         elif isinstance(value, dict):
             found = _changing(value.values())
         else:
-            found = None if isinstance(value, _FIXED) or callable(value) or _is_record(value) else value
+            found = (
+                None if isinstance(value, _FIXED) or callable(value) or _is_record(value) else value
+            )
         if found is not None:
             return found
     return None
@@ -195,11 +241,27 @@ def _is_record(value: Any) -> bool:
     return dataclasses.is_dataclass(value) or type(value).__module__.startswith("torch.")
 
 
-_FIXED = (torch.Tensor, torch.nn.Module, type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum)
+_FIXED = (
+    torch.Tensor,
+    torch.nn.Module,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    enum.Enum,
+)
 
 
 def _is_watched(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether something looks at what is computed as it is computed: hooks (compiled code may miss them), modes, a tracer."""
+    """Whether something looks at what is computed as it is computed: hooks (compiled code may miss
+    them), modes, a tracer.
+    """
     return (
         num_dispatch_modes() > 0
         or any(not isinstance(mode, DeviceContext) for mode in function_modes())

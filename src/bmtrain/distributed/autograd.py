@@ -1,10 +1,12 @@
-"""Differentiable collectives. Gradients are those of the sum of all ranks' losses with respect to each rank's input.
+"""Differentiable collectives. Gradients are those of the sum of all ranks' losses with respect to
+each rank's input.
 
-Every rank of the communicator must call, with equal shapes and dtypes, and must run backward through the result if
-any does. A communicator is an `Axis` of the mesh; None is the whole world.
+Every rank of the communicator must call, with equal shapes and dtypes, and must run backward
+through the result if any does. A communicator is an `Axis` of the mesh; None is the whole world.
 
-`local_gradient=True` gives the gradients of BMTrain instead: those of this rank's own loss, as if the tensors of the other
-ranks were constants. Only `broadcast` communicates then in backward: there BMTrain adds up all ranks' gradients on every rank.
+`local_gradient=True` gives the gradients of BMTrain instead: those of this rank's own loss, as if
+the tensors of the other ranks were constants. Only `broadcast` communicates then in backward: there
+BMTrain adds up all ranks' gradients on every rank.
 """
 
 from __future__ import annotations
@@ -37,21 +39,28 @@ _DTYPES = (
 _MAX_DIMS = 16
 
 
-def all_gather(x: torch.Tensor, comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, comm: Axis | None = None, *, local_gradient: bool = False
+) -> torch.Tensor:
     """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the sum.
 
     Args:
-        local_gradient: backward takes this rank's part of its own gradient instead, as BMTrain's does.
+        local_gradient: backward takes this rank's part of its own gradient instead, as BMTrain's
+            does.
     """
-    out: torch.Tensor = _AllGather.apply(x, _axis(comm, "all_gather"), _checked_flag(local_gradient, "all_gather"))
+    out: torch.Tensor = _AllGather.apply(
+        x, _axis(comm, "all_gather"), _checked_flag(local_gradient, "all_gather")
+    )
     return out
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -> torch.Tensor:
-    """This rank's part, along dim 0, of the reduction of `x` (ranks * n, ...): (n, ...). Backward all-gathers.
+    """This rank's part, along dim 0, of the reduction of `x` (ranks * n, ...): (n, ...). Backward
+    all-gathers.
 
     Raises:
-        ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks do not divide.
+        ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks
+            do not divide.
     """
     axis = _axis(comm, "reduce_scatter")
     collectives.check_op(op)
@@ -60,19 +69,24 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
         return out / axis.size if op == "avg" else out
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
-            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 to be a multiple."
+            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
+            "expected dim 0 to be a multiple."
         )
     return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
 
 
-def all_reduce(x: torch.Tensor, op: str = "sum", comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
+def all_reduce(
+    x: torch.Tensor, op: str = "sum", comm: Axis | None = None, *, local_gradient: bool = False
+) -> torch.Tensor:
     """A new tensor of x's shape: the reduction of every rank's `x` by sum, avg, max, min or prod.
 
-    Where several ranks have the same extremum its gradient is shared equally among them, as torch.amax does.
+    Where several ranks have the same extremum its gradient is shared equally among them, as
+    torch.amax does.
 
     Args:
-        local_gradient: backward passes only this rank's gradient g on, as BMTrain's does: g for sum, g / ranks for avg, g times
-            the product of the other ranks' values for prod; for max and min, g where `x` is the extremum.
+        local_gradient: backward passes only this rank's gradient g on, as BMTrain's does: g for
+            sum, g / ranks for avg, g times the product of the other ranks' values for prod; for max
+            and min, g where `x` is the extremum.
 
     Raises:
         ConfigurationError: for an unknown `op`.
@@ -88,14 +102,18 @@ def all_reduce(x: torch.Tensor, op: str = "sum", comm: Axis | None = None, *, lo
     return out
 
 
-def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
-    """The `x` of the rank at place `root`, on every rank. Backward sums the gradients of all ranks at the root.
+def broadcast(
+    x: torch.Tensor, root: int, comm: Axis | None = None, *, local_gradient: bool = False
+) -> torch.Tensor:
+    """The `x` of the rank at place `root`, on every rank. Backward sums the gradients of all ranks
+    at the root.
 
-    Whether the result requires grad is decided by the root's `x`; that of the others gets a gradient of zeros.
+    Whether the result requires grad is decided by the root's `x`; that of the others gets a
+    gradient of zeros.
 
     Args:
-        local_gradient: backward gives that sum to every rank's `x`, as BMTrain's does. The result then requires grad on all
-            ranks if `x` does on any.
+        local_gradient: backward gives that sum to every rank's `x`, as BMTrain's does. The result
+            then requires grad on all ranks if `x` does on any.
     """
     axis = _axis(comm, "broadcast")
     _check_place(root, axis, "broadcast")
@@ -112,16 +130,18 @@ def broadcast(x: torch.Tensor, root: int, comm: Axis | None = None, *, local_gra
 
 
 def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> torch.Tensor:
-    """Send `x`, with its dtype and shape, to the rank at place `target`, which calls `recv_activations`.
+    """Send `x`, with its dtype and shape, to the rank at place `target`, which calls
+    `recv_activations`.
 
-    Returns a 0-dim zero on x's device: backward through it waits for the gradient that the receiver's backward sends,
-    and carries it on into `x`. Ignore it where `x` needs no gradient.
+    Returns a 0-dim zero on x's device: backward through it waits for the gradient that the
+    receiver's backward sends, and carries it on into `x`. Ignore it where `x` needs no gradient.
     """
     axis = _axis(comm, "send_activations")
     _check_place(target, axis, "send_activations")
     if x.dim() > _MAX_DIMS or x.dtype not in _DTYPES:
         raise ConfigurationError(
-            f"send_activations got {x.dim()} dims of {x.dtype}: expected at most {_MAX_DIMS} dims of an ordinary dtype."
+            f"send_activations got {x.dim()} dims of {x.dtype}: expected at most "
+            f"{_MAX_DIMS} dims of an ordinary dtype."
         )
     wants_grad = torch.is_grad_enabled() and x.requires_grad
     header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
@@ -135,8 +155,8 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
 def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     """What the rank at place `source` sends by `send_activations`, on this rank's device.
 
-    It requires grad if it did there (and gradients are enabled here); backward then sends the gradient back, exactly
-    once.
+    It requires grad if it did there (and gradients are enabled here); backward then sends the
+    gradient back, exactly once.
     """
     current = world.current("recv_activations")
     axis = _axis(comm, "recv_activations")
@@ -144,9 +164,12 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     collectives.receive_(header, source, axis)
     code, wants_grad, num_dims = header[:3].tolist()
-    # Nothing here requires grad by itself; the anchor makes the result do so, and never gets a gradient.
+    # Nothing here requires grad by itself; the anchor makes the result do so, and never gets a
+    # gradient.
     anchor = torch.zeros((), device=current.device, requires_grad=bool(wants_grad))
-    buffer = torch.empty(header[3 : 3 + num_dims].tolist(), dtype=_DTYPES[code], device=current.device)
+    buffer = torch.empty(
+        header[3 : 3 + num_dims].tolist(), dtype=_DTYPES[code], device=current.device
+    )
     out: torch.Tensor = _Receive.apply(anchor, buffer, source, axis)
     return out
 
@@ -157,20 +180,26 @@ def _axis(comm: Axis | None, what: str) -> Axis:
         return current.mesh.world
     if not isinstance(comm, Axis):
         raise ConfigurationError(
-            f"{what} got the communicator {comm!r}: expected None for all ranks, or one of bmtrain.config such as config['comm']."
+            f"{what} got the communicator {comm!r}: expected None for all ranks, or "
+            "one of bmtrain.config such as config['comm']."
         )
     return comm
 
 
 def _checked_flag(local_gradient: bool, what: str) -> bool:
     if not isinstance(local_gradient, bool):
-        raise ConfigurationError(f"{what} got local_gradient={local_gradient!r}: expected True or False.")
+        raise ConfigurationError(
+            f"{what} got local_gradient={local_gradient!r}: expected True or False."
+        )
     return local_gradient
 
 
 def _check_place(place: int, axis: Axis, what: str) -> None:
     if not 0 <= place < axis.size:
-        raise ConfigurationError(f"{what} got rank {place} of a communicator of {axis.size} ranks: expected 0 to {axis.size - 1}.")
+        raise ConfigurationError(
+            f"{what} got rank {place} of a communicator of {axis.size} ranks: expected 0 "
+            f"to {axis.size - 1}."
+        )
 
 
 class _AllGather(torch.autograd.Function):
@@ -232,7 +261,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
         ctx.axis, ctx.local = axis, local
-        # Ranks may run backward alone where gradients are local: nothing may be left for it to gather.
+        # Ranks may run backward alone where gradients are local: nothing may be left for it to
+        # gather.
         ctx.save_for_backward(_product_of_others(x, axis) if local else x)
         return collectives.all_reduce(x, "prod", axis)
 
@@ -242,7 +272,11 @@ class _Product(torch.autograd.Function):
         (saved,) = ctx.saved_tensors
         if ctx.local:
             return grad * saved, None, None
-        return collectives.all_reduce(grad, "sum", ctx.axis) * _product_of_others(saved, ctx.axis), None, None
+        return (
+            collectives.all_reduce(grad, "sum", ctx.axis) * _product_of_others(saved, ctx.axis),
+            None,
+            None,
+        )
 
 
 def _product_of_others(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -285,7 +319,9 @@ class _Send(torch.autograd.Function):
 
 class _Receive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, buffer: torch.Tensor, source: int, axis: Axis) -> torch.Tensor:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, buffer: torch.Tensor, source: int, axis: Axis
+    ) -> torch.Tensor:
         ctx.source, ctx.axis = source, axis
         collectives.receive_(buffer, source, axis)
         ctx.mark_dirty(buffer)

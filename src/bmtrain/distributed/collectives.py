@@ -34,19 +34,27 @@ def check_op(op: str) -> None:
 
 
 def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
-    """RanksPartedError on all ranks if they are about to do different things, wherever that is known by now."""
+    """RanksPartedError on all ranks if they are about to do different things, wherever that is
+    known by now.
+    """
     if axis.size > 1 and world.is_initialized():
         text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
-        world.current().service(Ledger).enter(axis, text, is_on_host=x is None or x.device.type == "cpu")
+        world.current().service(Ledger).enter(
+            axis, text, is_on_host=x is None or x.device.type == "cpu"
+        )
 
 
 def gather_shards(full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
-    """Fill `full` (axis.size * n,) with every rank's `shard` (n,) in rank order, on the axis's gather communicator."""
+    """Fill `full` (axis.size * n,) with every rank's `shard` (n,) in rank order, on the axis's
+    gather communicator.
+    """
     _all_gather_flat(full, shard, group=axis.gather_group)
 
 
 def reduce_shards(shard: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
-    """Fill `shard` (n,) with this rank's part of the sum over ranks of `full` (axis.size * n,), on the reduce communicator."""
+    """Fill `shard` (n,) with this rank's part of the sum over ranks of `full` (axis.size * n,), on
+    the reduce communicator.
+    """
     _reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=axis.reduce_group)
 
 
@@ -59,15 +67,19 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
-    """This rank's part, along dim 0, of the reduction over ranks of `x` (axis.size * n, ...): (n, ...)."""
+    """This rank's part, along dim 0, of the reduction over ranks of `x` (axis.size * n, ...): (n,
+    ...).
+    """
     check_op(op)
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
-            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: expected dim 0 divisible by {axis.size}."
+            f"reduce_scatter over {axis.size} ranks got shape {tuple(x.shape)}: "
+            f"expected dim 0 divisible by {axis.size}."
         )
     if op == "avg":
         return reduce_scatter(x, "sum", axis) / axis.size
-    if op != "sum":  # not every backend reduces and scatters by these; the whole reduction is right everywhere
+    # not every backend reduces and scatters by these; the whole reduction is right everywhere
+    if op != "sum":
         return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
     _enter(axis, "reduce_scatter", x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
@@ -98,7 +110,9 @@ def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
 
 
 def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
-    """Reduce `x` in place onto the rank at place `target`; elsewhere its content is undefined afterwards."""
+    """Reduce `x` in place onto the rank at place `target`; elsewhere its content is undefined
+    afterwards.
+    """
     if axis.size > 1:
         _enter(axis, f"reduce ({op}) onto rank {axis.ranks[target]}", x)
         dist.reduce(x, dst=axis.ranks[target], op=OPS[op], group=axis.group)
@@ -128,7 +142,10 @@ class Transfer:
 
 
 def start_send(tensors: Sequence[torch.Tensor], target: int, axis: Axis) -> Transfer:
-    """Start sending contiguous tensors to the rank at place `target`. The other ranks of the axis take part in nothing."""
+    """Start sending contiguous tensors to the rank at place `target`.
+
+    The other ranks of the axis take part in nothing.
+    """
     ops = [dist.P2POp(dist.isend, x, axis.ranks[target], group=axis.group) for x in tensors]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
@@ -141,7 +158,9 @@ def start_receive(tensors: Sequence[torch.Tensor], source: int, axis: Axis) -> T
 
 def send_object(value: Any, target: int, axis: Axis) -> None:
     """Send the picklable `value` to the rank at place `target`; travels on the CPU."""
-    dist.send_object_list([value], dst=axis.ranks[target], group=axis.group, device=torch.device("cpu"))
+    dist.send_object_list(
+        [value], dst=axis.ranks[target], group=axis.group, device=torch.device("cpu")
+    )
 
 
 def receive_object(source: int, axis: Axis) -> Any:
@@ -151,10 +170,16 @@ def receive_object(source: int, axis: Axis) -> Any:
     return box[0]
 
 
-def exchange(sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis) -> None:
-    """Start all sends and receives together and wait for all, so that no order among ranks can deadlock."""
+def exchange(
+    sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
+) -> None:
+    """Start all sends and receives together and wait for all, so that no order among ranks can
+    deadlock.
+    """
     ops = [dist.P2POp(dist.isend, x, axis.ranks[to], group=axis.group) for x, to in sends]
-    ops += [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives]
+    ops += [
+        dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives
+    ]
     for work in dist.batch_isend_irecv(ops) if ops else []:
         work.wait()
 
@@ -174,7 +199,9 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
     box = [value]
     if axis.size > 1:
         _enter(axis, f"broadcast of an object from rank {axis.ranks[source]}")
-        dist.broadcast_object_list(box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu"))
+        dist.broadcast_object_list(
+            box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu")
+        )
     return box[0]
 
 

@@ -1,4 +1,6 @@
-"""CUDA graphs: work of a device that is captured once, and then repeated without the host's part in it."""
+"""CUDA graphs: work of a device that is captured once, and then repeated without the host's part in
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,20 @@ class Graphs(ABC):
 
     @abstractmethod
     def aside(self) -> contextlib.AbstractContextManager[object]:
-        """The body's work goes where captured work goes, after what came before; what follows comes after it."""
+        """The body's work goes where captured work goes, after what came before; what follows comes
+        after it.
+        """
 
     @abstractmethod
     def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
-        """Capture what `body` issues on the current stream and on `streams`, without doing it; returns what does it.
+        """Capture what `body` issues on the current stream and on `streams`, without doing it;
+        returns what does it.
 
-        `body` gets two contexts for each of `num_twice` parts of its work: what is computed in them draws the same random numbers.
+        `body` gets two contexts for each of `num_twice` parts of its work: what is computed in them
+        draws the same random numbers.
 
-        Raises what `body` raises, and RuntimeError for what cannot be captured. Nothing of the capture is left then.
+        Raises what `body` raises, and RuntimeError for what cannot be captured. Nothing of the
+        capture is left then.
         """
 
 
@@ -85,14 +92,20 @@ class CudaGraphs(Graphs):
         return replay
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, streams: Streams) -> None:
-        """End a capture that failed. One that CUDA itself has given up cannot be ended, and leaves torch waiting for its end."""
+        """End a capture that failed.
+
+        One that CUDA itself has given up cannot be ended, and leaves torch waiting for its end.
+        """
         _fails(streams.join)
         if _fails(graph.capture_end):
             _fails(lambda: end_allocation(self._device.index, self._pool))
-            self._open_pool()  # the generator of random numbers counts for the lost capture until another one ends
+            # the generator of random numbers counts for the lost capture until another one ends
+            self._open_pool()
 
     def _open_pool(self) -> None:
-        """Memory for graphs, with a graph that keeps it: torch does not let a pool be used again that has lost all its graphs."""
+        """Memory for graphs, with a graph that keeps it: torch does not let a pool be used again
+        that has lost all its graphs.
+        """
         self._pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             self._keeper.capture_begin(pool=self._pool, capture_error_mode=_MODE)
@@ -101,10 +114,11 @@ class CudaGraphs(Graphs):
 
 
 class _RandomNumbers:
-    """Random numbers of the parts of a graph that are computed twice: each time from a state of their own that starts alike.
+    """Random numbers of the parts of a graph that are computed twice: each time from a state of
+    their own that starts alike.
 
-    The device's generator takes the numbers of a replay from consecutive places of its sequence. The states begin far behind
-    those, at distances that no run covers.
+    The device's generator takes the numbers of a replay from consecutive places of its sequence.
+    The states begin far behind those, at distances that no run covers.
     """
 
     DISTANCE = 2**40
@@ -112,7 +126,9 @@ class _RandomNumbers:
     def __init__(self, device: torch.device, num_twice: int) -> None:
         self._generator = torch.cuda.default_generators[device.index]
         self._own = self._generator.graphsafe_get_state()
-        self._states = [(self._generator.clone_state(), self._generator.clone_state()) for _ in range(num_twice)]
+        self._states = [
+            (self._generator.clone_state(), self._generator.clone_state()) for _ in range(num_twice)
+        ]
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
         """Make the states part of a graph that is about to be captured."""
@@ -132,7 +148,8 @@ class _RandomNumbers:
             for state in pair:
                 state.manual_seed(seed)
                 state.set_offset(offset + number * self.DISTANCE)
-        self._generator.set_offset(offset + 4)  # a replay that draws from these states only draws others next time
+        # a replay that draws from these states only draws others next time
+        self._generator.set_offset(offset + 4)
 
     @contextlib.contextmanager
     def _drawing_from(self, state: torch.Generator) -> Iterator[None]:
@@ -152,13 +169,18 @@ def _fails(step: Callable[[], object]) -> bool:
 
 
 def make_graphs(world: World) -> Graphs | None:
-    """What makes graphs on this rank's device. None on the CPU, whose work waits for nobody's launches, and for several ranks.
+    """What makes graphs on this rank's device. None on the CPU, whose work waits for nobody's
+    launches, and for several ranks.
 
-    Replays with communication in them have been seen to stop on two GPUs, and what stops there stops for good.
+    Replays with communication in them have been seen to stop on two GPUs, and what stops there
+    stops for good.
     """
     if world.device.type == "cpu":
         return None
     if world.world_size > 1:
-        warn("cuda_graph captures nothing in a run of several ranks: functions are called as they are.")
+        warn(
+            "cuda_graph captures nothing in a run of several ranks: functions are called "
+            "as they are."
+        )
         return None
     return CudaGraphs(world.device)

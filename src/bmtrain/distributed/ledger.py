@@ -1,8 +1,10 @@
-"""What this rank has done together with others, in order, and whether they have done the same: ranks that part are told.
+"""What this rank has done together with others, in order, and whether they have done the same:
+ranks that part are told.
 
-Everything that ranks do together has a number and a name. A rank keeps the number and a running digest of the names, and compares
-them with the other ranks': on a CPU before anything moves; on a GPU, whose gathers and reductions the host does not wait for,
-wherever the ranks agree on the host anyway, at the latest at the end of a backward pass, and once per pass in the background.
+Everything that ranks do together has a number and a name. A rank keeps the number and a running
+digest of the names, and compares them with the other ranks': on a CPU before anything moves; on a
+GPU, whose gathers and reductions the host does not wait for, wherever the ranks agree on the host
+anyway, at the latest at the end of a backward pass, and once per pass in the background.
 """
 
 from __future__ import annotations
@@ -34,26 +36,38 @@ _DIGEST_BITS = 32
 _NUMBER_BITS = 20  # both fit into a double, in which agreements travel
 _TAG = 7 << 20  # of the messages of comparisons; a user's and a pipeline's are small numbers
 _CURE = (
-    "Every rank must call the same blocks, and do the same with parameters and optimizers, in the same order and as often: what "
-    "only one rank needs is computed on all. Nothing that was gathered since is used; the run cannot go on, start it anew."
+    "Every rank must call the same blocks, and do the same with parameters and "
+    "optimizers, in the same order and as often: what "
+    "only one rank needs is computed on all. Nothing that was gathered since is used; "
+    "the run cannot go on, start it anew."
 )
 # How Gloo says that another rank has gone, or does not come.
-_LOST = ("Connection closed", "Timed out", "timed out", "timeout", "Connection reset", "Broken pipe", "gloo/transport")
+_LOST = (
+    "Connection closed",
+    "Timed out",
+    "timed out",
+    "timeout",
+    "Connection reset",
+    "Broken pipe",
+    "gloo/transport",
+)
 
 
 @dataclasses.dataclass
 class _Line:
     """What this rank has done with the others of an axis.
 
-    number: how much; digest: of all names; agreed: how much of it all ranks are known to have done; last: the name of the last of
-    those; since: the names of what came after.
+    number: how much; digest: of all names; agreed: how much of it all ranks are known to have done;
+    last: the name of the last of those; since: the names of what came after.
     """
 
     number: int = 0
     digest: int = 0
     agreed: int = 0
     last: str = "nothing"
-    since: collections.deque[str] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=_NUM_REMEMBERED))
+    since: collections.deque[str] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_NUM_REMEMBERED)
+    )
     pending: _Pending | None = None
 
     @property
@@ -89,7 +103,8 @@ class Ledger:
     """One per run, reached by `world.service(Ledger)`.
 
     Attributes:
-        is_immediate: whether ranks compare before anything moves. On a GPU the host would have to wait for the other hosts.
+        is_immediate: whether ranks compare before anything moves. On a GPU the host would have to
+            wait for the other hosts.
     """
 
     def __init__(self, world: World) -> None:
@@ -114,7 +129,8 @@ class Ledger:
         Raises:
             RanksPartedError: if ranks have parted before.
         """
-        if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:  # what is traced or captured happens later
+        # what is traced or captured happens later
+        if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:
             return
         if self._parted is not None:
             raise RanksPartedError(self._parted)
@@ -124,7 +140,8 @@ class Ledger:
         line.since.append(what)
 
     def enter(self, axis: Axis, what: str, *, is_on_host: bool) -> None:
-        """`note`, and compare if the host waits for the other ranks anyway (`is_on_host`) or always does.
+        """`note`, and compare if the host waits for the other ranks anyway (`is_on_host`) or always
+        does.
 
         Raises:
             RanksPartedError: on all ranks, if they are about to do different things.
@@ -136,14 +153,19 @@ class Ledger:
             self.compare(axis)
 
     def compare(self, axis: Axis) -> None:
-        """Collective on the CPU. RanksPartedError on all ranks if they have not done the same, or if one does not come."""
+        """Collective on the CPU.
+
+        RanksPartedError on all ranks if they have not done the same, or if one does not come.
+        """
         self.largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
 
     def largest_(self, figures: torch.Tensor, axis: Axis) -> None:
-        """`compare`, and put in place of each of the figures (n,), in fp64 on the CPU, the largest of all ranks'.
+        """`compare`, and put in place of each of the figures (n,), in fp64 on the CPU, the largest
+        of all ranks'.
 
-        Every comparison is the same collective, of one size: those of ranks that have parted must meet, too. It has room for some
-        figures, so that small agreements cost nothing beside it; what is more follows once the ranks are known to do the same.
+        Every comparison is the same collective, of one size: those of ranks that have parted must
+        meet, too. It has room for some figures, so that small agreements cost nothing beside it;
+        what is more follows once the ranks are known to do the same.
         """
         self.settle(axis)
         word = float(self._line(axis).word)
@@ -171,14 +193,17 @@ class Ledger:
             self._part(axis, error)
 
     def compare_later(self, axis: Axis) -> None:
-        """Begin to compare in the background; what it finds is said by the next comparison of this axis."""
+        """Begin to compare in the background; what it finds is said by the next comparison of this
+        axis.
+        """
         if axis.size == 1 or self._is_paused:
             return
         self.settle(axis)
         line = self._line(axis)
         own = torch.tensor([line.word], dtype=torch.int64, device="cpu")
         words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
-        # The communicator of gathers carries nothing else on the CPU: the order in which hosts come here is all that counts.
+        # The communicator of gathers carries nothing else on the CPU: the order in which hosts come
+        # here is all that counts.
         work = _all_gather_flat(words, own, group=axis.gather_group, async_op=True)
         line.pending = _Pending(work, own, words)
 
@@ -204,13 +229,19 @@ class Ledger:
             line.since.clear()
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
-        """Raise RanksPartedError: ranks have done different things, or, with a cause, one is not there."""
+        """Raise RanksPartedError: ranks have done different things, or, with a cause, one is not
+        there.
+        """
         stories = self._exchange_stories(axis)
-        self._parted = _describe(axis, stories, self._line(axis), None if cause is None else self._timeout)
+        self._parted = _describe(
+            axis, stories, self._line(axis), None if cause is None else self._timeout
+        )
         raise RanksPartedError(self._parted) from cause
 
     def _exchange_stories(self, axis: Axis) -> dict[int, _Story]:
-        """What each rank of the axis tells, by rank, through the store of the run: communicators may be broken."""
+        """What each rank of the axis tells, by rank, through the store of the run: communicators
+        may be broken.
+        """
         line = self._line(axis)
         own = _Story(line.agreed, line.last, list(line.since), line.number)
         stories = {self._rank: own}
@@ -236,10 +267,11 @@ class Ledger:
 
 
 def _spread_max(x: torch.Tensor, axis: Axis) -> None:
-    """Put the largest of all ranks' in place of each element of `x`, in ceil(log2(ranks)) rounds of messages.
+    """Put the largest of all ranks' in place of each element of `x`, in ceil(log2(ranks)) rounds of
+    messages.
 
-    Dissemination (Hensgen, Finkel, Manber 1988): what a rank knows doubles with each round. For a few figures it takes a seventh
-    (2 ranks) to a half (4 ranks) of the time of Gloo's ring.
+    Dissemination (Hensgen, Finkel, Manber 1988): what a rank knows doubles with each round. For a
+    few figures it takes a seventh (2 ranks) to a half (4 ranks) of the time of Gloo's ring.
     """
     theirs, distance = torch.empty_like(x), 1
     while distance < axis.size:
@@ -257,14 +289,24 @@ def _describe(axis: Axis, stories: dict[int, _Story], own: _Line, waited: float 
     last = max((story.number for story in stories.values()), default=0)
     first = max((story.agreed for story in stories.values()), default=own.agreed)
     known = next((story.last for story in stories.values() if story.agreed == first), own.last)
-    number = next((n for n in range(first + 1, last + 1) if len({story.at(n) for story in stories.values()}) > 1), first + 1)
+    number = next(
+        (
+            n
+            for n in range(first + 1, last + 1)
+            if len({story.at(n) for story in stories.values()}) > 1
+        ),
+        first + 1,
+    )
     if number > first + 1:
         known = next(iter(stories.values())).at(number - 1) or known
     lines: dict[str, list[int]] = {}
     for rank in axis.ranks:
         lines.setdefault(_deeds(stories.get(rank), number, waited), []).append(rank)
     deeds = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in lines.items())
-    return f"the ranks of this run did different things. After number {number - 1} ({known}), which all did, {deeds}. {_CURE}"
+    return (
+        f"the ranks of this run did different things. After number {number - 1} ({known}), "
+        f"which all did, {deeds}. {_CURE}"
+    )
 
 
 def _deeds(story: _Story | None, number: int, waited: float | None) -> str:
@@ -276,7 +318,9 @@ def _deeds(story: _Story | None, number: int, waited: float | None) -> str:
     if what is None:
         return "did nothing more"
     more = story.number - number
-    return f"did number {number}: {what}" + (f", and {more} more, the last of them {story.since[-1]}" if more > 0 else "")
+    return f"did number {number}: {what}" + (
+        f", and {more} more, the last of them {story.since[-1]}" if more > 0 else ""
+    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,7 +9,10 @@ from bmtrain.runtime.world import World
 
 
 class Peak:
-    """The most that tensors have held since it was last taken. Torch counts one peak for all who ask; here each has its own."""
+    """The most that tensors have held since it was last taken.
+
+    Torch counts one peak for all who ask; here each has its own.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory, self._highest = memory, 0
@@ -28,7 +31,8 @@ class Peak:
 class DeviceMemory:
     """Bytes of this rank's GPU. One per run with GPUs, reached by `world.service(DeviceMemory)`.
 
-    Shards that other ranks map come from the driver, past torch's allocator, whose statistics leave them out: here they count.
+    Shards that other ranks map come from the driver, past torch's allocator, whose statistics leave
+    them out: here they count.
     """
 
     def __init__(self, world: World) -> None:
@@ -42,7 +46,9 @@ class DeviceMemory:
         return torch.cuda.memory_allocated(self._device) + self._peers.num_bytes
 
     def within_reach(self) -> int:
-        """What they hold, and what else they could: not what torch has left over of pieces of which tensors hold the rest."""
+        """What they hold, and what else they could: not what torch has left over of pieces of which
+        tensors hold the rest.
+        """
         free, _ = torch.cuda.mem_get_info(self._device)
         left_over = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.current", 0)
         return free + torch.cuda.memory_reserved(self._device) - left_over + self._peers.num_bytes

@@ -1,8 +1,9 @@
-"""`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, on torch.distributed groups (NCCL on a GPU, Gloo on a CPU).
+"""`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, on torch.distributed groups (NCCL on a GPU,
+Gloo on a CPU).
 
-Sources and destinations are contiguous tensors, or storages as BMTrain passed them; they are read as flat vectors and
-only their numbers of elements must fit. A communicator is an `Axis`, `bmtrain.config["comm"]` for example; ranks are
-places in it.
+Sources and destinations are contiguous tensors, or storages as BMTrain passed them; they are read
+as flat vectors and only their numbers of elements must fit. A communicator is an `Axis`,
+`bmtrain.config["comm"]` for example; ranks are places in it.
 """
 
 from __future__ import annotations
@@ -38,28 +39,39 @@ class _Batch:
         self._sends.setdefault(axis, [])
 
     def run(self) -> None:
-        """Start and finish all, one communicator after the other, in an order that all ranks share."""
+        """Start and finish all, one communicator after the other, in an order that all ranks
+        share.
+        """
         sends, receives = self._sends, self._receives
         self._sends, self._receives = {}, {}
         for axis in sorted(sends, key=lambda axis: KINDS.index(axis.name)):
             _copy_to_self(sends[axis], receives[axis], axis)
-            collectives.exchange(_to_others(sends[axis], axis), _to_others(receives[axis], axis), axis)
+            collectives.exchange(
+                _to_others(sends[axis], axis), _to_others(receives[axis], axis), axis
+            )
 
 
-def _copy_to_self(sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis) -> None:
-    """What a rank sends to itself, which torch.distributed refuses: the n-th send fills the n-th receive."""
+def _copy_to_self(
+    sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
+) -> None:
+    """What a rank sends to itself, which torch.distributed refuses: the n-th send fills the n-th
+    receive.
+    """
     own_sends = [x for x, peer in sends if peer == axis.index]
     own_receives = [x for x, peer in receives if peer == axis.index]
     if [(x.dtype, x.numel()) for x in own_sends] != [(x.dtype, x.numel()) for x in own_receives]:
         raise ConfigurationError(
-            f"rank {axis.index} sends {len(own_sends)} tensors to itself and receives {len(own_receives)}: expected as many, of "
+            f"rank {axis.index} sends {len(own_sends)} tensors to itself and receives "
+            f"{len(own_receives)}: expected as many, of "
             "the same numbers of elements and dtypes, in the same order."
         )
     for x, into in zip(own_sends, own_receives, strict=True):
         _write(into, x)
 
 
-def _to_others(messages: list[tuple[torch.Tensor, int]], axis: Axis) -> list[tuple[torch.Tensor, int]]:
+def _to_others(
+    messages: list[tuple[torch.Tensor, int]], axis: Axis
+) -> list[tuple[torch.Tensor, int]]:
     return [(x, peer) for x, peer in messages if peer != axis.index]
 
 
@@ -95,7 +107,9 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
-    """`dst` on rank `root` = the reduction of every rank's `src` by `op`; elsewhere `dst` is not written."""
+    """`dst` on rank `root` = the reduction of every rank's `src` by `op`; elsewhere `dst` is not
+    written.
+    """
     _check(comm, "reduce", root)
     source, target = _pair(src, dst, 1, 1, "reduce", reduces=True)
     collectives.check_op(op)
@@ -106,7 +120,9 @@ def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
 
 
 def send(src: Buffer, peer: int, comm: Axis) -> None:
-    """Send `src` to rank `peer`, which must receive as many elements of the same dtype; to itself only in a group."""
+    """Send `src` to rank `peer`, which must receive as many elements of the same dtype; to itself
+    only in a group.
+    """
     batch, source = _batch("send"), _flat(src, "send")
     _check(comm, "send", peer)
     if batch.depth:
@@ -117,7 +133,9 @@ def send(src: Buffer, peer: int, comm: Axis) -> None:
 
 
 def recv(dst: Buffer, peer: int, comm: Axis) -> None:
-    """Fill `dst` with what rank `peer` sends; between groupStart and groupEnd it is filled at groupEnd."""
+    """Fill `dst` with what rank `peer` sends; between groupStart and groupEnd it is filled at
+    groupEnd.
+    """
     batch, target = _batch("recv"), _flat(dst, "recv")
     _check(comm, "recv", peer)
     if batch.depth:
@@ -128,12 +146,17 @@ def recv(dst: Buffer, peer: int, comm: Axis) -> None:
 
 
 def groupStart() -> None:
-    """From here on sends and receives wait for the matching groupEnd, which runs them together. May be nested."""
+    """From here on sends and receives wait for the matching groupEnd, which runs them together.
+
+    May be nested.
+    """
     _batch("groupStart").depth += 1
 
 
 def groupEnd() -> None:
-    """Run what has been sent and received since the outermost groupStart, without deadlock whatever the order."""
+    """Run what has been sent and received since the outermost groupStart, without deadlock whatever
+    the order.
+    """
     batch = _batch("groupEnd")
     if batch.depth == 0:
         raise ConfigurationError("groupEnd was called without a groupStart before it.")
@@ -145,14 +168,16 @@ def groupEnd() -> None:
 def getUniqueId() -> NoReturn:
     """RemovedError: groups are made by `init_distributed`."""
     raise RemovedError(
-        "bmtrain.nccl.getUniqueId", "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first."
+        "bmtrain.nccl.getUniqueId",
+        "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first.",
     )
 
 
 def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
     """RemovedError: groups are made by `init_distributed`."""
     raise RemovedError(
-        "bmtrain.nccl.commInitRank", "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first."
+        "bmtrain.nccl.commInitRank",
+        "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first.",
     )
 
 
@@ -181,17 +206,22 @@ def _check(comm: Axis, what: str, peer: int = 0) -> None:
     """ConfigurationError for something that is no communicator, or a rank that is not in it."""
     if not isinstance(comm, Axis):
         raise ConfigurationError(
-            f"nccl.{what} got {type(comm).__name__} as communicator: expected one of the run, bmtrain.config['comm'] for example, "
+            f"nccl.{what} got {type(comm).__name__} as communicator: expected one of "
+            "the run, bmtrain.config['comm'] for example, "
             "after init_distributed()."
         )
     if not 0 <= peer < comm.size:
-        raise ConfigurationError(f"nccl.{what} got rank {peer}: expected 0 to {comm.size - 1}, a place in its communicator.")
+        raise ConfigurationError(
+            f"nccl.{what} got rank {peer}: expected 0 to {comm.size - 1}, a place in its "
+            "communicator."
+        )
 
 
 def _check_other(comm: Axis, what: str, peer: int) -> None:
     if peer == comm.index:
         raise ConfigurationError(
-            f"nccl.{what} got this rank itself, {peer}: expected another one; between groupStart() and groupEnd() a rank may send "
+            f"nccl.{what} got this rank itself, {peer}: expected another one; between "
+            "groupStart() and groupEnd() a rank may send "
             "to itself."
         )
 
@@ -201,25 +231,36 @@ def _flat(buffer: Buffer, what: str) -> torch.Tensor:
     if isinstance(buffer, torch.Tensor):
         if not buffer.is_contiguous():
             raise ConfigurationError(
-                f"nccl.{what} got a tensor of strides {buffer.stride()}: expected a contiguous one; call .contiguous()."
+                f"nccl.{what} got a tensor of strides {buffer.stride()}: expected a "
+                "contiguous one; call .contiguous()."
             )
         return buffer.detach().view(-1)
     if isinstance(buffer, torch.UntypedStorage):
         return torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer)
     if isinstance(buffer, torch.TypedStorage):
         return torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer)
-    raise ConfigurationError(f"nccl.{what} got {type(buffer).__name__}: expected a tensor or a storage.")
+    raise ConfigurationError(
+        f"nccl.{what} got {type(buffer).__name__}: expected a tensor or a storage."
+    )
 
 
 def _pair(
     src: Buffer, dst: Buffer, times: int, parts: int, what: str, *, reduces: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source and destination, flat; the destination has times / parts as many elements as the source."""
+    """Source and destination, flat; the destination has times / parts as many elements as the
+    source.
+    """
     source, target = _flat(src, what), _flat(dst, what)
     if source.dtype != target.dtype:
-        raise ConfigurationError(f"nccl.{what} got {source.dtype} to be written to {target.dtype}: expected the same dtype.")
+        raise ConfigurationError(
+            f"nccl.{what} got {source.dtype} to be written to {target.dtype}: expected the "
+            "same dtype."
+        )
     if source.device != target.device:
-        raise ConfigurationError(f"nccl.{what} got {source.device} to be written to {target.device}: expected the same device.")
+        raise ConfigurationError(
+            f"nccl.{what} got {source.device} to be written to {target.device}: expected "
+            "the same device."
+        )
     if source.numel() * times != target.numel() * parts:
         raise ConfigurationError(
             f"nccl.{what} got {source.numel()} elements and a destination of {target.numel()}: "
@@ -227,7 +268,8 @@ def _pair(
         )
     if reduces and (isinstance(src, torch.UntypedStorage) or isinstance(dst, torch.UntypedStorage)):
         raise ConfigurationError(
-            f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: expected a tensor or typed storage."
+            f"nccl.{what} got an untyped storage, whose bytes cannot be reduced: "
+            "expected a tensor or typed storage."
         )
     return source, target
 

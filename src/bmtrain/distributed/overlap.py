@@ -1,9 +1,11 @@
-"""Products of the rows of all tensor-parallel ranks, with the rows travelling while other rows are multiplied.
+"""Products of the rows of all tensor-parallel ranks, with the rows travelling while other rows are
+multiplied.
 
-Every rank has rows of its own, a matrix (rows, n). Those of all ranks together are a matrix (ranks * rows, n), in rank
-order. Communication is cut into chunks: chunk c of a gather or a reduction holds the c-th part of the rows of every rank.
-Memory is allocated on the compute stream and must not return there while a side stream works on it: the two records here
-hold it until the compute stream has waited for that work.
+Every rank has rows of its own, a matrix (rows, n). Those of all ranks together are a matrix (ranks
+* rows, n), in rank order. Communication is cut into chunks: chunk c of a gather or a reduction
+holds the c-th part of the rows of every rank. Memory is allocated on the compute stream and must
+not return there while a side stream works on it: the two records here hold it until the compute
+stream has waited for that work.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from bmtrain.runtime.world import World
 class Gathering:
     """Rows of all ranks on their way to this one.
 
-    own: this rank's rows (rows, n), which need not travel.
-    chunks: each (ranks, rows of a chunk, n), readable after the event of `arrived` at the same place.
-    whole: all rows in rank order (ranks, rows, n), readable after the last event; None if not asked for.
+    own: this rank's rows (rows, n), which need not travel. chunks: each (ranks, rows of a chunk,
+    n), readable after the event of `arrived` at the same place. whole: all rows in rank order
+    (ranks, rows, n), readable after the last event; None if not asked for.
     """
 
     own: torch.Tensor
@@ -34,7 +36,9 @@ class Gathering:
 
 @dataclasses.dataclass(frozen=True)
 class Scattering:
-    """Sums of rows on their way: `total` (rows, n) is readable after `arrived`; `partial` is what they are made of."""
+    """Sums of rows on their way: `total` (rows, n) is readable after `arrived`; `partial` is what
+    they are made of.
+    """
 
     total: torch.Tensor
     partial: torch.Tensor
@@ -42,14 +46,19 @@ class Scattering:
 
 
 class Overlap:
-    """Communication beside multiplication on the tensor-parallel axis. One per run, reached by `world.service(Overlap)`."""
+    """Communication beside multiplication on the tensor-parallel axis.
+
+    One per run, reached by `world.service(Overlap)`.
+    """
 
     def __init__(self, world: World) -> None:
         self.axis = world.mesh.tp
         self._streams = make_streams(world.device)
 
     def gather(self, own: torch.Tensor, num_chunks: int, *, whole: bool = False) -> Gathering:
-        """Start gathering every rank's `own` (rows, n) in `num_chunks` parts, as far as they divide the rows."""
+        """Start gathering every rank's `own` (rows, n) in `num_chunks` parts, as far as they divide
+        the rows.
+        """
         size, (rows, width) = self.axis.size, own.shape
         own = own.contiguous()
         count = num_equal_chunks(rows, num_chunks)
@@ -58,22 +67,33 @@ class Overlap:
         if everything is not None and count == 1:
             chunks = [everything]
         arrived = []
-        # What compute kernels wrote to `own`, or read from memory that is used anew here, comes first.
+        # What compute kernels wrote to `own`, or read from memory that is used anew here, comes
+        # first.
         with self._streams.gathering(self._streams.mark_compute()):
-            for part, chunk, place in zip(own.chunk(count), chunks, _slices(rows, count), strict=True):
+            for part, chunk, place in zip(
+                own.chunk(count), chunks, _slices(rows, count), strict=True
+            ):
                 collectives.gather_shards(chunk.view(-1), part.reshape(-1), self.axis)
                 if everything is not None and count > 1:
-                    for rank in range(size):  # one by one they are contiguous, which the fast copy needs
+                    # one by one they are contiguous, which the fast copy needs
+                    for rank in range(size):
                         everything[rank, place].copy_(chunk[rank])
                 arrived.append(self._streams.mark_current())
         return Gathering(own, chunks, arrived, everything)
 
-    def multiply_gathered(self, rows: Gathering, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """All ranks' rows times `matrix` (n, m), plus `bias` (m,): (ranks * rows, m). Own rows first, the others as they come."""
+    def multiply_gathered(
+        self, rows: Gathering, matrix: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """All ranks' rows times `matrix` (n, m), plus `bias` (m,): (ranks * rows, m).
+
+        Own rows first, the others as they come.
+        """
         count = rows.own.shape[0]
         product = rows.own.new_empty((self.axis.size, count, matrix.shape[1]))
         _multiply(rows.own, matrix, bias, product[self.axis.index])
-        for chunk, arrived, place in zip(rows.chunks, rows.arrived, _slices(count, len(rows.chunks)), strict=True):
+        for chunk, arrived, place in zip(
+            rows.chunks, rows.arrived, _slices(count, len(rows.chunks)), strict=True
+        ):
             self._streams.compute_waits(arrived)
             for rank in range(self.axis.size):
                 if rank != self.axis.index:
@@ -87,10 +107,14 @@ class Overlap:
             raise RuntimeError("rows were gathered in chunks only")
         return rows.whole.flatten(0, 1)
 
-    def multiply_scatter(self, x: torch.Tensor, matrix: torch.Tensor, num_chunks: int) -> Scattering:
-        """Start summing `x @ matrix` over ranks, for x (ranks * rows, n) and matrix (n, m): each rank gets its own rows.
+    def multiply_scatter(
+        self, x: torch.Tensor, matrix: torch.Tensor, num_chunks: int
+    ) -> Scattering:
+        """Start summing `x @ matrix` over ranks, for x (ranks * rows, n) and matrix (n, m): each
+        rank gets its own rows.
 
-        One chunk is summed while the next is multiplied; the sum of the last is still under way on return.
+        One chunk is summed while the next is multiplied; the sum of the last is still under way on
+        return.
         """
         size, rows = self.axis.size, x.shape[0] // self.axis.size
         count = num_equal_chunks(rows, num_chunks)
@@ -113,7 +137,9 @@ class Overlap:
 
 
 def num_equal_chunks(rows: int, wanted: int) -> int:
-    """The largest number of equal chunks of `rows` that is at most `wanted`; 1 where there is none."""
+    """The largest number of equal chunks of `rows` that is at most `wanted`; 1 where there is
+    none.
+    """
     return next((count for count in range(min(wanted, rows), 1, -1) if rows % count == 0), 1)
 
 
@@ -122,7 +148,9 @@ def _slices(rows: int, count: int) -> list[slice]:
     return [slice(start * step, (start + 1) * step) for start in range(count)]
 
 
-def _multiply(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+def _multiply(
+    x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
     if bias is None:
         torch.mm(x, matrix, out=out)
     else:

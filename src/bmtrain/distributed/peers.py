@@ -1,7 +1,8 @@
-"""Memory that all ranks of an axis can read and write: copies between them need no collective, and no processor of the device.
+"""Memory that all ranks of an axis can read and write: copies between them need no collective, and
+no processor of the device.
 
-On GPUs of one host it is symmetric memory, mapped into every process and moved by copy engines; on CPUs files that every
-process maps, so that whatever is built on it runs and is tested there too.
+On GPUs of one host it is symmetric memory, mapped into every process and moved by copy engines; on
+CPUs files that every process maps, so that whatever is built on it runs and is tested there too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class PeerMemory:
     """A flat tensor on every rank of an axis, as the others see it.
 
     Args:
-        parts: that of each rank in rank order, all (numel,) on this rank's device; that of this rank among them.
+        parts: that of each rank in rank order, all (numel,) on this rank's device; that of this
+            rank among them.
         mapping: what keeps the others' memory mapped.
         num_bytes: what this rank's part takes of its device.
     """
@@ -60,12 +62,15 @@ class Peers(ABC):
         return sum(memory.num_bytes for memory in self._alive)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
-        """Zeros (numel,) of this rank, and those of all ranks. Collective, as many elements everywhere.
+        """Zeros (numel,) of this rank, and those of all ranks. Collective, as many elements
+        everywhere.
 
-        The others' memory outlives what this rank does with it for as long as the second result is alive.
+        The others' memory outlives what this rank does with it for as long as the second result is
+        alive.
 
         Raises:
-            torch.OutOfMemoryError, OSError: on all ranks, if the device (on a CPU the disk) of any has no room for it.
+            torch.OutOfMemoryError, OSError: on all ranks, if the device (on a CPU the disk) of any
+                has no room for it.
         """
         own, memory = self._allocate(numel, dtype)
         self._alive.add(memory)
@@ -77,9 +82,11 @@ class Peers(ABC):
 
     @abstractmethod
     def barrier(self, channel: int) -> None:
-        """What all ranks have put on their current streams up to here comes before what this rank puts there next.
+        """What all ranks have put on their current streams up to here comes before what this rank
+        puts there next.
 
-        `channel` is GATHERS or REDUCTIONS; barriers of one channel come in the same order on all ranks.
+        `channel` is GATHERS or REDUCTIONS; barriers of one channel come in the same order on all
+        ranks.
         """
 
 
@@ -93,11 +100,15 @@ class DevicePeers(Peers):
         self._flags, self._flags_of_all = self._share(1, torch.int32)
 
     def _introduce(self) -> None:
-        """Up to torch 2.10 symmetric memory knows a process group only if it is told; from 2.11 on it finds its store by itself."""
+        """Up to torch 2.10 symmetric memory knows a process group only if it is told; from 2.11 on
+        it finds its store by itself.
+        """
         if torch_version() < (2, 11):
             group = self.axis.group
             own_store = dist.PrefixStore("symmetric memory", store_of(group))  # type: ignore[attr-defined]
-            symmetric_memory().set_group_info(group.group_name, self.axis.index, self.axis.size, own_store)
+            symmetric_memory().set_group_info(
+                group.group_name, self.axis.index, self.axis.size, own_store
+            )
 
     def _share(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
         """Memory (numel,) of this rank, and torch's handle of that of all ranks."""
@@ -107,15 +118,21 @@ class DevicePeers(Peers):
     def _make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
-        except RuntimeError:  # this memory comes from the driver, past torch's cache, which may have all that is left
+        # this memory comes from the driver, past torch's cache, which may have all that is left
+        except RuntimeError:
             torch.cuda.empty_cache()
             return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         own, handle = self._share(numel, dtype)
         own.zero_()
-        num_bytes = (numel * dtype.itemsize // _PAGE + 1) * _PAGE  # whole pages, in which torch's own flags follow
-        return own, PeerMemory([handle.get_buffer(rank, (numel,), dtype) for rank in range(self.axis.size)], handle, num_bytes)
+        # whole pages, in which torch's own flags follow
+        num_bytes = (numel * dtype.itemsize // _PAGE + 1) * _PAGE
+        return own, PeerMemory(
+            [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.axis.size)],
+            handle,
+            num_bytes,
+        )
 
     def barrier(self, channel: int) -> None:
         self._flags_of_all.barrier(channel, self._timeout_ms)
@@ -126,16 +143,25 @@ class FilePeers(Peers):
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         num_bytes = numel * dtype.itemsize
-        with attempt(lambda: tempfile.TemporaryDirectory(prefix="bmtrain-"), self.axis, OSError) as folder:
-            path = attempt(lambda: _make_file(pathlib.Path(folder, "memory"), num_bytes), self.axis, OSError)
+        with attempt(
+            lambda: tempfile.TemporaryDirectory(prefix="bmtrain-"), self.axis, OSError
+        ) as folder:
+            path = attempt(
+                lambda: _make_file(pathlib.Path(folder, "memory"), num_bytes), self.axis, OSError
+            )
             paths = collectives.gather_objects(path, self.axis)
             # When all have mapped all of them the names are needed no more.
-            parts = attempt(lambda: [self._map(path, numel, dtype) for path in paths], self.axis, OSError)
+            parts = attempt(
+                lambda: [self._map(path, numel, dtype) for path in paths], self.axis, OSError
+            )
         own = parts[self.axis.index]
-        return own, PeerMemory([own.detach() if part is own else part for part in parts], None, num_bytes)
+        return own, PeerMemory(
+            [own.detach() if part is own else part for part in parts], None, num_bytes
+        )
 
     def barrier(self, channel: int) -> None:
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.axis.group)  # what it is for has been entered already
+        # what it is for has been entered already
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.axis.group)
 
     def _map(self, path: pathlib.Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_file(str(path), shared=True, size=numel, dtype=dtype, device=self.device)
@@ -163,7 +189,8 @@ class PeerGroups:
         return sum(peers.num_bytes for peers in self._found.values() if peers is not None)
 
     def of(self, axis: Axis) -> Peers | None:
-        """The peers of an axis, or None where collectives carry everything. Collective when an axis is asked for first.
+        """The peers of an axis, or None where collectives carry everything. Collective when an axis
+        is asked for first.
 
         Raises:
             ConfigurationError: if `transport="copy_engine"` was asked for and cannot be had.
@@ -182,13 +209,18 @@ class PeerGroups:
         if obstacle is None:
             peers, obstacle = self._meet(axis)
         if obstacle is not None and wanted == "copy_engine":
-            raise ConfigurationError(f"transport='copy_engine' cannot be had: {obstacle.what}; use 'auto' or 'collective'.")
+            raise ConfigurationError(
+                f"transport='copy_engine' cannot be had: {obstacle.what}; use 'auto' or "
+                "'collective'."
+            )
         if obstacle is not None:
             self._tell(obstacle)
         return peers
 
     def _meet(self, axis: Axis) -> tuple[Peers | None, Obstacle | None]:
-        """The peers, or why there are none: drivers and containers have ways of refusing that show only when it is tried."""
+        """The peers, or why there are none: drivers and containers have ways of refusing that show
+        only when it is tried.
+        """
         peers: Peers | None = None
         problem: str | None = None
         try:
@@ -197,24 +229,40 @@ class PeerGroups:
             else:
                 peers = DevicePeers(axis, self.device, self._world.timeout)
         except RuntimeError as error:
-            problem = f"rank {self._world.rank} cannot share memory ({str(error).strip().splitlines()[0]})"
+            problem = (
+                f"rank {self._world.rank} cannot share memory "
+                f"({str(error).strip().splitlines()[0]})"
+            )
         problem = next(filter(None, collectives.gather_objects(problem, axis)), None)
-        return (peers, None) if problem is None else (None, Obstacle(problem, "see what the driver or the container forbids"))
+        return (
+            (peers, None)
+            if problem is None
+            else (None, Obstacle(problem, "see what the driver or the container forbids"))
+        )
 
     def _tell(self, obstacle: Obstacle) -> None:
-        """Say on rank 0, once in a run, that copies were possible in principle: a warning only if there is something to be done."""
+        """Say on rank 0, once in a run, that copies were possible in principle: a warning only if
+        there is something to be done.
+        """
         if self._has_told:
             return
         self._has_told = True
-        text = f"NCCL carries shards and gradients where copies between GPUs cannot: {obstacle.what}"
+        text = (
+            f"NCCL carries shards and gradients where copies between GPUs cannot: {obstacle.what}"
+        )
         if not obstacle.remedy:
             print_rank(f"{text}.")
         elif self._world.rank == 0:
-            warn(f"{text}; {obstacle.remedy}, or set transport='collective' if this is as it should be.")
+            warn(
+                f"{text}; {obstacle.remedy}, or set transport='collective' if this is as "
+                "it should be."
+            )
 
 
 def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
-    """A file of zeros that really has its space: touching a hole on a full disk would kill the process."""
+    """A file of zeros that really has its space: touching a hole on a full disk would kill the
+    process.
+    """
     with open(path, "wb") as file:
         if sys.platform == "linux":
             os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -223,11 +271,16 @@ def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
 
 
 def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
-    """Why the ranks of an axis cannot read each other's memory, the same on all of them; None if they can."""
+    """Why the ranks of an axis cannot read each other's memory, the same on all of them; None if
+    they can.
+    """
     hosts = set(collectives.gather_objects(_host(), axis))
     kernels = {kernel for _, kernel in hosts}
     if len(hosts) > 1 and len(kernels) == 1 and "" not in kernels:
-        return Obstacle(f"{axis.size} ranks are in {len(hosts)} containers of one host", "run those of a host in one container")
+        return Obstacle(
+            f"{axis.size} ranks are in {len(hosts)} containers of one host",
+            "run those of a host in one container",
+        )
     if len(hosts) > 1:
         return Obstacle(f"{axis.size} ranks are on {len(hosts)} hosts")
     return None if device.type == "cpu" else _obstacle_between_gpus(axis, device)
@@ -237,15 +290,25 @@ def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
     places = collectives.gather_objects(device.index, axis)
     if len(set(places)) < axis.size:
         return Obstacle(
-            "the processes do not see each other's GPUs (CUDA_VISIBLE_DEVICES differs between them)",
+            "the processes do not see each other's GPUs (CUDA_VISIBLE_DEVICES differs "
+            "between them)",
             "let every process see all GPUs of the host",
         )
-    missing = [place for place in places if place != device.index and not torch.cuda.can_device_access_peer(device, place)]
+    missing = [
+        place
+        for place in places
+        if place != device.index and not torch.cuda.can_device_access_peer(device, place)
+    ]
     told = collectives.gather_objects((device.index, missing), axis)
-    return next((Obstacle(f"GPU {own} has no access to GPU {others[0]}") for own, others in told if others), None)
+    return next(
+        (Obstacle(f"GPU {own} has no access to GPU {others[0]}") for own, others in told if others),
+        None,
+    )
 
 
 def _host() -> tuple[str, str]:
-    """Container of this process, and the start of its kernel ("" if unknown): equal where processes can map each other's memory."""
+    """Container of this process, and the start of its kernel ("" if unknown): equal where processes
+    can map each other's memory.
+    """
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return platform.node(), boot.read_text() if boot.exists() else ""

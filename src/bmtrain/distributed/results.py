@@ -18,7 +18,8 @@ from bmtrain.runtime.world import World
 class LastLoss:
     """The loss most recently averaged for the log, while the program still holds it. One per run.
 
-    BMTrain's README calls `optim_manager.backward()` without the loss, right after `sum_loss(loss)`: this is that loss.
+    BMTrain's README calls `optim_manager.backward()` without the loss, right after
+    `sum_loss(loss)`: this is that loss.
     """
 
     def __init__(self, world: World) -> None:
@@ -42,28 +43,37 @@ def synchronize() -> None:
     collectives.barrier(current.mesh.world)
 
 
-def sum_loss(loss: torch.Tensor | float, comm: Axis | None = None, *, local_gradient: bool = False) -> torch.Tensor:
-    """The mean of `loss` over ranks (the name is historical), of the loss's shape and device. Collective.
+def sum_loss(
+    loss: torch.Tensor | float, comm: Axis | None = None, *, local_gradient: bool = False
+) -> torch.Tensor:
+    """The mean of `loss` over ranks (the name is historical), of the loss's shape and device.
+    Collective.
 
-    Differentiable where `loss` is: backward through the mean on all ranks is backward through each rank's own loss. A number
-    becomes a 0-dim float32 tensor on the rank's device. Half-precision losses are averaged in float32 and returned in their
-    dtype; integers give float32, as a mean is seldom whole.
+    Differentiable where `loss` is: backward through the mean on all ranks is backward through each
+    rank's own loss. A number becomes a 0-dim float32 tensor on the rank's device. Half-precision
+    losses are averaged in float32 and returned in their dtype; integers give float32, as a mean is
+    seldom whole.
 
     Args:
         comm: the ranks, one of bmtrain.config such as config["comm"]; None is all.
-        local_gradient: backward divides by the number of ranks instead, as BMTrain's does (see `distributed.all_reduce`).
+        local_gradient: backward divides by the number of ranks instead, as BMTrain's does (see
+            `distributed.all_reduce`).
     """
     current = world.current("sum_loss")
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         current.service(LastLoss).remember(loss)
-    own = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
+    own = (
+        loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), device=current.device)
+    )
     wide = own.to(torch.promote_types(own.dtype, torch.float32))
     mean = all_reduce(wide, "avg", comm, local_gradient=local_gradient)
     return mean.to(own.dtype) if own.is_floating_point() else mean
 
 
 def wait_loader() -> None:
-    """Wait until the device has done what it had to do at the last call, so that the host is at most one step ahead of it."""
+    """Wait until the device has done what it had to do at the last call, so that the host is at
+    most one step ahead of it.
+    """
     current = world.current("wait_loader")
     event = config["load_event"]
     if event is not None:
@@ -72,9 +82,11 @@ def wait_loader() -> None:
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`. Collective.
+    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`.
+    Collective.
 
-    Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors give one row each.
+    Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors
+    give one row each.
 
     Raises:
         ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
@@ -82,12 +94,19 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     current = world.current("gather_result")
     if not isinstance(result, torch.Tensor):
         raise ConfigurationError(f"gather_result got {type(result).__name__}: expected a tensor.")
-    axis, own = current.mesh.world, result.detach().reshape(1) if result.dim() == 0 else result.detach()
+    axis, own = (
+        current.mesh.world,
+        result.detach().reshape(1) if result.dim() == 0 else result.detach(),
+    )
     kinds = collectives.gather_objects((tuple(own.shape), own.dtype), axis)
     if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
-        seen = ", ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in zip(axis.ranks, kinds, strict=True))
+        seen = ", ".join(
+            f"rank {rank}: {shape} {dtype}"
+            for rank, (shape, dtype) in zip(axis.ranks, kinds, strict=True)
+        )
         raise ConfigurationError(
-            f"gather_result got tensors that differ in more than dim 0 ({seen}): expected equal other dims and dtypes."
+            f"gather_result got tensors that differ in more than dim 0 ({seen}): "
+            "expected equal other dims and dtypes."
         )
     rows = [shape[0] for shape, _ in kinds]
     padded = own.new_zeros((max(rows), *own.shape[1:]))

@@ -1,7 +1,9 @@
-"""Moving rows and activations along the stages of a pipeline, differentiably. Tensors and axes only.
+"""Moving rows and activations along the stages of a pipeline, differentiably. Tensors and axes
+only.
 
-Ranks of the axis are stages, in order. What a function sends forward, its backward receives in the other direction; so every
-rank must run backward through the result of `to_owners` if any does, and everything else hangs on that node (`ties`).
+Ranks of the axis are stages, in order. What a function sends forward, its backward receives in the
+other direction; so every rank must run backward through the result of `to_owners` if any does, and
+everything else hangs on that node (`ties`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Head:
 class Link:
     """This stage and a neighbour: their communicator, and what is on its way there.
 
-    What is sent waits for what was sent before it, so that at most one group of tensors is in flight.
+    What is sent waits for what was sent before it, so that at most one group of tensors is in
+    flight.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -50,7 +53,9 @@ class Link:
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending; the tensors stay alive until they have arrived."""
         self.flush()
-        self._under_way = collectives.start_send([x.contiguous() for x in tensors], self._other, self.axis)
+        self._under_way = collectives.start_send(
+            [x.contiguous() for x in tensors], self._other, self.axis
+        )
 
     def flush(self) -> None:
         """Wait for what is under way."""
@@ -60,7 +65,9 @@ class Link:
 
     def receive(self, heads: Sequence[Head]) -> collectives.Transfer:
         """Start receiving into memory made for it."""
-        return collectives.start_receive([head.empty(self._device) for head in heads], self._other, self.axis)
+        return collectives.start_receive(
+            [head.empty(self._device) for head in heads], self._other, self.axis
+        )
 
     def send_heads(self, heads: Sequence[Head]) -> None:
         """Tell the neighbour what will come."""
@@ -73,7 +80,10 @@ class Link:
 
 
 class Links:
-    """The links of this stage; None where it has no neighbour. One per run, reached by `world.service(Links)`."""
+    """The links of this stage; None where it has no neighbour.
+
+    One per run, reached by `world.service(Links)`.
+    """
 
     def __init__(self, world: World) -> None:
         mesh = world.mesh
@@ -82,13 +92,17 @@ class Links:
 
 
 def to_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The rows `x` (n, ...) of all ranks in rank order, (ranks * n, ...), on the first rank; elsewhere a 0-dim token."""
+    """The rows `x` (n, ...) of all ranks in rank order, (ranks * n, ...), on the first rank;
+    elsewhere a 0-dim token.
+    """
     out: torch.Tensor = _ToFirst.apply(x, axis)
     return out
 
 
 def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
-    """Send activations over the link; the token that is returned stands for them in the graph here."""
+    """Send activations over the link; the token that is returned stands for them in the graph
+    here.
+    """
     token: torch.Tensor = _PassOn.apply(link, *hidden)
     return token
 
@@ -96,46 +110,63 @@ def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
 def take_over(
     heads: Sequence[Head], transfer: collectives.Transfer, link: Link, ties: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The activations that the neighbour passes on, once they are here; they require grad if they did there.
+    """The activations that the neighbour passes on, once they are here; they require grad if they
+    did there.
 
-    They are a function of `ties` to autograd, which get no gradient: a backward pass towards those must come by here.
+    They are a function of `ties` to autograd, which get no gradient: a backward pass towards those
+    must come by here.
     """
     transfer.wait()
     if not any(head.requires_grad for head in heads):
         return tuple(transfer.tensors)
     anchor = torch.zeros((), device=transfer.tensors[0].device, requires_grad=True)
-    out: tuple[torch.Tensor, ...] = _TakeOver.apply(anchor, heads, link, len(heads), *transfer.tensors, *ties)
+    out: tuple[torch.Tensor, ...] = _TakeOver.apply(
+        anchor, heads, link, len(heads), *transfer.tensors, *ties
+    )
     return out
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each stage has `counts[stage]` of, for the rows of all ranks; `head` is that of one for the rows of one rank."""
+    """What each stage has `counts[stage]` of, for the rows of all ranks; `head` is that of one for
+    the rows of one rank.
+    """
 
     head: Head
     counts: tuple[int, ...]
 
 
 def to_owners(
-    held: Sequence[torch.Tensor | None], shares: Sequence[Share], ties: Sequence[torch.Tensor], axis: Axis, device: torch.device
+    held: Sequence[torch.Tensor | None],
+    shares: Sequence[Share],
+    ties: Sequence[torch.Tensor],
+    axis: Axis,
+    device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
     """Give every rank its own rows of what the stages hold.
 
     Args:
         held: one tensor per share, (counts[own stage], ranks * n, ...), or None for a count of 0.
         shares: what they are; the same on all ranks.
-        ties: tensors whose gradients other ranks send or wait for; they get no gradient here, only their place in the order.
+        ties: tensors whose gradients other ranks send or wait for; they get no gradient here, only
+            their place in the order.
         axis: the pipeline.
         device: of the results.
 
     Returns one tensor (sum of counts, n, ...) per share.
     """
-    anchor = torch.zeros((), device=device, requires_grad=any(share.head.requires_grad for share in shares))
+    anchor = torch.zeros(
+        (), device=device, requires_grad=any(share.head.requires_grad for share in shares)
+    )
     tensors = [
-        _new(0, (axis.size * share.head.shape[0], *share.head.shape[1:]), share.head.dtype, device) if x is None else x
+        _new(0, (axis.size * share.head.shape[0], *share.head.shape[1:]), share.head.dtype, device)
+        if x is None
+        else x
         for x, share in zip(held, shares, strict=True)
     ]
-    out: tuple[torch.Tensor, ...] = _ToOwners.apply(anchor, tuple(shares), axis, len(tensors), *tensors, *ties)
+    out: tuple[torch.Tensor, ...] = _ToOwners.apply(
+        anchor, tuple(shares), axis, len(tensors), *tensors, *ties
+    )
     return out
 
 
@@ -146,7 +177,10 @@ class _ToFirst(torch.autograd.Function):
         if axis.index:
             collectives.exchange([(x.contiguous(), 0)], [], axis)
             return x.new_zeros(())
-        parts = [x, *(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in axis.ranks[1:])]
+        parts = [
+            x,
+            *(torch.empty_like(x, memory_format=torch.contiguous_format) for _ in axis.ranks[1:]),
+        ]
         collectives.exchange([], [(part, place) for place, part in enumerate(parts) if place], axis)
         return torch.cat(parts)
 
@@ -158,7 +192,9 @@ class _ToFirst(torch.autograd.Function):
             collectives.exchange([], [(own, 0)], ctx.axis)
             return own, None
         parts = grad.contiguous().chunk(ctx.axis.size)
-        collectives.exchange([(part, place) for place, part in enumerate(parts) if place], [], ctx.axis)
+        collectives.exchange(
+            [(part, place) for place, part in enumerate(parts) if place], [], ctx.axis
+        )
         return parts[0], None
 
 
@@ -166,7 +202,10 @@ class _PassOn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Link, *hidden: torch.Tensor) -> torch.Tensor:
         ctx.link = link
-        ctx.heads = [Head.of(x) if wanted else None for x, wanted in zip(hidden, ctx.needs_input_grad[1:], strict=True)]
+        ctx.heads = [
+            Head.of(x) if wanted else None
+            for x, wanted in zip(hidden, ctx.needs_input_grad[1:], strict=True)
+        ]
         link.send(hidden)
         return hidden[0].new_zeros((), dtype=torch.float32)
 
@@ -182,54 +221,106 @@ class _PassOn(torch.autograd.Function):
 class _TakeOver(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, heads: Sequence[Head], link: Link, num_taken: int, *tensors: torch.Tensor
+        ctx: Any,
+        anchor: torch.Tensor,
+        heads: Sequence[Head],
+        link: Link,
+        num_taken: int,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.link, ctx.heads, ctx.num_inputs = link, heads, 4 + len(tensors)
         out = tuple(x.detach() for x in tensors[:num_taken])
-        ctx.mark_non_differentiable(*(x for x, head in zip(out, heads, strict=True) if not head.requires_grad))
+        ctx.mark_non_differentiable(
+            *(x for x, head in zip(out, heads, strict=True) if not head.requires_grad)
+        )
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, ...]:
-        ctx.link.send([grad for grad, head in zip(grads, ctx.heads, strict=True) if head.requires_grad])
+        ctx.link.send(
+            [grad for grad, head in zip(grads, ctx.heads, strict=True) if head.requires_grad]
+        )
         return (None,) * ctx.num_inputs
 
 
 class _ToOwners(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, shares: tuple[Share, ...], axis: Axis, num_held: int, *tensors: torch.Tensor
+        ctx: Any,
+        anchor: torch.Tensor,
+        shares: tuple[Share, ...],
+        axis: Axis,
+        num_held: int,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.shares, ctx.axis, ctx.num_ties = shares, axis, len(tensors) - num_held
-        pieces = [[piece.contiguous() for piece in held.chunk(axis.size, 1)] for held in tensors[:num_held]]
-        results = [_new(sum(share.counts), share.head.shape, share.head.dtype, anchor.device) for share in shares]
-        _swap(pieces, [list(result.split(share.counts)) for result, share in zip(results, shares, strict=True)], axis)
-        ctx.mark_non_differentiable(*(x for x, share in zip(results, shares, strict=True) if not share.head.requires_grad))
+        pieces = [
+            [piece.contiguous() for piece in held.chunk(axis.size, 1)]
+            for held in tensors[:num_held]
+        ]
+        results = [
+            _new(sum(share.counts), share.head.shape, share.head.dtype, anchor.device)
+            for share in shares
+        ]
+        _swap(
+            pieces,
+            [
+                list(result.split(share.counts))
+                for result, share in zip(results, shares, strict=True)
+            ],
+            axis,
+        )
+        ctx.mark_non_differentiable(
+            *(x for x, share in zip(results, shares, strict=True) if not share.head.requires_grad)
+        )
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         axis, shares = ctx.axis, ctx.shares
-        pieces = [list(grad.contiguous().split(share.counts)) for grad, share in zip(grads, shares, strict=True)]
+        pieces = [
+            list(grad.contiguous().split(share.counts))
+            for grad, share in zip(grads, shares, strict=True)
+        ]
         results = [
-            [_new(share.counts[axis.index], share.head.shape, share.head.dtype, grads[0].device) for _ in axis.ranks]
+            [
+                _new(share.counts[axis.index], share.head.shape, share.head.dtype, grads[0].device)
+                for _ in axis.ranks
+            ]
             for share in shares
         ]
         _swap(pieces, results, axis)
-        return (None, None, None, None, *(torch.cat(parts, 1) for parts in results), *(None,) * ctx.num_ties)
+        return (
+            None,
+            None,
+            None,
+            None,
+            *(torch.cat(parts, 1) for parts in results),
+            *(None,) * ctx.num_ties,
+        )
 
 
-def _new(count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _new(
+    count: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     return torch.empty((count, *shape), dtype=dtype, device=device)
 
 
-def _swap(pieces: Sequence[Sequence[torch.Tensor]], results: Sequence[Sequence[torch.Tensor]], axis: Axis) -> None:
-    """For each share, `pieces[place]` goes to that place and `results[place]` comes from there; contiguous, may be empty."""
+def _swap(
+    pieces: Sequence[Sequence[torch.Tensor]], results: Sequence[Sequence[torch.Tensor]], axis: Axis
+) -> None:
+    """For each share, `pieces[place]` goes to that place and `results[place]` comes from there;
+    contiguous, may be empty.
+    """
     sends, receives = [], []
     for outgoing, incoming in zip(pieces, results, strict=True):
         incoming[axis.index].copy_(outgoing[axis.index])
-        sends += [(x, place) for place, x in enumerate(outgoing) if place != axis.index and x.numel()]
-        receives += [(x, place) for place, x in enumerate(incoming) if place != axis.index and x.numel()]
+        sends += [
+            (x, place) for place, x in enumerate(outgoing) if place != axis.index and x.numel()
+        ]
+        receives += [
+            (x, place) for place, x in enumerate(incoming) if place != axis.index and x.numel()
+        ]
     collectives.exchange(sends, receives, axis)

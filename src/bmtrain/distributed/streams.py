@@ -1,4 +1,6 @@
-"""Streams and events of the device; on the CPU, where everything happens in program order, they do nothing."""
+"""Streams and events of the device; on the CPU, where everything happens in program order, they do
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import torch
 
 
 class Streams(ABC):
-    """A gather and a reduce stream beside the compute stream of one device. Events order work between them."""
+    """A gather and a reduce stream beside the compute stream of one device.
+
+    Events order work between them.
+    """
 
     @abstractmethod
     def mark_compute(self) -> torch.Event | None:
@@ -27,27 +32,39 @@ class Streams(ABC):
 
     @abstractmethod
     def reducing(self) -> contextlib.AbstractContextManager[object]:
-        """Issue the body on the reduce stream, after all work so far issued on the compute stream."""
+        """Issue the body on the reduce stream, after all work so far issued on the compute
+        stream.
+        """
 
     @abstractmethod
     def mark_current(self) -> torch.Event | None:
-        """An event after all work so far issued on the stream of the surrounding `gathering` or `reducing`."""
+        """An event after all work so far issued on the stream of the surrounding `gathering` or
+        `reducing`.
+        """
 
     @abstractmethod
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Issue jobs that may run at the same time: after all work so far on the surrounding stream, before all later work."""
+        """Issue jobs that may run at the same time: after all work so far on the surrounding
+        stream, before all later work.
+        """
 
     @abstractmethod
     def fork(self) -> None:
-        """Later work on the side streams starts after all work so far issued on the compute stream."""
+        """Later work on the side streams starts after all work so far issued on the compute
+        stream.
+        """
 
     @abstractmethod
     def join(self) -> None:
-        """Later work on the compute stream starts after all work so far issued on the side streams."""
+        """Later work on the compute stream starts after all work so far issued on the side
+        streams.
+        """
 
     @abstractmethod
     def renew(self) -> None:
-        """What came before all events so far is done, or was only captured: nobody waits for those events any more."""
+        """What came before all events so far is done, or was only captured: nobody waits for those
+        events any more.
+        """
 
 
 class NullStreams(Streams):
@@ -83,20 +100,25 @@ class NullStreams(Streams):
 
 
 class Mark(torch.cuda.Event):
-    """An event of one age of the streams: a capture of a CUDA graph cannot wait for events from outside of it, nor they for its."""
+    """An event of one age of the streams: a capture of a CUDA graph cannot wait for events from
+    outside of it, nor they for its.
+    """
 
     age: int
 
 
 class CudaStreams(Streams):
-    """High-priority side streams: a collective that waits behind compute kernels delays every rank."""
+    """High-priority side streams: a collective that waits behind compute kernels delays every
+    rank.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._gather = torch.cuda.Stream(device, priority=-1)
         self._reduce = torch.cuda.Stream(device, priority=-1)
         self._device = device
-        # Each direction has its own. A stream does one thing after the other: on shared ones the copies of a reduction would wait
-        # for those of a gather, and links that carry both ways at once would carry one.
+        # Each direction has its own. A stream does one thing after the other: on shared ones the
+        # copies of a reduction would wait for those of a gather, and links that carry both ways at
+        # once would carry one.
         self._sides: defaultdict[torch.cuda.Stream, list[torch.cuda.Stream]] = defaultdict(list)
         self._age = 0
 

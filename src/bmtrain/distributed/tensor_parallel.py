@@ -1,8 +1,10 @@
-"""Differentiable operations on the tensor-parallel axis, each one node to autograd and to the compiler.
+"""Differentiable operations on the tensor-parallel axis, each one node to autograd and to the
+compiler.
 
-Gradients are those of the sum of all ranks' losses. The axis is looked up in the running world when an operation runs.
-Every forward call first asks on the CPU whether all tensor-parallel ranks call the same operation with equal shapes and
-dtypes, and raises on all of them if not, where the collective would hang or mix things up.
+Gradients are those of the sum of all ranks' losses. The axis is looked up in the running world when
+an operation runs. Every forward call first asks on the CPU whether all tensor-parallel ranks call
+the same operation with equal shapes and dtypes, and raises on all of them if not, where the
+collective would hang or mix things up.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def axis() -> Axis:
 
 
 def check_alike(what: str, facts: str) -> None:
-    """ConfigurationError on all tensor-parallel ranks, naming each rank's `facts`, unless they agree on `what` and `facts`.
+    """ConfigurationError on all tensor-parallel ranks, naming each rank's `facts`, unless they
+    agree on `what` and `facts`.
 
     Eight bytes travel on the CPU; the facts only if they differ.
     """
@@ -37,17 +40,21 @@ def check_alike(what: str, facts: str) -> None:
     said = collectives.gather_objects(f"{what}: {facts}", axis())
     each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis().ranks, said, strict=True))
     raise ConfigurationError(
-        f"the tensor-parallel ranks do not match ({each}): expected the same call with equal shapes and dtypes on all of them; "
+        f"the tensor-parallel ranks do not match ({each}): expected the same call with "
+        "equal shapes and dtypes on all of them; "
         "pad or cut the batch so that every rank has as many rows."
     )
 
 
 def check_rows(what: str, rows: int) -> None:
-    """ConfigurationError unless `rows`, the same on all tensor-parallel ranks, can be cut into one part for each."""
+    """ConfigurationError unless `rows`, the same on all tensor-parallel ranks, can be cut into one
+    part for each.
+    """
     size = axis().size
     if rows % size:
         raise ConfigurationError(
-            f"{what} got {rows} rows (dim 0) to spread over tp_size={size} ranks: expected a multiple of {size}, the rows of all "
+            f"{what} got {rows} rows (dim 0) to spread over tp_size={size} ranks: "
+            f"expected a multiple of {size}, the rows of all "
             "tensor-parallel ranks together."
         )
 
@@ -104,7 +111,9 @@ def gather_features(x: torch.Tensor) -> torch.Tensor:
     return gather_rows(x.unsqueeze(0)).movedim(0, -2).flatten(-2)
 
 
-@torch.library.custom_op("bmtrain::tp_all_reduce", mutates_args=(), schema="(Tensor x, str op) -> Tensor")
+@torch.library.custom_op(
+    "bmtrain::tp_all_reduce", mutates_args=(), schema="(Tensor x, str op) -> Tensor"
+)
 def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """The reduction of every rank's `x` by "sum" or "max"; only the sum has a gradient."""
     _agree("all_reduce", x=x, op=op)
@@ -138,24 +147,35 @@ def own_features(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _check_factors(what: str, x: torch.Tensor, weight: torch.Tensor, expected: int) -> None:
-    """What torch would only say of a part. The same on all tensor-parallel ranks, once they have agreed on the shapes."""
+    """What torch would only say of a part.
+
+    The same on all tensor-parallel ranks, once they have agreed on the shapes.
+    """
     if x.dim() < 2 or x.shape[-1] != expected:
         raise ConfigurationError(
-            f"{what} got an input of shape {tuple(x.shape)} for a weight of {tuple(weight.shape)} on each rank: expected "
+            f"{what} got an input of shape {tuple(x.shape)} for a weight of "
+            f"{tuple(weight.shape)} on each rank: expected "
             f"(rows, ..., {expected}); check gather_output and split_input of the layers around it."
         )
     if x.dtype != weight.dtype:
         raise ConfigurationError(
-            f"{what} got an input of {x.dtype} for a weight of {weight.dtype}: expected equal dtypes; convert the input, or use "
+            f"{what} got an input of {x.dtype} for a weight of {weight.dtype}: "
+            "expected equal dtypes; convert the input, or use "
             "autocast."
         )
 
 
 @torch.library.custom_op(
-    "bmtrain::tp_gather_linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias, int num_chunks) -> Tensor"
+    "bmtrain::tp_gather_linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, int num_chunks) -> Tensor",
 )
-def gather_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int) -> torch.Tensor:
-    """The rows of all ranks, from x (rows, ..., n), times weight (m, n) transposed, plus bias (m,): (ranks * rows, ..., m)."""
+def gather_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int
+) -> torch.Tensor:
+    """The rows of all ranks, from x (rows, ..., n), times weight (m, n) transposed, plus bias (m,):
+    (ranks * rows, ..., m).
+    """
     _agree("gather_linear", x=x, weight=weight, bias=bias is not None, chunks=num_chunks)
     _check_factors("a linear map of gathered rows", x, weight, weight.shape[1])
     overlap = _overlap()
@@ -164,19 +184,30 @@ def gather_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 @gather_linear.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int) -> torch.Tensor:
+def _(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int
+) -> torch.Tensor:
     return x.new_empty((axis().size * x.shape[0], *x.shape[1:-1], weight.shape[0]))
 
 
 @torch.library.custom_op(
     "bmtrain::tp_gather_linear_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, int num_chunks, bool for_x, bool for_weight) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor x, Tensor weight, int num_chunks, bool for_x, bool "
+    "for_weight) -> (Tensor, Tensor)",
 )
 def _gather_linear_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, num_chunks: int, for_x: bool, for_weight: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_chunks: int,
+    for_x: bool,
+    for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and weight; an empty tensor for one that is not wanted. The gathered x was not kept: it comes again."""
+    """Gradients of x and weight; an empty tensor for one that is not wanted.
+
+    The gathered x was not kept: it comes again.
+    """
     overlap, grad = _overlap(), _matrix(grad)
     rows = overlap.gather(_matrix(x), 1, whole=True) if for_weight else None
     sums = overlap.multiply_scatter(grad, weight, num_chunks) if for_x else None
@@ -185,10 +216,15 @@ def _gather_linear_gradients(
 
 
 @torch.library.custom_op(
-    "bmtrain::tp_linear_scatter", mutates_args=(), schema="(Tensor x, Tensor weight, bool split_input, int num_chunks) -> Tensor"
+    "bmtrain::tp_linear_scatter",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, bool split_input, int num_chunks) -> Tensor",
 )
-def linear_scatter(x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of x (ranks * rows, ..., n) times weight (m, n) transposed: (rows, ..., m).
+def linear_scatter(
+    x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of x (ranks * rows, ..., n) times weight (m, n)
+    transposed: (rows, ..., m).
 
     With `split_input`, x has the features of all ranks (..., ranks * n).
     """
@@ -207,10 +243,16 @@ def _(x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int)
 @torch.library.custom_op(
     "bmtrain::tp_linear_scatter_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor x, Tensor weight, int num_chunks, bool for_x, bool for_weight) -> (Tensor, Tensor)",
+    schema="(Tensor grad, Tensor x, Tensor weight, int num_chunks, bool for_x, bool "
+    "for_weight) -> (Tensor, Tensor)",
 )
 def _linear_scatter_gradients(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, num_chunks: int, for_x: bool, for_weight: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_chunks: int,
+    for_x: bool,
+    for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and weight; an empty tensor for one that is not wanted."""
     overlap = _overlap()
@@ -222,16 +264,25 @@ def _linear_scatter_gradients(
 @_gather_linear_gradients.register_fake
 @_linear_scatter_gradients.register_fake
 def _(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, num_chunks: int, for_x: bool, for_weight: bool
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    num_chunks: int,
+    for_x: bool,
+    for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape if for_x else 0), weight.new_empty(weight.shape if for_weight else 0)
 
 
 @torch.library.custom_op(
-    "bmtrain::tp_linear_reduce", mutates_args=(), schema="(Tensor x, Tensor weight, bool split_input) -> Tensor"
+    "bmtrain::tp_linear_reduce",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, bool split_input) -> Tensor",
 )
 def linear_reduce(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> torch.Tensor:
-    """The sum over ranks of x (rows, ..., n) times weight (m, n) transposed: (rows, ..., m), all rows on every rank."""
+    """The sum over ranks of x (rows, ..., n) times weight (m, n) transposed: (rows, ..., m), all
+    rows on every rank.
+    """
     product = _matrix(_own_input("linear_reduce", x, weight, split_input)) @ weight.t()
     collectives.all_reduce_(product, "sum", axis())
     return product.view(*x.shape[:-1], weight.shape[0])
@@ -242,11 +293,20 @@ def _(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _own_input(what: str, x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int = 1) -> torch.Tensor:
-    """The features of x that meet this rank's weight, once all ranks have agreed that they are there."""
+def _own_input(
+    what: str, x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int = 1
+) -> torch.Tensor:
+    """The features of x that meet this rank's weight, once all ranks have agreed that they are
+    there.
+    """
     _agree(what, x=x, weight=weight, split_input=split_input, chunks=num_chunks)
     count = weight.shape[1]
-    _check_factors("a linear map with a sum over ranks", x, weight, axis().size * count if split_input else count)
+    _check_factors(
+        "a linear map with a sum over ranks",
+        x,
+        weight,
+        axis().size * count if split_input else count,
+    )
     return own_features(x, count) if split_input else x
 
 
@@ -261,7 +321,9 @@ def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _gather_linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-    grad_x, grad_weight = _gather_linear_gradients(grad, *ctx.saved_tensors, ctx.options[-1], for_x, for_weight)
+    grad_x, grad_weight = _gather_linear_gradients(
+        grad, *ctx.saved_tensors, ctx.options[-1], for_x, for_weight
+    )
     # Outside of the opaque operation: the compiler can make this sum along with what makes `grad`.
     grad_bias = _matrix(grad).sum(0) if for_bias else None
     return grad_x if for_x else None, grad_weight if for_weight else None, grad_bias, None
@@ -271,8 +333,15 @@ def _linear_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor
     (x, weight), (split_input, num_chunks) = ctx.saved_tensors, ctx.options
     for_x, for_weight, *_ = ctx.needs_input_grad
     own = own_features(x, weight.shape[1]) if split_input else x
-    grad_x, grad_weight = _linear_scatter_gradients(grad, own, weight, num_chunks, for_x, for_weight)
-    return _input_gradient(grad_x, x, split_input) if for_x else None, grad_weight if for_weight else None, None, None
+    grad_x, grad_weight = _linear_scatter_gradients(
+        grad, own, weight, num_chunks, for_x, for_weight
+    )
+    return (
+        _input_gradient(grad_x, x, split_input) if for_x else None,
+        grad_weight if for_weight else None,
+        None,
+        None,
+    )
 
 
 def _linear_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

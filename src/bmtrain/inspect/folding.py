@@ -1,4 +1,7 @@
-"""Many names in few: `layers.0.weight` to `layers.39.weight` become `layers.[0-39].weight`. Text only."""
+"""Many names in few: `layers.0.weight` to `layers.39.weight` become `layers.[0-39].weight`.
+
+Text only.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,11 @@ class Folded(Generic[Settings]):
 
 
 def fold(named: Iterable[tuple[str, Settings]]) -> list[Folded[Settings]]:
-    """Fold dotted names that differ in numbers only and have equal settings, in the order of first appearance.
+    """Fold dotted names that differ in numbers only and have equal settings, in the order of first
+    appearance.
 
-    Inner numbers are folded before outer ones, so an outer range stands for members that are equal all the way down.
+    Inner numbers are folded before outer ones, so an outer range stands for members that are equal
+    all the way down.
     """
     rows = [Folded(name, 1, settings) for name, settings in named]
     depth = max((row.name.count(".") + 1 for row in rows), default=0)

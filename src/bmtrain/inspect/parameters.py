@@ -1,4 +1,6 @@
-"""inspect_model: statistics of whole parameters and their gradients, from the slices where they are."""
+"""inspect_model: statistics of whole parameters and their gradients, from the slices where they
+are.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,35 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
 
     Args:
         model: any module, sharded or not, or in parts.
-        pattern: wildcards as in a shell: `*`, `?`, `[0-3]`; the dots of a name are ordinary characters.
+        pattern: wildcards as in a shell: `*`, `?`, `[0-3]`; the dots of a name are ordinary
+            characters.
         prefix: put before every name, with a dot between; the pattern is matched with the result.
 
     Returns:
-        On every rank, for each matching parameter in the order of `model.named_parameters()`, a dict with name, shape (of
-        the whole tensor), std, mean, max, min, grad_std and grad_mean (of `.grad` as it is: summed over ranks, with the loss
-        scale). Numbers are floats of fp64 arithmetic; None is a number that does not exist: the std of a single element,
-        those of an empty or complex tensor, of a gradient that is None. A tied parameter is listed once, under its first
-        name, if any of its names matches. Parameters that are not sharded are looked at on each rank by itself. A pattern that
-        matches nothing gives an empty list.
+        On every rank, for each matching parameter in the order of `model.named_parameters()`, a
+        dict with name, shape (of the whole tensor), std, mean, max, min, grad_std and grad_mean (of
+        `.grad` as it is: summed over ranks, with the loss scale). Numbers are floats of fp64
+        arithmetic; None is a number that does not exist: the std of a single element, those of an
+        empty or complex tensor, of a gradient that is None. A tied parameter is listed once, under
+        its first name, if any of its names matches. Parameters that are not sharded are looked at
+        on each rank by itself. A pattern that matches nothing gives an empty list.
 
     Raises:
         NotInitializedError: before `init_distributed`.
-        ConfigurationError: for arguments of the wrong type; on all ranks when these look at different parameters.
+        ConfigurationError: for arguments of the wrong type; on all ranks when these look at
+            different parameters.
     """
     current = world.current("inspect_model")
     found = matching_parameters(model, pattern, prefix, what="inspect_model")
     _agree(found, pattern, current.mesh.world)
     tensors = [x for param in found.values() for x in (param, param.grad)]
     rows = measure((None if x is None else local_of(x) for x in tensors), current.device)
-    sharded = [2 * place + half for place, param in enumerate(found.values()) if _is_sharded(param) for half in range(2)]
+    sharded = [
+        2 * place + half
+        for place, param in enumerate(found.values())
+        if _is_sharded(param)
+        for half in range(2)
+    ]
     rows[sharded] = add_ranks(rows[sharded], current.mesh.world)
     statistics = statistics_of(rows)
     return [
@@ -52,23 +62,35 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
     ]
 
 
-def matching_parameters(model: torch.nn.Module, pattern: str, prefix: str = "", *, what: str) -> dict[str, torch.nn.Parameter]:
-    """Parameters of which any name, with `prefix` before it, matches; each once, under its first name. `what` is the caller."""
+def matching_parameters(
+    model: torch.nn.Module, pattern: str, prefix: str = "", *, what: str
+) -> dict[str, torch.nn.Parameter]:
+    """Parameters of which any name, with `prefix` before it, matches; each once, under its first
+    name. `what` is the caller.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"{what} got {type(model).__name__}: expected a torch.nn.Module.")
     for argument, text in (("pattern", pattern), ("prefix", prefix)):
         if not isinstance(text, str):
-            raise ConfigurationError(f"{what} got {text!r} as {argument}: expected a string, such as '*.weight'.")
+            raise ConfigurationError(
+                f"{what} got {text!r} as {argument}: expected a string, such as '*.weight'."
+            )
     start = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(start + name)
-    return {known[0]: param for param, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)}
+    return {
+        known[0]: param
+        for param, known in names.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for name in known)
+    }
 
 
 def whole_shape(param: torch.nn.Parameter) -> tuple[int, ...]:
     """The shape of the whole tensor, undoing sharding and the tensor-parallel split."""
-    return tuple(param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape)
+    return tuple(
+        param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
+    )
 
 
 def _is_sharded(param: torch.nn.Parameter) -> bool:
@@ -77,11 +99,14 @@ def _is_sharded(param: torch.nn.Parameter) -> bool:
 
 def _agree(found: dict[str, torch.nn.Parameter], pattern: str, axis: Axis) -> None:
     """Ranks that look at different parameters would add up what does not belong together."""
-    text = "\n".join(f"{name} {whole_shape(param)} {type(param).__name__}" for name, param in found.items())
+    text = "\n".join(
+        f"{name} {whole_shape(param)} {type(param).__name__}" for name, param in found.items()
+    )
     digests = collectives.gather_objects(hashlib.sha256(text.encode()).hexdigest(), axis)
     other = [rank for rank, digest in zip(axis.ranks, digests, strict=True) if digest != digests[0]]
     if other:
         raise ConfigurationError(
-            f"inspect_model: ranks {other} see other parameters than rank {axis.ranks[0]} (here {len(found)} match {pattern!r}); "
+            f"inspect_model: ranks {other} see other parameters than rank "
+            f"{axis.ranks[0]} (here {len(found)} match {pattern!r}); "
             "expected the same everywhere: call it on every rank with the same model and pattern."
         )

@@ -20,18 +20,18 @@ from bmtrain.shard.parameter import DistributedParameter
 class PrecisionRow:
     """Parameters of equal settings.
 
-    names: of all of them, folded: `layers.[0-39].attention.weight`.
-    num_parameters, num_elements: how many, and how many elements their whole tensors have.
-    sharded, trainable: whether they are.
-    stored: the dtype of the parameters between uses.
-    computed: the dtype in which modules see them. Autocast, where a program uses it, casts operation by operation from there.
-    reduced: in which gradients are summed over ranks; None where they are not: of frozen parameters, and of ordinary
+    names: of all of them, folded: `layers.[0-39].attention.weight`. num_parameters, num_elements:
+    how many, and how many elements their whole tensors have. sharded, trainable: whether they are.
+    stored: the dtype of the parameters between uses. computed: the dtype in which modules see them.
+    Autocast, where a program uses it, casts operation by operation from there. reduced: in which
+    gradients are summed over ranks; None where they are not: of frozen parameters, and of ordinary
         parameters that are in none of the optimizers.
     accumulated: in which gradients of several micro-batches add up; None of frozen parameters.
-    optimizer: its class; None for parameters that are in none of those given.
-    master: of the optimizer's exact copy of the weights; None where it updates the parameters themselves.
-    moments: the dtypes of its other state; empty where it keeps none, None where that will be known at its first step.
-    state_exists: whether `moments` was read from the optimizer's state. Before their first step torch's optimizers have none:
+    optimizer: its class; None for parameters that are in none of those given. master: of the
+    optimizer's exact copy of the weights; None where it updates the parameters themselves. moments:
+    the dtypes of its other state; empty where it keeps none, None where that will be known at its
+    first step. state_exists: whether `moments` was read from the optimizer's state. Before their
+    first step torch's optimizers have none:
         it is then the parameter's own dtype, in which they will make it.
     """
 
@@ -60,17 +60,22 @@ class _Owner:
 
 
 def precision_report(
-    model: torch.nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (), file: TextIO | None = None
+    model: torch.nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    file: TextIO | None = None,
 ) -> list[PrecisionRow]:
-    """Print on rank 0 in which precision the parameters are kept, computed with, reduced and updated. Not collective.
+    """Print on rank 0 in which precision the parameters are kept, computed with, reduced and
+    updated. Not collective.
 
     Args:
         model: any module, sharded or not.
-        optimizers: one or several, such as `manager.optimizers`. Those of bmtrain lay out their state now, if they have not yet.
+        optimizers: one or several, such as `manager.optimizers`. Those of bmtrain lay out their
+            state now, if they have not yet.
         file: where to print; stdout by default.
 
     Returns:
-        On every rank, a row for each set of parameters of equal settings, in the order of `model.named_parameters()`.
+        On every rank, a row for each set of parameters of equal settings, in the order of
+        `model.named_parameters()`.
 
     Raises:
         ConfigurationError: for arguments of the wrong type.
@@ -81,9 +86,29 @@ def precision_report(
     for name, param in found.items():
         groups.setdefault(_settings(param, owners.get(param)), {})[name] = param
     rows = [_row(settings, members) for settings, members in groups.items()]
-    columns = ("parameters", "elements", "stored", "computed", "reduced", "accumulated", "optimizer", "master", "moments")
-    caption = "* as torch's optimizers make it at their first step" if any(_is_expected(row) for row in rows) else ""
-    print_table(f"Precision of {model.__class__.__name__}", columns, [_cells(row) for row in rows], caption, file)
+    columns = (
+        "parameters",
+        "elements",
+        "stored",
+        "computed",
+        "reduced",
+        "accumulated",
+        "optimizer",
+        "master",
+        "moments",
+    )
+    caption = (
+        "* as torch's optimizers make it at their first step"
+        if any(_is_expected(row) for row in rows)
+        else ""
+    )
+    print_table(
+        f"Precision of {model.__class__.__name__}",
+        columns,
+        [_cells(row) for row in rows],
+        caption,
+        file,
+    )
     return rows
 
 
@@ -93,7 +118,8 @@ def _owners(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parame
     for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
-                f"precision_report got {type(optimizer).__name__} among the optimizers: expected torch.optim.Optimizers; of an "
+                f"precision_report got {type(optimizer).__name__} among the "
+                "optimizers: expected torch.optim.Optimizers; of an "
                 "OptimManager, pass manager.optimizers."
             )
         states = optimizer.state_dict()["state"]
@@ -114,13 +140,17 @@ def _settings(param: torch.nn.Parameter, owner: _Owner | None) -> PrecisionRow:
         reduced=reduced,
         accumulated=accumulated,
         optimizer=None if owner is None else type(owner.optimizer).__name__,
-        master=owner.state["master"].dtype if owner is not None and "master" in owner.state else None,
+        master=owner.state["master"].dtype
+        if owner is not None and "master" in owner.state
+        else None,
         moments=() if owner is None else _moments(param, owner),
         state_exists=owner is not None and bool(owner.state),
     )
 
 
-def _gradient_dtypes(param: torch.nn.Parameter, owner: _Owner | None) -> tuple[torch.dtype | None, torch.dtype]:
+def _gradient_dtypes(
+    param: torch.nn.Parameter, owner: _Owner | None
+) -> tuple[torch.dtype | None, torch.dtype]:
     """Of the sum over ranks and the sum over micro-batches."""
     if isinstance(param, DistributedParameter):
         policy = param.storage_of.gradient.policy
@@ -131,8 +161,12 @@ def _gradient_dtypes(param: torch.nn.Parameter, owner: _Owner | None) -> tuple[t
 def _moments(param: torch.nn.Parameter, owner: _Owner) -> tuple[torch.dtype, ...] | None:
     if owner.state:
         others = [value for name, value in owner.state.items() if name not in ("step", "master")]
-        return tuple(sorted({value.dtype for value in others if isinstance(value, torch.Tensor)}, key=str))
-    if not param.requires_grad or (isinstance(owner.optimizer, torch.optim.SGD) and not owner.group["momentum"]):
+        return tuple(
+            sorted({value.dtype for value in others if isinstance(value, torch.Tensor)}, key=str)
+        )
+    if not param.requires_grad or (
+        isinstance(owner.optimizer, torch.optim.SGD) and not owner.group["momentum"]
+    ):
         return ()
     return (param.dtype,) if type(owner.optimizer).__module__.startswith("torch.optim.") else None
 
@@ -151,12 +185,21 @@ def _is_expected(row: PrecisionRow) -> bool:
 
 
 def _cells(row: PrecisionRow) -> tuple[str, ...]:
-    names = row.names[0] if len(row.names) == 1 else f"{row.names[0]} and {row.num_parameters - 1} more"
+    names = (
+        row.names[0] if len(row.names) == 1 else f"{row.names[0]} and {row.num_parameters - 1} more"
+    )
     moments = "at first step" if row.moments is None else ", ".join(map(_text, row.moments)) or "-"
     dtypes = (row.stored, row.computed, row.reduced, row.accumulated)
     marked = f"{moments}*" if _is_expected(row) else moments
     frozen = "" if row.trainable else " (frozen)"
-    return (names + frozen, f"{row.num_elements:,}", *map(_text, dtypes), row.optimizer or "-", _text(row.master), marked)
+    return (
+        names + frozen,
+        f"{row.num_elements:,}",
+        *map(_text, dtypes),
+        row.optimizer or "-",
+        _text(row.master),
+        marked,
+    )
 
 
 def _text(dtype: torch.dtype | None) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One recorded tensor: the `count`-th of its name in its group, among those of a segment and a stage (see `Position`)."""
+    """One recorded tensor: the `count`-th of its name in its group, among those of a segment and a
+    stage (see `Position`).
+    """
 
     group: str | None
     name: str
@@ -47,7 +49,9 @@ def number(keys: Iterable[Key]) -> dict[Key, int]:
 
 
 def shape_of_all(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of the tensors of all ranks one below the other: a number is a row, and a dim in which they differ is -1."""
+    """The shape of the tensors of all ranks one below the other: a number is a row, and a dim in
+    which they differ is -1.
+    """
     rows = [shape or (1,) for shape in shapes]
     if len({len(shape) for shape in rows}) > 1:
         return (-1,)

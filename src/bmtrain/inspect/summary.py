@@ -11,7 +11,9 @@ from bmtrain.inspect.moments import Statistics
 COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
 
 
-def entry(name: str, shape: tuple[int, ...], values: Statistics | None, grad: Statistics | None) -> dict[str, Any]:
+def entry(
+    name: str, shape: tuple[int, ...], values: Statistics | None, grad: Statistics | None
+) -> dict[str, Any]:
     """The dict of one tensor; numbers are floats, or None where there is no such number."""
     values, grad = values or Statistics(), grad or Statistics()
     return {
@@ -27,16 +29,19 @@ def entry(name: str, shape: tuple[int, ...], values: Statistics | None, grad: St
 
 
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
-    """A plain-text table of what `inspect_model` or `Inspector.get_summary` returns, a line per tensor under a heading.
+    """A plain-text table of what `inspect_model` or `Inspector.get_summary` returns, a line per
+    tensor under a heading.
 
-    Numbers have four significant digits; "-" is what does not exist, such as the gradient of a frozen parameter.
+    Numbers have four significant digits; "-" is what does not exist, such as the gradient of a
+    frozen parameter.
 
     Raises:
         ConfigurationError: for anything but a list of such dicts.
     """
     if isinstance(summary, str | Mapping) or not isinstance(summary, Iterable):
         raise ConfigurationError(
-            f"format_summary got {type(summary).__name__}: expected the list that inspect_model or get_summary returns."
+            f"format_summary got {type(summary).__name__}: expected the list that "
+            "inspect_model or get_summary returns."
         )
     lines = [COLUMNS, *(_cells(row) for row in summary)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(COLUMNS))]
@@ -45,7 +50,10 @@ def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(row, Mapping) or "name" not in row:
-        raise ConfigurationError(f"format_summary got {row!r} in its list: expected the dicts that inspect_model returns.")
+        raise ConfigurationError(
+            f"format_summary got {row!r} in its list: expected the dicts that "
+            "inspect_model returns."
+        )
     return tuple(_text(row.get(column)) for column in COLUMNS)
 
 

@@ -14,8 +14,16 @@ from bmtrain.runtime import world
 LOG_WIDTH = 160  # columns where there is no terminal to ask
 
 
-def print_table(title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str, file: TextIO | None) -> None:
-    """Print a table on rank 0, to stdout or `file`: the first column to the left, the others to the right."""
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    caption: str,
+    file: TextIO | None,
+) -> None:
+    """Print a table on rank 0, to stdout or `file`: the first column to the left, the others to the
+    right.
+    """
     if world.rank() != 0:
         return
     table = rich.table.Table(title=rich.text.Text(title), caption=rich.text.Text(caption))

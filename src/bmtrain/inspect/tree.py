@@ -43,7 +43,9 @@ class ParameterRow:
         return self.count * math.prod(self.shape)
 
 
-def print_inspect(model: torch.nn.Module, pattern: str = "*", file: TextIO | None = None) -> list[ParameterRow]:
+def print_inspect(
+    model: torch.nn.Module, pattern: str = "*", file: TextIO | None = None
+) -> list[ParameterRow]:
     """Print on rank 0 the parameters whose name matches, equal layers folded. Not collective.
 
     Args:
@@ -60,8 +62,19 @@ def print_inspect(model: torch.nn.Module, pattern: str = "*", file: TextIO | Non
     found = matching_parameters(model, pattern, what="print_inspect")
     folded = fold((name, _settings(param)) for name, param in found.items())
     rows = [dataclasses.replace(line.settings, name=line.name, count=line.count) for line in folded]
-    columns = ("parameter", "shape", "dtype", "elements", f"on rank {world.rank()}", "sharded", "trainable", "group")
-    print_table(model.__class__.__name__, columns, [_cells(row) for row in rows], _totals(rows), file)
+    columns = (
+        "parameter",
+        "shape",
+        "dtype",
+        "elements",
+        f"on rank {world.rank()}",
+        "sharded",
+        "trainable",
+        "group",
+    )
+    print_table(
+        model.__class__.__name__, columns, [_cells(row) for row in rows], _totals(rows), file
+    )
     return rows
 
 
@@ -82,12 +95,24 @@ def _cells(row: ParameterRow) -> tuple[str, ...]:
     dtype = str(row.dtype).removeprefix("torch.")
     flags = ("yes" if flag else "no" for flag in (row.sharded, row.trainable))
     return (
-        row.name, f"{times}{row.shape}", dtype, f"{row.num_elements:,}", f"{row.count * row.num_local:,}", *flags, row.group or "",
-    )  # fmt: skip
+        row.name,
+        f"{times}{row.shape}",
+        dtype,
+        f"{row.num_elements:,}",
+        f"{row.count * row.num_local:,}",
+        *flags,
+        row.group or "",
+    )
 
 
 def _totals(rows: list[ParameterRow]) -> str:
-    total, local = sum(row.num_elements for row in rows), sum(row.count * row.num_local for row in rows)
+    total, local = (
+        sum(row.num_elements for row in rows),
+        sum(row.count * row.num_local for row in rows),
+    )
     trainable = sum(row.num_elements for row in rows if row.trainable)
     count = sum(row.count for row in rows)
-    return f"{count:,} parameters of {total:,} elements, {trainable:,} trainable; {local:,} on rank {world.rank()}"
+    return (
+        f"{count:,} parameters of {total:,} elements, {trainable:,} trainable; {local:,} "
+        f"on rank {world.rank()}"
+    )

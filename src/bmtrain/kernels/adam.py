@@ -1,4 +1,6 @@
-"""The AdamW update of flat tensors: a plain-torch twin, a CPU path and a fused Triton kernel, one rule for every dtype."""
+"""The AdamW update of flat tensors: a plain-torch twin, a CPU path and a fused Triton kernel, one
+rule for every dtype.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ class AdamSettings:
 class AdamTensors(NamedTuple):
     """What belongs to the same elements, contiguous.
 
-    weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where weights are fp32 or fp64.
-    grad: (n,) of any floating dtype, read only.
-    master, mean, square: (n,) fp32, fp64 where weights are fp64: the exact weights and both moments.
+    weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where
+    weights are fp32 or fp64. grad: (n,) of any floating dtype, read only. master, mean, square:
+    (n,) fp32, fp64 where weights are fp64: the exact weights and both moments.
     """
 
     weight: torch.Tensor
@@ -53,8 +55,11 @@ class AdamTensors(NamedTuple):
         return self.weight is self.master
 
 
-def adamw_update(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
-    """Update tensors of one device in place, element by element; only for fp64 weights a verdict is waited for.
+def adamw_update(
+    tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
+) -> None:
+    """Update tensors of one device in place, element by element; only for fp64 weights a verdict is
+    waited for.
 
     Args:
         tensors: rows of AdamTensors.
@@ -73,8 +78,12 @@ def adamw_update(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor |
             _update_on_cpu(AdamTensors(*row), settings)
 
 
-def adamw_reference(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
-    """The same by the formula, one operation after another: what the fast paths are tested against."""
+def adamw_reference(
+    tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
+) -> None:
+    """The same by the formula, one operation after another: what the fast paths are tested
+    against.
+    """
     if verdict is not None and not bool(verdict.isfinite()):
         return
     s = settings
@@ -90,7 +99,9 @@ def adamw_reference(tensors: Batch, settings: AdamSettings, verdict: torch.Tenso
 
 
 def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
-    """torch's fused CPU AdamW, the operator itself: it reads and writes each tensor once, on all threads."""
+    """torch's fused CPU AdamW, the operator itself: it reads and writes each tensor once, on all
+    threads.
+    """
     s = settings
     if t.weight.numel() == 0:
         return
@@ -98,32 +109,64 @@ def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
     if s.scale != 1.0:
         exact = exact / s.scale
     fused_adamw(
-        [t.master], [exact], [t.mean], [t.square], [], [torch.tensor(float(s.step), device="cpu")], amsgrad=False,
-        maximize=s.maximize, lr=s.lr, beta1=s.beta1, beta2=s.beta2, weight_decay=s.weight_decay, eps=s.eps,
-    )  # fmt: skip
+        [t.master],
+        [exact],
+        [t.mean],
+        [t.square],
+        [],
+        [torch.tensor(float(s.step), device="cpu")],
+        amsgrad=False,
+        maximize=s.maximize,
+        lr=s.lr,
+        beta1=s.beta1,
+        beta2=s.beta2,
+        weight_decay=s.weight_decay,
+        eps=s.eps,
+    )
     if not t.is_exact:
         t.weight.copy_(t.master)
 
 
-def adamw_triton(tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None) -> None:
+def adamw_triton(
+    tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
+) -> None:
     """The same by one kernel for all tensors of equal dtypes."""
     from bmtrain.kernels.chunks_triton import DTYPES
 
     s = settings
     for dtypes, chunks in tensors.tables(BLOCK):
         with launching_on(chunks.rows.device):
-            # Differences such as 1 - beta2 lose a hundred times their last bit in fp32: they are taken here, in double.
+            # Differences such as 1 - beta2 lose a hundred times their last bit in fp32: they are
+            # taken here, in double.
             _triton_kernel()[(chunks.count,)](
-                chunks.rows, chunks.row_of, verdict, 1 - s.lr * s.weight_decay, s.lr / (1 - s.beta1**s.step), s.beta1, 1 - s.beta1,
-                s.beta2, 1 - s.beta2, s.eps, s.gradient_factor, 1 - s.beta2**s.step,
-                WEIGHT=DTYPES[dtypes[0]], GRAD=DTYPES[dtypes[1]], IS_ALIGNED=chunks.is_aligned, BLOCK=BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
-    torch.autograd.graph.increment_version(x for weight, _, *state in tensors.rows for x in (weight, *state))
+                chunks.rows,
+                chunks.row_of,
+                verdict,
+                1 - s.lr * s.weight_decay,
+                s.lr / (1 - s.beta1**s.step),
+                s.beta1,
+                1 - s.beta1,
+                s.beta2,
+                1 - s.beta2,
+                s.eps,
+                s.gradient_factor,
+                1 - s.beta2**s.step,
+                WEIGHT=DTYPES[dtypes[0]],
+                GRAD=DTYPES[dtypes[1]],
+                IS_ALIGNED=chunks.is_aligned,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
+    torch.autograd.graph.increment_version(
+        x for weight, _, *state in tensors.rows for x in (weight, *state)
+    )
 
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first update on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first update
+    on a GPU.
+    """
     from bmtrain.kernels.adam_triton import adamw_kernel
 
     return adamw_kernel

@@ -10,11 +10,25 @@ from bmtrain.kernels.chunks_triton import tensor_at
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    rows: tl.tensor, row_of: tl.tensor, verdict: tl.tensor, keep: tl.tensor, rate: tl.tensor, beta1: tl.tensor, rest1: tl.tensor,
-    beta2: tl.tensor, rest2: tl.tensor, eps: tl.tensor, factor: tl.tensor, correction2: tl.tensor,
-    WEIGHT: tl.constexpr, GRAD: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """One pass over rows of (weight, gradient, master, mean, square): gradient in, the others out. Arithmetic in fp32.
+    rows: tl.tensor,
+    row_of: tl.tensor,
+    verdict: tl.tensor,
+    keep: tl.tensor,
+    rate: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    eps: tl.tensor,
+    factor: tl.tensor,
+    correction2: tl.tensor,
+    WEIGHT: tl.constexpr,
+    GRAD: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One pass over rows of (weight, gradient, master, mean, square): gradient in, the others out.
+    Arithmetic in fp32.
 
     Everything stays as it is when the number in `verdict` is NaN or infinite.
     """

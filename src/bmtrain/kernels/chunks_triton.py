@@ -17,7 +17,9 @@ DTYPES: dict[torch.dtype, Any] = {
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tensor_at(row: tl.tensor, column: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr) -> tl.tensor:
+def tensor_at(
+    row: tl.tensor, column: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr
+) -> tl.tensor:
     """The pointer in a column of a row."""
     pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer

@@ -1,17 +1,21 @@
-"""Sums over the classes of every row of logits, and the gradient of its cross entropy: Triton beside plain torch.
+"""Sums over the classes of every row of logits, and the gradient of its cross entropy: Triton
+beside plain torch.
 
-With logits x (rows, columns), class weights w (1 by default) and p_c = exp(x_c - m) / s, where m = max_c x_c and
-s = sum_c exp(x_c - m), the gradient of a row's loss is
+With logits x (rows, columns), class weights w (1 by default) and p_c = exp(x_c - m) / s, where m =
+max_c x_c and s = sum_c exp(x_c - m), the gradient of a row's loss is
 
     mass p_c - smooth w_c - [c = column] hit
 
-for three numbers per row that the caller chooses (`RowFactors`). log s is never added to m: beside a large m it would lose its
-digits. Arithmetic is in fp32, for fp64 logits in fp64; a gradient is rounded to its dtype once.
+for three numbers per row that the caller chooses (`RowFactors`). log s is never added to m: beside
+a large m it would lose its digits. Arithmetic is in fp32, for fp64 logits in fp64; a gradient is
+rounded to its dtype once.
 
-On a GPU one kernel reads each logit once for the sums and one reads it once for the gradient. On a CPU plain torch works through
-chunks of rows; so it does, with one chunk, under torch.compile, which fuses it into kernels as fast as these.
+On a GPU one kernel reads each logit once for the sums and one reads it once for the gradient. On a
+CPU plain torch works through chunks of rows; so it does, with one chunk, under torch.compile, which
+fuses it into kernels as fast as these.
 
-Source of the sums in one pass: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+Source of the sums in one pass: Milakov and Gimelshein, "Online normalizer calculation for softmax"
+(2018).
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ BLOCK, WARPS = 2048, 4
 
 
 class RowSums(NamedTuple):
-    """Of every row, each (rows,) in the arithmetic dtype; s and the last are relative to the maximum.
+    """Of every row, each (rows,) in the arithmetic dtype; s and the last are relative to the
+    maximum.
 
     highest: m, the maximum; where it is -inf the others are relative to 0.
     sum_exp: s, the sum of exp(x_c - m).
@@ -44,10 +49,11 @@ class RowSums(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """What makes the gradient of a row: see the top of the file. A row of three zeros has a zero gradient, whatever its logits.
+    """What makes the gradient of a row: see the top of the file. A row of three zeros has a zero
+    gradient, whatever its logits.
 
-    mass, smooth, hit: (rows,) in the arithmetic dtype; without smoothing, `smooth` may be any of the others.
-    column: (rows,) int64, -1 for a row whose class has no column here.
+    mass, smooth, hit: (rows,) in the arithmetic dtype; without smoothing, `smooth` may be any of
+    the others. column: (rows,) int64, -1 for a row whose class has no column here.
     """
 
     mass: torch.Tensor
@@ -78,7 +84,12 @@ def row_sums(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: boo
 
 
 def row_gradient(
-    logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """The gradient (rows, columns) of logits in their dtype.
 
@@ -93,7 +104,12 @@ def row_gradient(
 
 
 def row_gradient_(
-    logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """The same in place of the logits, whose rows must be contiguous."""
     by = row_gradient_by_torch_ if _is_plain(logits) else row_gradient_by_triton_
@@ -107,14 +123,18 @@ def _is_plain(logits: torch.Tensor) -> bool:
 # Plain torch
 
 
-def row_sums_by_torch(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool) -> RowSums:
+def row_sums_by_torch(
+    logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool
+) -> RowSums:
     """`row_sums` in chunks of rows: no fp32 copy of half-precision logits."""
     highest = logits.amax(1).to(arithmetic(logits.dtype))
     sum_exp, below = torch.empty_like(highest), torch.zeros_like(highest)
-    # Where all columns are masked m is -inf, and x - m no number: what is left of exp(x) beside a finite maximum is 0.
+    # Where all columns are masked m is -inf, and x - m no number: what is left of exp(x) beside a
+    # finite maximum is 0.
     shift = torch.where(highest == -torch.inf, 0.0, highest)
     for rows in _row_chunks(logits):
-        # Two tensors of different dtype subtract in the wider one, without a converted copy of the logits.
+        # Two tensors of different dtype subtract in the wider one, without a converted copy of the
+        # logits.
         differences = torch.sub(logits[rows], shift[rows, None])
         if smoothed:
             below[rows] = differences.sum(1) if weight is None else (differences * weight).sum(1)
@@ -123,7 +143,12 @@ def row_sums_by_torch(logits: torch.Tensor, weight: torch.Tensor | None, *, smoo
 
 
 def row_gradient_by_torch(
-    logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """`row_gradient` in chunks of rows."""
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -132,7 +157,12 @@ def row_gradient_by_torch(
 
 
 def row_gradient_by_torch_(
-    logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """`row_gradient_` in chunks of rows."""
     _write_gradient(logits, logits, sums, factors, weight, smoothed=smoothed)
@@ -140,14 +170,21 @@ def row_gradient_by_torch_(
 
 
 def _write_gradient(
-    out: torch.Tensor, logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> None:
     mass, smooth, hit, column = factors
     spread = mass / sums.sum_exp
     # Not left to products with zero: an infinite logit would make them NaN.
     unwanted = (mass == 0) & (smooth == 0) & (hit == 0)
-    # The target's column is worked out apart in fp32 and written over: subtracting from the stored half-precision
-    # gradient would round twice, and an fp32 one-hot matrix is what this file avoids.
+    # The target's column is worked out apart in fp32 and written over: subtracting from the stored
+    # half-precision gradient would round twice, and an fp32 one-hot matrix is what this file
+    # avoids.
     here, place = column >= 0, column.clamp(min=0)
     at_target = spread * torch.exp(score(logits, place) - sums.highest) - hit
     if smoothed:
@@ -167,7 +204,9 @@ def score(logits: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
 
 
 def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that bound the fp32 scratch; one slice under torch.compile, which fuses it away."""
+    """Slices of rows that bound the fp32 scratch; one slice under torch.compile, which fuses it
+    away.
+    """
     num_rows, num_columns = logits.shape
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
@@ -180,7 +219,9 @@ def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
 # Triton
 
 
-def row_sums_by_triton(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool) -> RowSums:
+def row_sums_by_triton(
+    logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool
+) -> RowSums:
     """`row_sums` in one kernel that reads each logit once."""
     logits = _in_rows(logits)
     sums = _empty_sums(logits)
@@ -189,20 +230,44 @@ def row_sums_by_triton(logits: torch.Tensor, weight: torch.Tensor | None, *, smo
 
 
 def row_gradient_by_triton(
-    logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """`row_gradient` in one kernel that reads each logit and writes each number once."""
     logits = _in_rows(logits)
-    grad = torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
-    _launch("row_gradient_kernel", logits, (grad, sums.highest, sums.sum_exp, *factors), weight, smoothed=smoothed)
+    grad = torch.empty_strided(
+        logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device
+    )
+    _launch(
+        "row_gradient_kernel",
+        logits,
+        (grad, sums.highest, sums.sum_exp, *factors),
+        weight,
+        smoothed=smoothed,
+    )
     return grad
 
 
 def row_gradient_by_triton_(
-    logits: torch.Tensor, sums: RowSums, factors: RowFactors, weight: torch.Tensor | None, *, smoothed: bool
+    logits: torch.Tensor,
+    sums: RowSums,
+    factors: RowFactors,
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> torch.Tensor:
     """`row_gradient_` in the same kernel."""
-    _launch("row_gradient_kernel", logits, (logits, sums.highest, sums.sum_exp, *factors), weight, smoothed=smoothed)
+    _launch(
+        "row_gradient_kernel",
+        logits,
+        (logits, sums.highest, sums.sum_exp, *factors),
+        weight,
+        smoothed=smoothed,
+    )
     torch.autograd.graph.increment_version(logits)
     return logits
 
@@ -210,15 +275,28 @@ def row_gradient_by_triton_(
 def _in_rows(logits: torch.Tensor) -> torch.Tensor:
     """Each row contiguous and the next not far behind it: logits themselves, or a copy."""
     stride, num_columns = logits.stride(0), logits.shape[1]
-    return logits if logits.stride(1) == 1 and num_columns <= stride < 2 * num_columns else logits.contiguous()
+    return (
+        logits
+        if logits.stride(1) == 1 and num_columns <= stride < 2 * num_columns
+        else logits.contiguous()
+    )
 
 
 def _empty_sums(logits: torch.Tensor) -> RowSums:
-    return RowSums(*torch.empty(3, logits.shape[0], dtype=arithmetic(logits.dtype), device=logits.device).unbind(0))
+    return RowSums(
+        *torch.empty(
+            3, logits.shape[0], dtype=arithmetic(logits.dtype), device=logits.device
+        ).unbind(0)
+    )
 
 
 def _launch(
-    name: str, logits: torch.Tensor, tensors: tuple[torch.Tensor, ...], weight: torch.Tensor | None, *, smoothed: bool
+    name: str,
+    logits: torch.Tensor,
+    tensors: tuple[torch.Tensor, ...],
+    weight: torch.Tensor | None,
+    *,
+    smoothed: bool,
 ) -> None:
     """One program per row."""
     num_rows, num_columns = logits.shape
@@ -227,14 +305,23 @@ def _launch(
     kernel = getattr(_triton_kernels(), name)
     with launching_on(logits.device):
         kernel[(num_rows,)](
-            logits, logits.stride(0), num_columns, *tensors, logits if weight is None else weight,
-            WEIGHTED=weight is not None, SMOOTHED=smoothed, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            num_columns,
+            *tensors,
+            logits if weight is None else weight,
+            WEIGHTED=weight is not None,
+            SMOOTHED=smoothed,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
 
 
 @functools.cache
 def _triton_kernels() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first loss on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first loss
+    on a GPU.
+    """
     from bmtrain.kernels import cross_entropy_triton
 
     return cross_entropy_triton

@@ -1,11 +1,12 @@
-"""Kernels of cross entropy: a program works on a row of logits. Imported only where there is a GPU: see kernels/cross_entropy.py.
+"""Kernels of cross entropy: a program works on a row of logits. Imported only where there is a GPU:
+see kernels/cross_entropy.py.
 
 Arithmetic has the dtype of the sums, fp32 or fp64. Places are counted in 64 bits.
 
-Whole vectors can be moved only from places that are a multiple of their length, and only if a mask takes or leaves them as a
-whole. A row of an odd vocabulary begins and ends anywhere. So places are counted from the last such multiple before it, the row
-being [first, last) of them; blocks are of whole vectors inside of it, and what is left at both ends, its edges, is one small
-block more.
+Whole vectors can be moved only from places that are a multiple of their length, and only if a mask
+takes or leaves them as a whole. A row of an odd vocabulary begins and ends anywhere. So places are
+counted from the last such multiple before it, the row being [first, last) of them; blocks are of
+whole vectors inside of it, and what is left at both ends, its edges, is one small block more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# No kernel is better for knowing these to be multiples of anything, and chunks of rows would each want their own.
+# No kernel is better for knowing these to be multiples of anything, and chunks of rows would each
+# want their own.
 SIZES = ["stride", "count"]
 PER_ROW = ["highest", "sum_exp", "below", "mass", "smooth", "hit", "column"]
 
@@ -23,14 +25,30 @@ WIDTH = tl.constexpr(8)  # elements of a lane that lie side by side: 16 bytes of
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)  # type: ignore[untyped-decorator]
 def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    logits: tl.tensor, stride: tl.tensor, count: tl.tensor,
-    highest: tl.tensor, sum_exp: tl.tensor, below: tl.tensor,
-    weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    logits: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    highest: tl.tensor,
+    sum_exp: tl.tensor,
+    below: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Maximum, sum of exponentials and weighted sum of each row."""
     row = tl.program_id(0).to(tl.int64)
     start, first = _begin(row * stride)
-    h, s, b = _sums(logits + start, first, first + count, highest.dtype.element_ty, weight, WEIGHTED, SMOOTHED, BLOCK)
+    h, s, b = _sums(
+        logits + start,
+        first,
+        first + count,
+        highest.dtype.element_ty,
+        weight,
+        WEIGHTED,
+        SMOOTHED,
+        BLOCK,
+    )
     tl.store(highest + row, h)
     tl.store(sum_exp + row, s)
     tl.store(below + row, b)
@@ -38,11 +56,24 @@ def row_sums_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argu
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)  # type: ignore[untyped-decorator]
 def row_gradient_kernel(  # noqa: PLR0913 (as above)
-    logits: tl.tensor, stride: tl.tensor, count: tl.tensor,
-    grad: tl.tensor, highest: tl.tensor, sum_exp: tl.tensor, mass: tl.tensor, smooth: tl.tensor, hit: tl.tensor, column: tl.tensor,
-    weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """The gradient of each row, from its sums; `grad` has the strides of the logits, and may be the logits."""
+    logits: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    grad: tl.tensor,
+    highest: tl.tensor,
+    sum_exp: tl.tensor,
+    mass: tl.tensor,
+    smooth: tl.tensor,
+    hit: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The gradient of each row, from its sums; `grad` has the strides of the logits, and may be the
+    logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     start, first = _begin(row * stride)
     own_mass, own_smooth, own_hit = tl.load(mass + row), tl.load(smooth + row), tl.load(hit + row)
@@ -50,9 +81,20 @@ def row_gradient_kernel(  # noqa: PLR0913 (as above)
         _clear(grad + start, first, first + count, BLOCK)
     else:
         _write_gradient(
-            grad + start, logits + start, first, first + count, tl.load(highest + row), own_mass / tl.load(sum_exp + row),
-            own_smooth, own_hit, tl.load(column + row), weight, WEIGHTED, SMOOTHED, BLOCK,
-        )  # fmt: skip
+            grad + start,
+            logits + start,
+            first,
+            first + count,
+            tl.load(highest + row),
+            own_mass / tl.load(sum_exp + row),
+            own_smooth,
+            own_hit,
+            tl.load(column + row),
+            weight,
+            WEIGHTED,
+            SMOOTHED,
+            BLOCK,
+        )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -64,7 +106,9 @@ def _begin(place: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _edges(first: tl.tensor, last: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Places of a row before its first whole vector and after its last, and which of them are in the row."""
+    """Places of a row before its first whole vector and after its last, and which of them are in
+    the row.
+    """
     i = tl.arange(0, 2 * ALIGNMENT)
     head = tl.minimum(_body_first(first), last)
     tail = tl.maximum(_body_last(last), head)
@@ -84,27 +128,43 @@ def _body_last(last: tl.tensor) -> tl.tensor:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weights(weight: tl.tensor, columns: tl.tensor, inside: tl.tensor, DTYPE: tl.constexpr, WEIGHTED: tl.constexpr) -> tl.tensor:
+def _weights(
+    weight: tl.tensor,
+    columns: tl.tensor,
+    inside: tl.tensor,
+    DTYPE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+) -> tl.tensor:
     """Class weights, 0 outside of the row."""
-    return tl.load(weight + columns, mask=inside, other=0.0) if WEIGHTED else tl.where(inside, 1.0, 0.0).to(DTYPE)
+    return (
+        tl.load(weight + columns, mask=inside, other=0.0)
+        if WEIGHTED
+        else tl.where(inside, 1.0, 0.0).to(DTYPE)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sums(
-    row: tl.tensor, first: tl.tensor, last: tl.tensor, DTYPE: tl.constexpr, weight: tl.tensor,
-    WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    row: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    DTYPE: tl.constexpr,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One pass over a row: maximum, sum of exponentials, weighted sum.
 
-    Every lane sums up what it reads, a vector at a time, relative to its own maximum: no lane waits for another until the end.
-    The weighted sum is relative to the row's first logit until then.
+    Every lane sums up what it reads, a vector at a time, relative to its own maximum: no lane waits
+    for another until the end. The weighted sum is relative to the row's first logit until then.
     """
     lanes = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     highest = tl.full((BLOCK // WIDTH,), float("-inf"), DTYPE)
     sum_exp = tl.zeros_like(highest)
     below, seen = tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE), tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE)
-    # A base that moves with the maximum would need `seen` inside the loop, where Triton 3.6 takes a sum over lanes of what was
-    # loaded, added up from turn to turn, for its first value.
+    # A base that moves with the maximum would need `seen` inside the loop, where Triton 3.6 takes a
+    # sum over lanes of what was loaded, added up from turn to turn, for its first value.
     base = tl.load(row + first).to(DTYPE)
     base = tl.where(tl.abs(base) < float("inf"), base, 0.0)
     for start in range(0, last, BLOCK):
@@ -126,7 +186,9 @@ def _sums(
     total_below = tl.zeros_like(total)
     if SMOOTHED:
         w = _weights(weight, places - first, inside, DTYPE, WEIGHTED)
-        total_below += tl.sum(tl.sum(below + seen * (base - shift), 1), 0) + tl.sum(w * tl.where(inside, x - shift, 0.0), 0)
+        total_below += tl.sum(tl.sum(below + seen * (base - shift), 1), 0) + tl.sum(
+            w * tl.where(inside, x - shift, 0.0), 0
+        )
     return top, total, total_below
 
 
@@ -138,23 +200,73 @@ def _finite(highest: tl.tensor) -> tl.tensor:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_gradient(  # noqa: PLR0913 (as above)
-    out: tl.tensor, row: tl.tensor, first: tl.tensor, last: tl.tensor, highest: tl.tensor, spread: tl.tensor, smooth: tl.tensor,
-    hit: tl.tensor, column: tl.tensor, weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    highest: tl.tensor,
+    spread: tl.tensor,
+    smooth: tl.tensor,
+    hit: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """The gradient at all places of a row."""
     for start in range(0, last, BLOCK):
         places = start + tl.arange(0, BLOCK)
         inside = (places >= _body_first(first)) & (places < _body_last(last))
-        _write_places(out, row, places, inside, first, highest, spread, smooth, hit, column, weight, WEIGHTED, SMOOTHED)
+        _write_places(
+            out,
+            row,
+            places,
+            inside,
+            first,
+            highest,
+            spread,
+            smooth,
+            hit,
+            column,
+            weight,
+            WEIGHTED,
+            SMOOTHED,
+        )
     places, inside = _edges(first, last)
-    _write_places(out, row, places, inside, first, highest, spread, smooth, hit, column, weight, WEIGHTED, SMOOTHED)
+    _write_places(
+        out,
+        row,
+        places,
+        inside,
+        first,
+        highest,
+        spread,
+        smooth,
+        hit,
+        column,
+        weight,
+        WEIGHTED,
+        SMOOTHED,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_places(  # noqa: PLR0913 (as above)
-    out: tl.tensor, row: tl.tensor, places: tl.tensor, inside: tl.tensor, first: tl.tensor, highest: tl.tensor, spread: tl.tensor,
-    smooth: tl.tensor, hit: tl.tensor, column: tl.tensor, weight: tl.tensor, WEIGHTED: tl.constexpr, SMOOTHED: tl.constexpr,
-) -> None:  # fmt: skip
+    out: tl.tensor,
+    row: tl.tensor,
+    places: tl.tensor,
+    inside: tl.tensor,
+    first: tl.tensor,
+    highest: tl.tensor,
+    spread: tl.tensor,
+    smooth: tl.tensor,
+    hit: tl.tensor,
+    column: tl.tensor,
+    weight: tl.tensor,
+    WEIGHTED: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+) -> None:
     """`spread exp(x - highest) - smooth w - [c = column] hit`, rounded once."""
     x = tl.load(row + places, mask=inside, other=float("-inf")).to(highest.dtype)
     grad = spread * tl.exp(x - highest)
@@ -169,6 +281,8 @@ def _clear(out: tl.tensor, first: tl.tensor, last: tl.tensor, BLOCK: tl.constexp
     zero = tl.zeros((), out.dtype.element_ty)
     for start in range(0, last, BLOCK):
         places = start + tl.arange(0, BLOCK)
-        tl.store(out + places, zero, mask=(places >= _body_first(first)) & (places < _body_last(last)))
+        tl.store(
+            out + places, zero, mask=(places >= _body_first(first)) & (places < _body_last(last))
+        )
     places, inside = _edges(first, last)
     tl.store(out + places, zero, mask=inside)

@@ -1,10 +1,13 @@
-"""Products of matrices in eight-bit floating point: tensors as codes times one number, `unit`, and three products of them.
+"""Products of matrices in eight-bit floating point: tensors as codes times one number, `unit`, and
+three products of them.
 
-A tensor is stored as `codes * unit`: codes in e4m3 (3 bits of mantissa, up to 448) or e5m2 (2 bits, up to 57344), `unit` a 0-dim
-fp32 tensor that takes the largest magnitude to the largest code. Sums are taken in fp32.
+A tensor is stored as `codes * unit`: codes in e4m3 (3 bits of mantissa, up to 448) or e5m2 (2 bits,
+up to 57344), `unit` a 0-dim fp32 tensor that takes the largest magnitude to the largest code. Sums
+are taken in fp32.
 
-On CUDA the products are torch's. They want both factors with the summed dimension innermost, so two of three need a transposed
-copy, which one Triton kernel writes; beside it is the same arithmetic in plain torch, which is what runs on a CPU.
+On CUDA the products are torch's. They want both factors with the summed dimension innermost, so two
+of three need a transposed copy, which one Triton kernel writes; beside it is the same arithmetic in
+plain torch, which is what runs on a CPU.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
@@ -25,12 +28,17 @@ _LEAST = 1e-30  # magnitude that a tensor of zeros is said to have
 
 
 def is_supported(device: torch.device) -> bool:
-    """Whether the device has such products: a CPU, which computes them in fp32, or a GPU of at least the Ada generation."""
+    """Whether the device has such products: a CPU, which computes them in fp32, or a GPU of at
+    least the Ada generation.
+    """
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantise(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, any floating dtype, as codes of `kind` and their unit. Plain operators, for the compiler to fuse with what makes `x`."""
+    """`x`, any floating dtype, as codes of `kind` and their unit.
+
+    Plain operators, for the compiler to fuse with what makes `x`.
+    """
     limit = torch.finfo(kind).max
     unit = x.abs().amax().float().clamp(min=_LEAST) / limit  # infinities and NaN stay what they are
     return _codes(x, unit, kind), unit
@@ -42,9 +50,14 @@ def _codes(x: torch.Tensor, unit: torch.Tensor, kind: torch.dtype) -> torch.Tens
 
 
 def product(
-    a: torch.Tensor, a_unit: torch.Tensor, b: torch.Tensor, b_unit: torch.Tensor, bias: torch.Tensor | None,
-    dtype: torch.dtype, fast: bool,
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    a_unit: torch.Tensor,
+    b: torch.Tensor,
+    b_unit: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fast: bool,
+) -> torch.Tensor:
     """`a @ b.T + bias` in `dtype`: codes a (m, k) and b (n, k), bias (n,) -> (m, n).
 
     `fast` sums in the registers of the tensor cores, which keep some 14 bits.
@@ -53,13 +66,20 @@ def product(
         return product_reference(a, a_unit, b, b_unit, bias, dtype)
     a, b = a.contiguous(), b.contiguous()  # the only layouts that the products take
     inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
-    out = scaled_mm(a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast)
+    out = scaled_mm(
+        a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast
+    )
     return out if bias is None or inside is not None else out + bias
 
 
 def product_reference(
-    a: torch.Tensor, a_unit: torch.Tensor, b: torch.Tensor, b_unit: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:  # fmt: skip
+    a: torch.Tensor,
+    a_unit: torch.Tensor,
+    b: torch.Tensor,
+    b_unit: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """The same by a product in fp32."""
     out = (a.float() @ b.float().t()) * (a_unit * b_unit)
     return (out if bias is None else out + bias.float()).to(dtype)
@@ -68,21 +88,34 @@ def product_reference(
 @torch.library.custom_op(
     "bmtrain::fp8_input_gradient",
     mutates_args=(),
-    schema="(Tensor grad, Tensor grad_unit, Tensor weight, Tensor weight_unit, ScalarType dtype) -> Tensor",
+    schema="(Tensor grad, Tensor grad_unit, Tensor weight, Tensor weight_unit, ScalarType "
+    "dtype) -> Tensor",
 )
 def input_gradient(
-    grad: torch.Tensor, grad_unit: torch.Tensor, weight: torch.Tensor, weight_unit: torch.Tensor, dtype: torch.dtype
+    grad: torch.Tensor,
+    grad_unit: torch.Tensor,
+    weight: torch.Tensor,
+    weight_unit: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`grad @ weight` in `dtype`: codes grad (m, n), weight (n, k) in its own dtype, with the unit it is to have -> (m, k).
+    """`grad @ weight` in `dtype`: codes grad (m, n), weight (n, k) in its own dtype, with the unit
+    it is to have -> (m, k).
 
-    The codes of the weight are made here, transposed: whoever kept them from the forward pass would keep a copy of the model.
+    The codes of the weight are made here, transposed: whoever kept them from the forward pass would
+    keep a copy of the model.
     """
-    return product(grad, grad_unit, transposed(weight, weight_unit), weight_unit, None, dtype, fast=False)
+    return product(
+        grad, grad_unit, transposed(weight, weight_unit), weight_unit, None, dtype, fast=False
+    )
 
 
 @input_gradient.register_fake
 def _(
-    grad: torch.Tensor, grad_unit: torch.Tensor, weight: torch.Tensor, weight_unit: torch.Tensor, dtype: torch.dtype
+    grad: torch.Tensor,
+    grad_unit: torch.Tensor,
+    weight: torch.Tensor,
+    weight_unit: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     return grad.new_empty((grad.shape[0], weight.shape[1]), dtype=dtype)
 
@@ -93,19 +126,30 @@ def _(
     schema="(Tensor grad, Tensor grad_unit, Tensor x, Tensor x_unit, ScalarType dtype) -> Tensor",
 )
 def weight_gradient(
-    grad: torch.Tensor, grad_unit: torch.Tensor, x: torch.Tensor, x_unit: torch.Tensor, dtype: torch.dtype
+    grad: torch.Tensor,
+    grad_unit: torch.Tensor,
+    x: torch.Tensor,
+    x_unit: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """`grad.T @ x` in `dtype`: codes grad (m, n) and x (m, k) -> (n, k). Any m."""
     return product(transposed(grad), grad_unit, transposed(x), x_unit, None, dtype, fast=False)
 
 
 @weight_gradient.register_fake
-def _(grad: torch.Tensor, grad_unit: torch.Tensor, x: torch.Tensor, x_unit: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _(
+    grad: torch.Tensor,
+    grad_unit: torch.Tensor,
+    x: torch.Tensor,
+    x_unit: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     return grad.new_empty((grad.shape[1], x.shape[1]), dtype=dtype)
 
 
 def transposed(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
-    """The transposed codes of `x` (m, n): (n, m rounded up to a multiple of ALIGNMENT), filled up with zeros.
+    """The transposed codes of `x` (m, n): (n, m rounded up to a multiple of ALIGNMENT), filled up
+    with zeros.
 
     Args:
         x: codes, or numbers of another dtype that become codes in e4m3.
@@ -129,11 +173,23 @@ def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torc
     out = torch.empty(columns, _rounded_up(rows), dtype=kind, device=x.device)
     tile = 128
     grid = (-(-out.shape[1] // tile) * -(-columns // tile),)
-    source, target = (x.contiguous().view(torch.uint8), out.view(torch.uint8)) if unit is None else (x.contiguous(), out)
+    source, target = (
+        (x.contiguous().view(torch.uint8), out.view(torch.uint8))
+        if unit is None
+        else (x.contiguous(), out)
+    )
     _triton_kernel()[grid](
-        source, target, target if unit is None else unit, rows, columns, out.shape[1],
-        IS_CAST=unit is not None, LIMIT=torch.finfo(kind).max, TILE=tile, num_warps=8,
-    )  # fmt: skip
+        source,
+        target,
+        target if unit is None else unit,
+        rows,
+        columns,
+        out.shape[1],
+        IS_CAST=unit is not None,
+        LIMIT=torch.finfo(kind).max,
+        TILE=tile,
+        num_warps=8,
+    )
     return out
 
 
@@ -143,7 +199,9 @@ def _rounded_up(size: int) -> int:
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first backward pass on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
+    backward pass on a GPU.
+    """
     from bmtrain.kernels.fp8_triton import transpose_kernel
 
     return transpose_kernel

@@ -1,4 +1,7 @@
-"""The kernel that transposes codes, and makes them. Imported only where there is a GPU: see kernels/fp8.py."""
+"""The kernel that transposes codes, and makes them.
+
+Imported only where there is a GPU: see kernels/fp8.py.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,19 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def transpose_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    x: tl.tensor, out: tl.tensor, unit: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor, padded_rows: tl.tensor,
-    IS_CAST: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
-) -> None:  # fmt: skip
-    """x (num_rows, num_columns) to out (num_columns, padded_rows), a tile a program; zeros beyond the rows."""
+    x: tl.tensor,
+    out: tl.tensor,
+    unit: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    padded_rows: tl.tensor,
+    IS_CAST: tl.constexpr,
+    LIMIT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """x (num_rows, num_columns) to out (num_columns, padded_rows), a tile a program; zeros beyond
+    the rows.
+    """
     down = tl.cdiv(padded_rows, TILE)
     i = (tl.program_id(0) % down) * TILE + tl.arange(0, TILE)
     j = (tl.program_id(0) // down) * TILE + tl.arange(0, TILE)

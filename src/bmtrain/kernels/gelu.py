@@ -1,8 +1,10 @@
-"""The tanh form of GELU by the logistic function, and its gradient with what a bias in front of it needs.
+"""The tanh form of GELU by the logistic function, and its gradient with what a bias in front of it
+needs.
 
-`(1 + tanh(u)) / 2` is the logistic function of `2 u`: one exponential in place of a hyperbolic tangent, which takes a GPU longer
-than its memory does. Where the result is small it is also the more exact one. Compiled code takes the formula as it stands; the
-gradient has a kernel of its own, for the compiler would read it all again to sum it up.
+`(1 + tanh(u)) / 2` is the logistic function of `2 u`: one exponential in place of a hyperbolic
+tangent, which takes a GPU longer than its memory does. Where the result is small it is also the
+more exact one. Compiled code takes the formula as it stands; the gradient has a kernel of its own,
+for the compiler would read it all again to sum it up.
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
 """
@@ -20,18 +22,23 @@ from bmtrain.kernels.chunks import launching_on
 # The logistic function's argument is x (LINEAR + CUBIC x^2).
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
-# A program takes BLOCK_COLUMNS columns of STEPS times BLOCK_ROWS rows: by trial on an H200, 4.0 TB/s.
+# A program takes BLOCK_COLUMNS columns of STEPS times BLOCK_ROWS rows: by trial on an H200, 4.0
+# TB/s.
 BLOCK_ROWS, BLOCK_COLUMNS, STEPS = 2, 512, 32
 PART = BLOCK_ROWS * STEPS
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """`torch.nn.functional.gelu(x, approximate="tanh")` of any shape, computed in fp32 (fp64 for fp64) and rounded once."""
+    """`torch.nn.functional.gelu(x, approximate="tanh")` of any shape, computed in fp32 (fp64 for
+    fp64) and rounded once.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * (wide * wide)))).to(x.dtype)
 
 
-@torch.library.custom_op("bmtrain::gelu_backward", mutates_args=(), schema="(Tensor grad, Tensor x) -> (Tensor, Tensor)")
+@torch.library.custom_op(
+    "bmtrain::gelu_backward", mutates_args=(), schema="(Tensor grad, Tensor x) -> (Tensor, Tensor)"
+)
 def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of `x` by that of `gelu(x)`, and its sums.
 
@@ -40,10 +47,15 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, to
         x: the same.
 
     Returns:
-        (rows, n) in the dtype of x; and (parts, n) in fp32, the sums of PART rows each of the rounded gradient, in a fixed order.
+        (rows, n) in the dtype of x; and (parts, n) in fp32, the sums of PART rows each of the
+        rounded gradient, in a fixed order.
     """
     grad, x = grad.contiguous(), x.contiguous()
-    return gelu_backward_reference(grad, x) if x.device.type == "cpu" else gelu_backward_by_triton(grad, x)
+    return (
+        gelu_backward_reference(grad, x)
+        if x.device.type == "cpu"
+        else gelu_backward_by_triton(grad, x)
+    )
 
 
 @gelu_backward.register_fake
@@ -55,7 +67,9 @@ def _parts(rows: int) -> int:
     return (rows + PART - 1) // PART
 
 
-def gelu_backward_reference(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_backward_reference(
+    grad: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the formula."""
     wide = x.float()
     square = wide * wide
@@ -66,7 +80,9 @@ def gelu_backward_reference(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.
     return grad_x, torch.stack(sums) if sums else x.new_empty((0, x.shape[1]), dtype=torch.float32)
 
 
-def gelu_backward_by_triton(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_backward_by_triton(
+    grad: torch.Tensor, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in one kernel that reads each element once."""
     rows, columns = x.shape
     grad_x, sums = torch.empty_like(x), x.new_empty((_parts(rows), columns), dtype=torch.float32)
@@ -74,16 +90,28 @@ def gelu_backward_by_triton(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.
         grid = (_parts(rows) * -(-columns // BLOCK_COLUMNS),)
         with launching_on(x.device):
             _triton_kernel()[grid](
-                grad, x, grad_x, sums, rows, columns, LINEAR=LINEAR, CUBIC=CUBIC,
-                EVEN=rows % PART == columns % BLOCK_COLUMNS == 0, STEPS=STEPS, BLOCK_ROWS=BLOCK_ROWS,
-                BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=8,
-            )  # fmt: skip
+                grad,
+                x,
+                grad_x,
+                sums,
+                rows,
+                columns,
+                LINEAR=LINEAR,
+                CUBIC=CUBIC,
+                EVEN=rows % PART == columns % BLOCK_COLUMNS == 0,
+                STEPS=STEPS,
+                BLOCK_ROWS=BLOCK_ROWS,
+                BLOCK_COLUMNS=BLOCK_COLUMNS,
+                num_warps=8,
+            )
     return grad_x, sums
 
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first backward pass on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
+    backward pass on a GPU.
+    """
     from bmtrain.kernels.gelu_triton import gelu_backward_kernel
 
     return gelu_backward_kernel

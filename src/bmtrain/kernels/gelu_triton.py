@@ -8,13 +8,23 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gelu_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    grad: tl.tensor, x: tl.tensor, grad_x: tl.tensor, sums: tl.tensor, num_rows: tl.tensor, num_columns: tl.tensor,
-    LINEAR: tl.constexpr, CUBIC: tl.constexpr, EVEN: tl.constexpr, STEPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    grad: tl.tensor,
+    x: tl.tensor,
+    grad_x: tl.tensor,
+    sums: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    LINEAR: tl.constexpr,
+    CUBIC: tl.constexpr,
+    EVEN: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+) -> None:
     """Every program goes through some rows of its columns and leaves their sums in a row of `sums`.
 
-    EVEN: whether all of them are there, so that nothing is masked. Each instruction counts: the clock is low beside products.
+    EVEN: whether all of them are there, so that nothing is masked. Each instruction counts: the
+    clock is low beside products.
     """
     blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     columns = tl.program_id(0) % blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -29,7 +39,9 @@ def gelu_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its
             value = tl.load(x + start + i).to(tl.float32)
             incoming = tl.load(grad + start + i).to(tl.float32)
         else:
-            inside = (row + tl.arange(0, BLOCK_ROWS) < num_rows)[:, None] & (columns < num_columns)[None, :]
+            inside = (row + tl.arange(0, BLOCK_ROWS) < num_rows)[:, None] & (columns < num_columns)[
+                None, :
+            ]
             value = tl.load(x + start + i, inside, other=0.0).to(tl.float32)
             incoming = tl.load(grad + start + i, inside, other=0.0).to(tl.float32)
         square = value * value

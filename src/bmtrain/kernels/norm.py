@@ -1,11 +1,13 @@
 """Layer norm and RMS norm, and their gradients, each in one pass over what they are made of.
 
-A norm of a long row is read twice by the compiler's code, first for its mean and spread. A norm's gradient is a sum over each row,
-those of its weight and bias are sums over each column: the compiler reads everything once for each of the two. What is normalised
-is often the sum of two tensors, its gradient is handed over as several, is added to another one, and biases beside it want column
-sums again. All of that is read and written once here.
+A norm of a long row is read twice by the compiler's code, first for its mean and spread. A norm's
+gradient is a sum over each row, those of its weight and bias are sums over each column: the
+compiler reads everything once for each of the two. What is normalised is often the sum of two
+tensors, its gradient is handed over as several, is added to another one, and biases beside it want
+column sums again. All of that is read and written once here.
 
-Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean Square Layer
+Normalization" (2019).
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ MOST_COLUMNS = 8192
 NARROW = 1024
 #: gradients and inputs that are added up on the way
 MOST_GRADS, MOST_INPUTS = 3, 2
-# Programs: some for each processor of a GPU, fewer where one fills a processor. This and the rest by trial on an H200.
+# Programs: some for each processor of a GPU, fewer where one fills a processor. This and the rest
+# by trial on an H200.
 PARTS, PARTS_OF_WIDE = 528, 264
 FORWARD_PARTS = 2112
-#: beyond so many columns sums of the gradient and of `residual` cost more than they save: registers run out
+# : beyond so many columns sums of the gradient and of `residual` cost more than they save:
+# registers run out
 WIDE = 2048
 STAGES = 3  # rows that a program has on the way
 _SPARE = 4096  # bytes of a processor's shared memory for sums
@@ -57,7 +61,8 @@ class Norm:
 @torch.library.custom_op(
     "bmtrain::norm",
     mutates_args=(),
-    schema="(Tensor[] inputs, Tensor weight, Tensor? bias, float eps, bool centered) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor[] inputs, Tensor weight, Tensor? bias, float eps, bool centered) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
 )
 def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Normed:
     """`(x - mean) * rstd * weight + bias`, where mean and rstd are those of the rows of x.
@@ -65,9 +70,9 @@ def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> No
     Takes what `Norm` has, in its order.
 
     Returns:
-        The result (..., n) in the dtype of the inputs; the mean (..., 1) in fp32, empty for an RMS norm; one over the standard
-        deviation or over the root of the mean square (..., 1) in fp32; and x (..., n) if it is the sum of several inputs, else
-        an empty tensor.
+        The result (..., n) in the dtype of the inputs; the mean (..., 1) in fp32, empty for an RMS
+        norm; one over the standard deviation or over the root of the mean square (..., 1) in fp32;
+        and x (..., n) if it is the sum of several inputs, else an empty tensor.
     """
     case = Norm(inputs, weight, *rest)
     return norm_reference(case) if weight.device.type == "cpu" else norm_by_triton(case)
@@ -109,16 +114,30 @@ def norm_by_triton(case: Norm) -> Normed:
     """The same in one kernel."""
     n, (result, mean, rstd, total) = case.weight.shape[0], _normed(case)
     inputs = [tensor.contiguous() for tensor in case.inputs]
-    weight, bias = (None if tensor is None else tensor.contiguous() for tensor in (case.weight, case.bias))
+    weight, bias = (
+        None if tensor is None else tensor.contiguous() for tensor in (case.weight, case.bias)
+    )
     block = 1 << (n - 1).bit_length()
     num_rows = rstd.numel()
     if num_rows:
         with launching_on(result.device):
             _triton().norm_kernel[(min(num_rows, FORWARD_PARTS),)](
-                *_filled(inputs, MOST_INPUTS), weight, bias, result, total, mean, rstd, num_rows, n, case.eps,
-                NUM_INPUTS=len(inputs), CENTERED=case.centered, HAS_BIAS=bias is not None, BLOCK=block,
+                *_filled(inputs, MOST_INPUTS),
+                weight,
+                bias,
+                result,
+                total,
+                mean,
+                rstd,
+                num_rows,
+                n,
+                case.eps,
+                NUM_INPUTS=len(inputs),
+                CENTERED=case.centered,
+                HAS_BIAS=bias is not None,
+                BLOCK=block,
                 num_warps=max(1, min(8, block // 256)),
-            )  # fmt: skip
+            )
     return result, mean, rstd, total
 
 
@@ -127,12 +146,11 @@ class Terms:
     """What a gradient is made of; dtypes fp32, fp16 or bf16, arithmetic in fp32.
 
     grads: at most MOST_GRADS tensors (..., n) whose sum is the gradient of the norm's result.
-    inputs: at most MOST_INPUTS tensors (..., n) whose sum is what was normalised.
-    weight: (n,), at most MOST_COLUMNS.
-    mean: (..., 1) in fp32; None for an RMS norm.
-    rstd: (..., 1) in fp32, one over the standard deviation or over the root of the mean square.
-    residual: (..., n), added to the gradient.
-    sums_result, sums_residual: whether columns of the gradient, and of `residual`, are to be summed too.
+    inputs: at most MOST_INPUTS tensors (..., n) whose sum is what was normalised. weight: (n,), at
+    most MOST_COLUMNS. mean: (..., 1) in fp32; None for an RMS norm. rstd: (..., 1) in fp32, one
+    over the standard deviation or over the root of the mean square. residual: (..., n), added to
+    the gradient. sums_result, sums_residual: whether columns of the gradient, and of `residual`,
+    are to be summed too.
     """
 
     grads: Sequence[torch.Tensor]
@@ -148,31 +166,43 @@ class Terms:
 @torch.library.custom_op(
     "bmtrain::norm_backward",
     mutates_args=(),
-    schema="(Tensor[] grads, Tensor[] inputs, Tensor weight, Tensor? mean, Tensor rstd, Tensor? residual=None, "
+    schema="(Tensor[] grads, Tensor[] inputs, Tensor weight, Tensor? mean, Tensor rstd, "
+    "Tensor? residual=None, "
     "bool sums_result=False, bool sums_residual=False) -> (Tensor, Tensor, Tensor)",
 )
-def norm_backward(grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Results:
-    """The gradients of `(x - mean) * rstd * weight + bias`, where mean and rstd are those of the rows of x.
+def norm_backward(
+    grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any
+) -> Results:
+    """The gradients of `(x - mean) * rstd * weight + bias`, where mean and rstd are those of the
+    rows of x.
 
     Takes what `Terms` has, in its order.
 
     Returns:
-        The gradient of x (..., n) in the dtype of the inputs; sums of rows (2, parts, n) in fp32, which summed over the parts are
-        the gradients of weight and bias; and such sums (0 to 2, parts, n) of the gradient and of `residual`.
+        The gradient of x (..., n) in the dtype of the inputs; sums of rows (2, parts, n) in fp32,
+        which summed over the parts are the gradients of weight and bias; and such sums (0 to 2,
+        parts, n) of the gradient and of `residual`.
     """
     terms = Terms(grads, inputs, weight, *rest)
-    return norm_backward_reference(terms) if weight.device.type == "cpu" else norm_backward_by_triton(terms)
+    return (
+        norm_backward_reference(terms)
+        if weight.device.type == "cpu"
+        else norm_backward_by_triton(terms)
+    )
 
 
 @norm_backward.register_fake
-def _(grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Results:
+def _(
+    grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any
+) -> Results:
     return _results(Terms(grads, inputs, weight, *rest))
 
 
 def _results(terms: Terms) -> Results:
     n = terms.weight.shape[0]
     sums = [
-        terms.weight.new_empty((count, _parts(n), n), dtype=torch.float32) for count in (2, terms.sums_result + terms.sums_residual)
+        terms.weight.new_empty((count, _parts(n), n), dtype=torch.float32)
+        for count in (2, terms.sums_result + terms.sums_residual)
     ]
     return terms.inputs[0].new_empty(terms.inputs[0].shape), sums[0], sums[1]
 
@@ -184,7 +214,10 @@ def _parts(n: int) -> int:
 def norm_backward_reference(terms: Terms) -> Results:
     """The same by the formula."""
     n = terms.weight.shape[0]
-    grad, x = (functools.reduce(torch.add, [_rows(part, n) for part in parts]) for parts in (terms.grads, terms.inputs))
+    grad, x = (
+        functools.reduce(torch.add, [_rows(part, n) for part in parts])
+        for parts in (terms.grads, terms.inputs)
+    )
     rstd = terms.rstd.reshape(-1, 1).float()
     normed = (x if terms.mean is None else x - terms.mean.reshape(-1, 1)) * rstd
     weighted = grad * terms.weight.float()
@@ -207,7 +240,9 @@ def _rows(tensor: torch.Tensor, n: int) -> torch.Tensor:
 def _sums(terms: Sequence[torch.Tensor], n: int) -> torch.Tensor:
     """(terms, parts, n): each part has every so-manieth row."""
     sums = [
-        rows.new_zeros(_parts(n), n).index_add_(0, torch.arange(rows.shape[0], device=rows.device) % _parts(n), rows)
+        rows.new_zeros(_parts(n), n).index_add_(
+            0, torch.arange(rows.shape[0], device=rows.device) % _parts(n), rows
+        )
         for rows in terms
     ]
     return torch.stack(sums) if sums else torch.empty(0, _parts(n), n)
@@ -216,24 +251,49 @@ def _sums(terms: Sequence[torch.Tensor], n: int) -> torch.Tensor:
 def norm_backward_by_triton(terms: Terms) -> Results:
     """The same in one kernel."""
     n, (result, sums, more) = terms.weight.shape[0], _results(terms)
-    grads, inputs = ([tensor.contiguous() for tensor in tensors] for tensors in (terms.grads, terms.inputs))
-    residual, mean = (None if tensor is None else tensor.contiguous() for tensor in (terms.residual, terms.mean))
+    grads, inputs = (
+        [tensor.contiguous() for tensor in tensors] for tensors in (terms.grads, terms.inputs)
+    )
+    residual, mean = (
+        None if tensor is None else tensor.contiguous() for tensor in (terms.residual, terms.mean)
+    )
     weight, rstd = terms.weight.contiguous(), terms.rstd.contiguous()
     block = 1 << (n - 1).bit_length()
-    read = sum(tensor.element_size() for tensor in (*grads, *inputs, *([] if residual is None else [residual])))
+    read = sum(
+        tensor.element_size()
+        for tensor in (*grads, *inputs, *([] if residual is None else [residual]))
+    )
     with launching_on(result.device):
         _triton().norm_backward_kernel[(_parts(n),)](
-            *_filled(grads, MOST_GRADS), *_filled(inputs, MOST_INPUTS), residual, weight, mean, rstd,
-            result, sums, more, result.numel() // n, n, NUM_GRADS=len(grads), NUM_INPUTS=len(inputs), CENTERED=mean is not None,
-            HAS_RESIDUAL=residual is not None, SUMS_RESULT=terms.sums_result, SUMS_RESIDUAL=terms.sums_residual, BLOCK=block,
-            STAGES=_stages(read * block, result.device), num_warps=max(1, min(16, block // 256)),
-        )  # fmt: skip
+            *_filled(grads, MOST_GRADS),
+            *_filled(inputs, MOST_INPUTS),
+            residual,
+            weight,
+            mean,
+            rstd,
+            result,
+            sums,
+            more,
+            result.numel() // n,
+            n,
+            NUM_GRADS=len(grads),
+            NUM_INPUTS=len(inputs),
+            CENTERED=mean is not None,
+            HAS_RESIDUAL=residual is not None,
+            SUMS_RESULT=terms.sums_result,
+            SUMS_RESIDUAL=terms.sums_residual,
+            BLOCK=block,
+            STAGES=_stages(read * block, result.device),
+            num_warps=max(1, min(16, block // 256)),
+        )
     return result, sums, more
 
 
 @functools.cache
 def _stages(row_bytes: int, device: torch.device) -> int:
-    """As many as a processor's shared memory holds, up to STAGES: all rows but the one that is worked on are there."""
+    """As many as a processor's shared memory holds, up to STAGES: all rows but the one that is
+    worked on are there.
+    """
     if device.type == "cpu":
         return 1
     there = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - _SPARE  # type: ignore[attr-defined]
@@ -246,7 +306,9 @@ def _filled(tensors: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | 
 
 @functools.cache
 def _triton() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm
+    on a GPU.
+    """
     from bmtrain.kernels import norm_triton
 
     return norm_triton

@@ -1,4 +1,7 @@
-"""The kernels of norms and of their gradients. Imported only where there is a GPU: see kernels/norm.py."""
+"""The kernels of norms and of their gradients.
+
+Imported only where there is a GPU: see kernels/norm.py.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,13 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sum(
-    first: tl.tensor, second: tl.tensor, third: tl.tensor, i: tl.tensor, inside: tl.tensor, COUNT: tl.constexpr
-) -> tl.tensor:  # fmt: skip
+    first: tl.tensor,
+    second: tl.tensor,
+    third: tl.tensor,
+    i: tl.tensor,
+    inside: tl.tensor,
+    COUNT: tl.constexpr,
+) -> tl.tensor:
     """Of the elements `i` of COUNT tensors, in fp32."""
     total = tl.load(first + i, inside, other=0.0).to(tl.float32)
     if COUNT > 1:
@@ -21,10 +29,22 @@ def _sum(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    input_0: tl.tensor, input_1: tl.tensor, weight: tl.tensor, bias: tl.tensor, result: tl.tensor, total: tl.tensor,
-    mean: tl.tensor, rstd: tl.tensor, num_rows: tl.tensor, n: tl.tensor, eps: tl.tensor, NUM_INPUTS: tl.constexpr,
-    CENTERED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    input_0: tl.tensor,
+    input_1: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    result: tl.tensor,
+    total: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    num_rows: tl.tensor,
+    n: tl.tensor,
+    eps: tl.tensor,
+    NUM_INPUTS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Every program takes one row in so many as there are programs, and holds all of it."""
     columns = tl.arange(0, BLOCK)
     inside = columns < n
@@ -52,12 +72,32 @@ def norm_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argument
 
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
-    grad_0: tl.tensor, grad_1: tl.tensor, grad_2: tl.tensor, input_0: tl.tensor, input_1: tl.tensor, residual: tl.tensor,
-    weight: tl.tensor, mean: tl.tensor, rstd: tl.tensor, result: tl.tensor, sums: tl.tensor, more: tl.tensor,
-    num_rows: tl.tensor, n: tl.tensor, NUM_GRADS: tl.constexpr, NUM_INPUTS: tl.constexpr, CENTERED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, SUMS_RESULT: tl.constexpr, SUMS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
-    """Every program takes one row in so many as there are programs, and leaves the sums of its rows."""
+    grad_0: tl.tensor,
+    grad_1: tl.tensor,
+    grad_2: tl.tensor,
+    input_0: tl.tensor,
+    input_1: tl.tensor,
+    residual: tl.tensor,
+    weight: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    result: tl.tensor,
+    sums: tl.tensor,
+    more: tl.tensor,
+    num_rows: tl.tensor,
+    n: tl.tensor,
+    NUM_GRADS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    SUMS_RESULT: tl.constexpr,
+    SUMS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Every program takes one row in so many as there are programs, and leaves the sums of its
+    rows.
+    """
     part, parts = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < n

@@ -1,4 +1,6 @@
-"""Products of half-precision matrices whose result keeps fp32: rounded neither when they are stored nor when they are added up."""
+"""Products of half-precision matrices whose result keeps fp32: rounded neither when they are stored
+nor when they are added up.
+"""
 
 from __future__ import annotations
 

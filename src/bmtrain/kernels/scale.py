@@ -1,4 +1,6 @@
-"""Multiplying many tensors by a number that only the device knows, and leaving them alone where it is 1."""
+"""Multiplying many tensors by a number that only the device knows, and leaving them alone where it
+is 1.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def scale_(tensors: Batch, factor: torch.Tensor) -> None:
 
     Args:
         tensors: rows of one tensor of any floating dtype, strides and device.
-        factor: 0-dim fp32 or fp64. The product is taken in fp32 (of fp64 tensors in fp64) and rounded once;
-            where it is 1, the kernel reads and writes nothing.
+        factor: 0-dim fp32 or fp64. The product is taken in fp32 (of fp64 tensors in fp64) and
+            rounded once; where it is 1, the kernel reads and writes nothing.
     """
     fast, slow = tensors.by_path
     scale_reference_(slow, factor)
@@ -30,25 +32,37 @@ def scale_(tensors: Batch, factor: torch.Tensor) -> None:
 def scale_reference_(tensors: Batch, factor: torch.Tensor) -> None:
     """The same by torch."""
     for (tensor,) in tensors.rows:  # torch would round the factor first, to the dtype of the tensor
-        tensor.copy_(tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor.to(tensor.device))
+        tensor.copy_(
+            tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor.to(tensor.device)
+        )
 
 
 def scale_triton_(tensors: Batch, factor: torch.Tensor) -> None:
-    """The same, of contiguous tensors on the device of `factor`, by one kernel for all of a dtype."""
+    """The same, of contiguous tensors on the device of `factor`, by one kernel for all of a
+    dtype.
+    """
     from bmtrain.kernels.chunks_triton import DTYPES
 
     with launching_on(factor.device):
         for (dtype,), chunks in tensors.tables(BLOCK):
             _triton_kernel()[(min(chunks.count, NUM_PROGRAMS),)](
-                chunks.rows, chunks.row_of, factor, chunks.count,
-                DTYPE=DTYPES[dtype], IS_ALIGNED=chunks.is_aligned, BLOCK=BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+                chunks.rows,
+                chunks.row_of,
+                factor,
+                chunks.count,
+                DTYPE=DTYPES[dtype],
+                IS_ALIGNED=chunks.is_aligned,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
     torch.autograd.graph.increment_version(tensor for (tensor,) in tensors.rows)
 
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first clipping on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
+    clipping on a GPU.
+    """
     from bmtrain.kernels.scale_triton import scale_kernel
 
     return scale_kernel

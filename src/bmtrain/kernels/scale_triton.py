@@ -10,9 +10,14 @@ from bmtrain.kernels.chunks_triton import tensor_at
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scale_kernel(
-    rows: tl.tensor, row_of: tl.tensor, factor: tl.tensor, num_chunks: tl.tensor,
-    DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+    rows: tl.tensor,
+    row_of: tl.tensor,
+    factor: tl.tensor,
+    num_chunks: tl.tensor,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     """Every program takes its share of the chunks; none, where the number in `factor` is 1."""
     number = tl.load(factor)
     end = tl.where(number == 1.0, 0, num_chunks)

@@ -1,4 +1,6 @@
-"""The sum of the squares of many tensors: a gradient norm, and whether all gradients are finite, in one number."""
+"""The sum of the squares of many tensors: a gradient norm, and whether all gradients are finite, in
+one number.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,20 @@ import torch
 from bmtrain.kernels.chunks import Batch, launching_on
 
 BLOCK, NUM_WARPS = 2048, 8
-# Programs of one launch. A fixed number, whatever the device: each sums the same chunks in the same order, and so the same bits.
+# Programs of one launch. A fixed number, whatever the device: each sums the same chunks in the same
+# order, and so the same bits.
 NUM_PROGRAMS = 2048
 
 
 def sum_of_squares(tensors: Batch, device: torch.device) -> torch.Tensor:
     """The sum of the squares of all elements: 0-dim fp64 on `device`, without waiting for it.
 
-    It is finite exactly if all elements are: squares that leave the range of fp32 do not leave that of fp64. Squares below that
-    range count as zero. The same tensors give the same bits.
+    It is finite exactly if all elements are: squares that leave the range of fp32 do not leave that
+    of fp64. Squares below that range count as zero. The same tensors give the same bits.
 
     Args:
-        tensors: rows of one tensor of any floating dtype, strides and device; elements of fp64 tensors are squared in fp64.
+        tensors: rows of one tensor of any floating dtype, strides and device; elements of fp64
+            tensors are squared in fp64.
     """
     fast, slow = tensors.by_path
     if not fast.rows:
@@ -39,7 +43,9 @@ def sum_of_squares_reference(tensors: Batch, device: torch.device) -> torch.Tens
 
 
 def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
-    """The same, of contiguous tensors on `device`, by one kernel for all of a dtype, and one that adds up what it found."""
+    """The same, of contiguous tensors on `device`, by one kernel for all of a dtype, and one that
+    adds up what it found.
+    """
     from bmtrain.kernels.chunks_triton import DTYPES
 
     launches = tensors.tables(BLOCK)
@@ -47,15 +53,24 @@ def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
     with launching_on(device):
         for ((dtype,), chunks), partial in zip(launches, found, strict=True):
             _triton_kernel()[(NUM_PROGRAMS,)](
-                chunks.rows, chunks.row_of, partial, chunks.count,
-                DTYPE=DTYPES[dtype], IS_ALIGNED=chunks.is_aligned, NUM_PROGRAMS=NUM_PROGRAMS, BLOCK=BLOCK, num_warps=NUM_WARPS,
-            )  # fmt: skip
+                chunks.rows,
+                chunks.row_of,
+                partial,
+                chunks.count,
+                DTYPE=DTYPES[dtype],
+                IS_ALIGNED=chunks.is_aligned,
+                NUM_PROGRAMS=NUM_PROGRAMS,
+                BLOCK=BLOCK,
+                num_warps=NUM_WARPS,
+            )
     return found.sum()
 
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm
+    on a GPU.
+    """
     from bmtrain.kernels.squares_triton import squares_kernel
 
     return squares_kernel

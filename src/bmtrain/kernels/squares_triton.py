@@ -10,13 +10,20 @@ from bmtrain.kernels.chunks_triton import tensor_at
 
 @triton.jit  # type: ignore[untyped-decorator]
 def squares_kernel(
-    rows: tl.tensor, row_of: tl.tensor, found: tl.tensor, num_chunks: tl.tensor,
-    DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, NUM_PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Every program sums the squares of every NUM_PROGRAMS-th chunk into its place of `found`, fp64.
+    rows: tl.tensor,
+    row_of: tl.tensor,
+    found: tl.tensor,
+    num_chunks: tl.tensor,
+    DTYPE: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Every program sums the squares of every NUM_PROGRAMS-th chunk into its place of `found`,
+    fp64.
 
-    Squares are added in fp32 twice: as they are, and of elements made small. Where the first sum leaves fp32, the second one
-    counts: what was lost in it is too small to be seen beside the sum.
+    Squares are added in fp32 twice: as they are, and of elements made small. Where the first sum
+    leaves fp32, the second one counts: what was lost in it is too small to be seen beside the sum.
     """
     program = tl.program_id(0)
     plain = tl.zeros([BLOCK], tl.float32)
@@ -31,5 +38,7 @@ def squares_kernel(
         y = x * 2.0**-80
         small += y * y
     exact = tl.sum(plain, 0)
-    total = tl.where(exact < float("inf"), exact.to(tl.float64), tl.sum(small, 0).to(tl.float64) * 2.0**160)
+    total = tl.where(
+        exact < float("inf"), exact.to(tl.float64), tl.sum(small, 0).to(tl.float64) * 2.0**160
+    )
     tl.store(found + program, total)

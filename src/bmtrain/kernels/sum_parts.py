@@ -1,4 +1,6 @@
-"""The sum of what several ranks have sent, always in rank order: the same bits from run to run, whatever arrives first."""
+"""The sum of what several ranks have sent, always in rank order: the same bits from run to run,
+whatever arrives first.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ BLOCK = 4096
 
 
 def sum_parts(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bool) -> None:
-    """`total = (total if accumulate else 0) + parts[0] + parts[1] + ...`, added in fp32 (fp64 for fp64) and rounded once.
+    """`total = (total if accumulate else 0) + parts[0] + parts[1] + ...`, added in fp32 (fp64 for
+    fp64) and rounded once.
 
     Args:
         total: (n,) of any floating dtype, written.
@@ -42,13 +45,17 @@ def sum_parts_triton(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bo
     num_ranks, numel = parts.shape
     grid = (-(-numel // BLOCK),)
     with launching_on(total.device):
-        _triton_kernel()[grid](total, parts, numel, ACCUMULATE=accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK)
+        _triton_kernel()[grid](
+            total, parts, numel, ACCUMULATE=accumulate, NUM_RANKS=num_ranks, BLOCK=BLOCK
+        )
     torch.autograd.graph.increment_version(total)
 
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first reduction on a GPU."""
+    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
+    reduction on a GPU.
+    """
     from bmtrain.kernels.sum_parts_triton import sum_parts_kernel
 
     return sum_parts_kernel

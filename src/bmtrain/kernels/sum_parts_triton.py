@@ -1,4 +1,7 @@
-"""The kernel that sums parts in rank order. Imported only where there is a GPU: see kernels/sum_parts.py."""
+"""The kernel that sums parts in rank order.
+
+Imported only where there is a GPU: see kernels/sum_parts.py.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,12 @@ import triton.language as tl
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sum_parts_kernel(
-    total: tl.tensor, parts: tl.tensor, n: tl.tensor, ACCUMULATE: tl.constexpr, NUM_RANKS: tl.constexpr, BLOCK: tl.constexpr
+    total: tl.tensor,
+    parts: tl.tensor,
+    n: tl.tensor,
+    ACCUMULATE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Every program sums BLOCK elements of all parts in fp32."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,12 +1,13 @@
 """Cross entropy of a linear map's output that never holds the logits of all rows.
 
-Rows go through the map in chunks, all in the same memory. For the sum of the losses the gradients are known as soon as a chunk's
-logits are: they are computed in the forward pass, in place of the logits, multiplied with the weight and the hidden states,
-and only multiplied by the incoming gradient in backward. For losses of single rows backward computes the logits again.
-Gradients are kept in fp32 until they are complete; the weight's is added up chunk after chunk, in a fixed order.
+Rows go through the map in chunks, all in the same memory. For the sum of the losses the gradients
+are known as soon as a chunk's logits are: they are computed in the forward pass, in place of the
+logits, multiplied with the weight and the hidden states, and only multiplied by the incoming
+gradient in backward. For losses of single rows backward computes the logits again. Gradients are
+kept in fp32 until they are complete; the weight's is added up chunk after chunk, in a fixed order.
 
-Sources: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024); Wijmans et al., "Cut Your Losses in
-Large-Vocabulary Language Models" (2024).
+Sources: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024); Wijmans et
+al., "Cut Your Losses in Large-Vocabulary Language Models" (2024).
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, d
 from bmtrain.loss.row_loss import RowLoss
 from bmtrain.shard.parameter import computed_with
 
-# A chunk has this many rows, or more if its logits fit into so many bytes. For each chunk the weight's gradient is read and written
-# once, and products end with processors idle: beside many rows that is little.
+# A chunk has this many rows, or more if its logits fit into so many bytes. For each chunk the
+# weight's gradient is read and written once, and products end with processors idle: beside many
+# rows that is little.
 CHUNK_ROWS, CHUNK_BYTES = 4096, 2**30
-# Products whose sizes are no multiple of VECTOR are several times slower: then classes are added up to a multiple of ALIGNMENT.
+# Products whose sizes are no multiple of VECTOR are several times slower: then classes are added up
+# to a multiple of ALIGNMENT.
 VECTOR, ALIGNMENT = 8, 64
 
-# hidden (rows, dim), weight (classes, dim) and perhaps a bias (classes,); or one thing for each of them.
+# hidden (rows, dim), weight (classes, dim) and perhaps a bias (classes,); or one thing for each of
+# them.
 Head = list[torch.Tensor]
 
 
@@ -53,7 +57,9 @@ class Targets(NamedTuple):
 
 
 def _boost(dtype: torch.dtype, class_weight: torch.Tensor | None) -> float | torch.Tensor:
-    """What gradients of fp16 logits are multiplied by: small ones would else round to zero, as no loss scale is known yet."""
+    """What gradients of fp16 logits are multiplied by: small ones would else round to zero, as no
+    loss scale is known yet.
+    """
     if dtype != torch.float16:
         return 1.0
     return 2.0**12 if class_weight is None else 2.0**12 / class_weight.amax().clamp(min=1.0)
@@ -79,7 +85,9 @@ class LinearCrossEntropySum(torch.autograd.Function):
         """A product each, rounded to the dtype of the tensors."""
         grads = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         factor = grad_sum / ctx.boost
-        return None, *(scale_to(grad, factor, ctx.dtype) if wanted else None for grad, wanted in grads)
+        return None, *(
+            scale_to(grad, factor, ctx.dtype) if wanted else None for grad, wanted in grads
+        )
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):
@@ -99,20 +107,33 @@ class LinearCrossEntropyRows(torch.autograd.Function):
         """In chunks again."""
         target, valid, class_weight, *head = ctx.saved_tensors
         targets = Targets(target, valid, class_weight, ctx.label_smoothing)
-        _, *grads = linear_cross_entropy_gradients(head, *targets, torch.where(valid, grad_rows, 0.0), ctx.wanted)
+        _, *grads = linear_cross_entropy_gradients(
+            head, *targets, torch.where(valid, grad_rows, 0.0), ctx.wanted
+        )
         dtype = head[0].dtype
-        return None, *(grad.to(dtype) if wanted else None for grad, wanted in zip(grads, ctx.wanted, strict=True))
+        return None, *(
+            grad.to(dtype) if wanted else None
+            for grad, wanted in zip(grads, ctx.wanted, strict=True)
+        )
 
 
 @torch.library.custom_op(
     "bmtrain::linear_cross_entropy",
     mutates_args=(),
-    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float label_smoothing) -> Tensor",
+    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float "
+    "label_smoothing) -> Tensor",
 )
 def linear_cross_entropy(
-    head: Head, target: torch.Tensor, valid: torch.Tensor, class_weight: torch.Tensor | None, label_smoothing: float
+    head: Head,
+    target: torch.Tensor,
+    valid: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    label_smoothing: float,
 ) -> torch.Tensor:
-    """Losses (rows,) in the arithmetic dtype. One operation to the compiler: it would unroll the chunks."""
+    """Losses (rows,) in the arithmetic dtype.
+
+    One operation to the compiler: it would unroll the chunks.
+    """
     row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
     for rows, padded in _logits(_padded(head)):
         logits = padded[:, : head[1].shape[0]]
@@ -129,7 +150,8 @@ def _(head: Head, target: torch.Tensor, *rest: Any) -> torch.Tensor:
 @torch.library.custom_op(
     "bmtrain::linear_cross_entropy_gradients",
     mutates_args=(),
-    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float label_smoothing, Tensor grad_rows, "
+    schema="(Tensor[] head, Tensor target, Tensor valid, Tensor? class_weight, float "
+    "label_smoothing, Tensor grad_rows, "
     "bool[] wanted) -> Tensor[]",
 )
 def linear_cross_entropy_gradients(
@@ -141,10 +163,12 @@ def linear_cross_entropy_gradients(
     grad_rows: torch.Tensor,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """The losses, and the gradients in the arithmetic dtype of what in `head` is wanted, else an empty tensor.
+    """The losses, and the gradients in the arithmetic dtype of what in `head` is wanted, else an
+    empty tensor.
 
     Args:
-        grad_rows: gradient of the losses (rows,) in the arithmetic dtype, 0 for rows that are not valid.
+        grad_rows: gradient of the losses (rows,) in the arithmetic dtype, 0 for rows that are not
+            valid.
     """
     row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
     factors = row_loss.factors(grad_rows, target, valid)
@@ -162,20 +186,25 @@ def linear_cross_entropy_gradients(
 
 @linear_cross_entropy_gradients.register_fake
 def _(head: Head, target: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    return [head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype)), *_empty_gradients(head, rest[-1])]
+    return [
+        head[0].new_empty(target.shape, dtype=arithmetic(head[0].dtype)),
+        *_empty_gradients(head, rest[-1]),
+    ]
 
 
 class FusedLinearCrossEntropy(ClassLoss):
-    """As `FusedCrossEntropy` of `torch.nn.functional.linear(hidden, weight, bias)`, without ever holding all its output.
+    """As `FusedCrossEntropy` of `torch.nn.functional.linear(hidden, weight, bias)`, without ever
+    holding all its output.
 
-    With reduction "mean" or "sum" the forward pass computes the gradients too. It needs memory for the logits of some thousand
-    rows, about a GiB, and for the gradients in fp32. Recomputing it, by a Block with `use_checkpoint` around it, would compute
-    them twice.
+    With reduction "mean" or "sum" the forward pass computes the gradients too. It needs memory for
+    the logits of some thousand rows, about a GiB, and for the gradients in fp32. Recomputing it, by
+    a Block with `use_checkpoint` around it, would compute them twice.
 
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
         ignore_index: the target of rows that do not count.
-        reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a loss per row.
+        reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a
+            loss per row.
         label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
 
     Raises:
@@ -183,15 +212,21 @@ class FusedLinearCrossEntropy(ClassLoss):
     """
 
     def forward(
-        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Loss of the rows of `hidden` for class indices `target`.
 
         Args:
             hidden: (rows, dim) in fp32, fp16, bf16 or fp64; flatten leading dimensions.
-            weight: (V, dim) in the same dtype, as of torch.nn.Linear or an embedding. Under autocast dtypes may differ.
-            target: (rows,) of any integer dtype, in [0, V) or `ignore_index`. One out of range is an error that names it on a
-                CPU; on a GPU it stops the kernel that reads it, as with torch.
+            weight: (V, dim) in the same dtype, as of torch.nn.Linear or an embedding. Under
+                autocast dtypes may differ.
+            target: (rows,) of any integer dtype, in [0, V) or `ignore_index`. One out of range is
+                an error that names it on a CPU; on a GPU it stops the kernel that reads it, as with
+                torch.
             bias: (V,) in the same dtype, or None.
 
         Returns:
@@ -201,7 +236,11 @@ class FusedLinearCrossEntropy(ClassLoss):
             ConfigurationError: shapes, dtypes, devices or targets that do not fit.
         """
         weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
-        for name, value in (("hidden", hidden), ("weight of the linear map", weight), ("bias", hidden if bias is None else bias)):
+        for name, value in (
+            ("hidden", hidden),
+            ("weight of the linear map", weight),
+            ("bias", hidden if bias is None else bias),
+        ):
             check_tensor(name, value)
         head = _as_linear_casts([hidden, weight, *([] if bias is None else [bias])])
         self._check(head, target)
@@ -214,7 +253,9 @@ class FusedLinearCrossEntropy(ClassLoss):
             loss_sum = LinearCrossEntropySum.apply(targets, *head)
         else:
             loss_sum = linear_cross_entropy(head, *targets).sum()
-        return loss_sum if self.reduction == "sum" else self.average(loss_sum, row_loss, target, valid)
+        return (
+            loss_sum if self.reduction == "sum" else self.average(loss_sum, row_loss, target, valid)
+        )
 
     def _check(self, head: Head, target: torch.Tensor) -> None:
         hidden, weight = head[:2]
@@ -225,28 +266,38 @@ class FusedLinearCrossEntropy(ClassLoss):
             )
         if weight.dim() != 2 or weight.shape[1] != hidden.shape[1] or weight.shape[0] == 0:
             raise ConfigurationError(
-                f"weight of the linear map: got {describe(weight)}, expected (classes, {hidden.shape[1]}) for hidden states "
+                f"weight of the linear map: got {describe(weight)}, expected (classes, "
+                f"{hidden.shape[1]}) for hidden states "
                 f"{tuple(hidden.shape)}; give it as torch.nn.functional.linear takes it."
             )
         if len(head) > 2 and head[2].shape != weight.shape[:1]:
-            raise ConfigurationError(f"bias: got {describe(head[2])}, expected ({weight.shape[0]},), one number for each class.")
+            raise ConfigurationError(
+                f"bias: got {describe(head[2])}, expected ({weight.shape[0]},), one number "
+                "for each class."
+            )
         for name, tensor in zip(("weight of the linear map", "bias"), head[1:], strict=False):
             check_device(name, tensor, hidden)
             if tensor.dtype != hidden.dtype:
                 raise ConfigurationError(
-                    f"{name}: got {names(tensor.dtype)}, expected {names(hidden.dtype)} like the hidden states; "
+                    f"{name}: got {names(tensor.dtype)}, expected "
+                    f"{names(hidden.dtype)} like the hidden states; "
                     "convert one of them, or use autocast."
                 )
         self.check_target(target, hidden, weight.shape[0])
 
 
 def _as_linear_casts(head: Head) -> Head:
-    """In the dtype in which autocast would compute a linear map, which leaves fp64 alone; unchanged outside of autocast."""
+    """In the dtype in which autocast would compute a linear map, which leaves fp64 alone; unchanged
+    outside of autocast.
+    """
     kind = head[0].device.type
     if not torch.is_autocast_enabled(kind):
         return head
     dtype = torch.get_autocast_dtype(kind)
-    return [tensor.to(dtype) if tensor.dtype in DTYPES and tensor.dtype != torch.float64 else tensor for tensor in head]
+    return [
+        tensor.to(dtype) if tensor.dtype in DTYPES and tensor.dtype != torch.float64 else tensor
+        for tensor in head
+    ]
 
 
 def _row_loss(head: Head, class_weight: torch.Tensor | None, label_smoothing: float) -> RowLoss:
@@ -255,7 +306,11 @@ def _row_loss(head: Head, class_weight: torch.Tensor | None, label_smoothing: fl
 
 
 def _losses(
-    row_loss: RowLoss, parts: list[RowSums], scores: list[torch.Tensor], target: torch.Tensor, valid: torch.Tensor
+    row_loss: RowLoss,
+    parts: list[RowSums],
+    scores: list[torch.Tensor],
+    target: torch.Tensor,
+    valid: torch.Tensor,
 ) -> torch.Tensor:
     sums = RowSums(*(torch.cat(chunks) for chunks in zip(*parts, strict=True)))
     return row_loss.losses(sums, torch.cat(scores) - sums.highest, target, valid)
@@ -267,13 +322,24 @@ def _padded(head: Head) -> Head:
     if not missing:
         return head
     hidden, weight, *biases = head
-    return [hidden, F.pad(weight, (0, 0, 0, missing)), *(F.pad(bias, (0, missing)) for bias in biases)]
+    return [
+        hidden,
+        F.pad(weight, (0, 0, 0, missing)),
+        *(F.pad(bias, (0, missing)) for bias in biases),
+    ]
 
 
 def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Chunks of rows and their logits (rows of the chunk, classes), which the next chunk's overwrite."""
+    """Chunks of rows and their logits (rows of the chunk, classes), which the next chunk's
+    overwrite.
+    """
     hidden, weight, *biases = head
-    chunks = list(_chunks(hidden.shape[0], max(CHUNK_ROWS, CHUNK_BYTES // (weight.shape[0] * weight.element_size()))))
+    chunks = list(
+        _chunks(
+            hidden.shape[0],
+            max(CHUNK_ROWS, CHUNK_BYTES // (weight.shape[0] * weight.element_size())),
+        )
+    )
     memory = hidden.new_empty(chunks[0].stop, weight.shape[0])
     for rows in chunks:
         logits = memory[: rows.stop - rows.start]
@@ -285,7 +351,9 @@ def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def _chunks(num_rows: int, most: int) -> Iterator[slice]:
-    """The rows in chunks of almost equal size, at most `most` of them; one chunk if there is no row."""
+    """The rows in chunks of almost equal size, at most `most` of them; one chunk if there is no
+    row.
+    """
     count = max(1, -(-num_rows // most))
     step = max(1, -(-num_rows // count))
     for start in range(0, max(1, num_rows), step):
@@ -294,10 +362,15 @@ def _chunks(num_rows: int, most: int) -> Iterator[slice]:
 
 def _empty_gradients(head: Head, wanted: Sequence[bool]) -> list[torch.Tensor]:
     dtype = arithmetic(head[0].dtype)
-    return [tensor.new_empty(tensor.shape if want else 0, dtype=dtype) for tensor, want in zip(head, wanted, strict=True)]
+    return [
+        tensor.new_empty(tensor.shape if want else 0, dtype=dtype)
+        for tensor, want in zip(head, wanted, strict=True)
+    ]
 
 
-def _add_gradients(grads: Head, wanted: Sequence[bool], rows: slice, grad_logits: torch.Tensor, head: Head) -> None:
+def _add_gradients(
+    grads: Head, wanted: Sequence[bool], rows: slice, grad_logits: torch.Tensor, head: Head
+) -> None:
     """Add what a chunk gives to the gradients. The first one finds nothing in them."""
     hidden, weight = head[:2]
     is_first = rows.start == 0

@@ -1,4 +1,6 @@
-"""What the cross-entropy modules share: their arguments, what they refuse, and how losses of rows become one."""
+"""What the cross-entropy modules share: their arguments, what they refuse, and how losses of rows
+become one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ class ClassLoss(torch.nn.Module):
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
         ignore_index: the target of rows that do not count.
-        reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a loss per row.
+        reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a
+            loss per row.
         label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
 
     Raises:
@@ -29,18 +32,28 @@ class ClassLoss(torch.nn.Module):
     weight: torch.Tensor | None
 
     def __init__(
-        self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+        self,
+        weight: torch.Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
         if reduction not in REDUCTIONS:
-            raise ConfigurationError(f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them.")
+            raise ConfigurationError(
+                f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them."
+            )
         if not (isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1):
-            raise ConfigurationError(f"label_smoothing: got {label_smoothing!r}, expected a share between 0 and 1; 0 means none.")
+            raise ConfigurationError(
+                f"label_smoothing: got {label_smoothing!r}, expected a share between 0 and "
+                "1; 0 means none."
+            )
         if weight is not None:
             check_tensor("weight", weight)
         if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):
             raise ConfigurationError(
-                f"weight: got {describe(weight)}, expected a floating-point tensor of shape (classes,); give one weight per class."
+                f"weight: got {describe(weight)}, expected a floating-point tensor of "
+                "shape (classes,); give one weight per class."
             )
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
@@ -49,7 +62,10 @@ class ClassLoss(torch.nn.Module):
 
     def extra_repr(self) -> str:
         """Arguments other than the weights, for printing."""
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}"
+        )
 
     def row_loss(self, columns: Columns, dtype: torch.dtype) -> RowLoss:
         """The loss of a row of logits of `dtype`."""
@@ -62,15 +78,22 @@ class ClassLoss(torch.nn.Module):
         valid = target != self.ignore_index
         return torch.where(valid, target, 0), valid
 
-    def average(self, loss_sum: torch.Tensor, row_loss: RowLoss, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """The mean over the weights of the rows; NaN where these have none, as in torch, with zero gradients if no row is valid."""
+    def average(
+        self, loss_sum: torch.Tensor, row_loss: RowLoss, target: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """The mean over the weights of the rows; NaN where these have none, as in torch, with zero
+        gradients if no row is valid.
+        """
         total = row_loss.of_targets(target, valid).sum()
-        # NaN is added, not divided by 0: the gradient of that quotient would be NaN too. Neither asks the GPU anything.
+        # NaN is added, not divided by 0: the gradient of that quotient would be NaN too. Neither
+        # asks the GPU anything.
         divisor = torch.where(valid.any(), total, 1.0)
         return loss_sum / divisor + torch.where(total == 0, torch.nan, 0.0)
 
     def check_target(self, target: torch.Tensor, rows: torch.Tensor, num_classes: int) -> None:
-        """ConfigurationError unless `target` and the class weights fit `rows` (rows, ...), the logits or hidden states."""
+        """ConfigurationError unless `target` and the class weights fit `rows` (rows, ...), the
+        logits or hidden states.
+        """
         check_tensor("target", target)
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
             raise ConfigurationError(
@@ -79,7 +102,8 @@ class ClassLoss(torch.nn.Module):
             )
         if target.shape != rows.shape[:1]:
             raise ConfigurationError(
-                f"target: got {describe(target)}, expected ({rows.shape[0]},), one class for each of the rows "
+                f"target: got {describe(target)}, expected ({rows.shape[0]},), one "
+                "class for each of the rows "
                 f"{tuple(rows.shape)}; flatten both alike: target.view(-1)."
             )
         for name, other in (("target", target), ("weight", self.weight)):
@@ -87,7 +111,8 @@ class ClassLoss(torch.nn.Module):
                 check_device(name, other, rows)
         if self.weight is not None and self.weight.shape[0] != num_classes:
             raise ConfigurationError(
-                f"weight: got {self.weight.shape[0]} weights, expected {num_classes}; give one weight per class."
+                f"weight: got {self.weight.shape[0]} weights, expected {num_classes}; "
+                "give one weight per class."
             )
         # Reading values stops a GPU, and a compiler's trace; there the gather itself refuses.
         if rows.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -99,7 +124,8 @@ class ClassLoss(torch.nn.Module):
             row = int(bad.nonzero()[0, 0])
             raise ConfigurationError(
                 f"target of row {row}: got {int(target[row])}, expected 0 to {num_classes - 1} or "
-                f"ignore_index={self.ignore_index} ({int(bad.sum())} of {bad.numel()} rows are out of range); "
+                f"ignore_index={self.ignore_index} ({int(bad.sum())} of {bad.numel()} "
+                "rows are out of range); "
                 "check that the vocabulary of the data is that of the model."
             )
 

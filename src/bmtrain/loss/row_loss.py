@@ -1,6 +1,8 @@
-"""The loss of one row of logits as arithmetic on a few numbers per row, whoever has summed over the classes.
+"""The loss of one row of logits as arithmetic on a few numbers per row, whoever has summed over the
+classes.
 
-For logits x (rows, V), target y, class weights w (1 by default) and label smoothing eps, a row's loss is
+For logits x (rows, V), target y, class weights w (1 by default) and label smoothing eps, a row's
+loss is
 
     (1 - eps) w_y (z - x_y) + eps/V sum_c w_c (z - x_c)          with z = log sum_c exp(x_c),
 
@@ -24,8 +26,9 @@ from bmtrain.loss.columns import Columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLoss:
-    """What decides the loss of one row: class weights (V,) in the arithmetic dtype or None, the share of smoothing, and where
-    classes are."""
+    """What decides the loss of one row: class weights (V,) in the arithmetic dtype or None, the
+    share of smoothing, and where classes are.
+    """
 
     weight: torch.Tensor | None
     label_smoothing: float
@@ -48,22 +51,35 @@ class RowLoss:
         """Over the columns that are here."""
         return kernels.row_sums(logits, self.of_columns(), smoothed=self.smoothed)
 
-    def losses(self, sums: RowSums, scores: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Loss of every row (rows,) from sums over all columns and x_y - m of its class y; 0 where it is not valid."""
+    def losses(
+        self, sums: RowSums, scores: torch.Tensor, target: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
+        """Loss of every row (rows,) from sums over all columns and x_y - m of its class y; 0 where
+        it is not valid.
+        """
         log_sum = sums.sum_exp.log()
         loss = self.of_targets(target, valid) * (log_sum - scores)
         if self.smoothed:
             spread = self._total_weight() * log_sum - sums.below
-            loss = (1 - self.label_smoothing) * loss + self.label_smoothing / self.columns.total * spread
+            loss = (
+                1 - self.label_smoothing
+            ) * loss + self.label_smoothing / self.columns.total * spread
         # Not a product with `valid`: an infinite logit in an ignored row must not make it NaN.
         return torch.where(valid, loss, 0.0)
 
-    def factors(self, grad_rows: torch.Tensor, target: torch.Tensor, valid: torch.Tensor) -> RowFactors:
-        """What makes the gradient of the logits, from that of the losses (rows,), 0 where a row is not valid."""
+    def factors(
+        self, grad_rows: torch.Tensor, target: torch.Tensor, valid: torch.Tensor
+    ) -> RowFactors:
+        """What makes the gradient of the logits, from that of the losses (rows,), 0 where a row is
+        not valid.
+        """
         hit, column = grad_rows * self.of_targets(target, valid), self.columns.place(target)
         if not self.smoothed:
             return RowFactors(hit, hit, hit, column)
-        hit, smooth = hit * (1 - self.label_smoothing), grad_rows * (self.label_smoothing / self.columns.total)
+        hit, smooth = (
+            hit * (1 - self.label_smoothing),
+            grad_rows * (self.label_smoothing / self.columns.total),
+        )
         return RowFactors(hit + smooth * self._total_weight(), smooth, hit, column)
 
     def own_weight(self) -> float | torch.Tensor:

@@ -12,7 +12,8 @@ from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
 
 
 class Noam(WarmupLRScheduler):
-    """Warm-up `s n / w**1.5`, then `s / sqrt(n)`: the schedule of "Attention is all you need" (2017), section 5.3.
+    """Warm-up `s n / w**1.5`, then `s / sqrt(n)`: the schedule of "Attention is all you need"
+    (2017), section 5.3.
 
     Its highest learning rate is `s / sqrt(w)`. `end_iter` has no effect and may be None.
     """
@@ -56,7 +57,8 @@ class _EndingScheduler(WarmupLRScheduler):
     def _refused(self) -> ConfigurationError:
         return ConfigurationError(
             f"end_iter of {type(self).__name__}: got {self.end_iter}, expected more than "
-            f"warmup_iter={self.warmup_iter}; give the iteration at which the decay ends, or take NoDecay or Noam, "
+            f"warmup_iter={self.warmup_iter}; give the iteration at which the decay "
+            "ends, or take NoDecay or Noam, "
             "which have no end."
         )
 
@@ -70,7 +72,8 @@ class Linear(_EndingScheduler):
 
 
 class Cosine(_EndingScheduler):
-    """Warm-up `s n / w`, then `s (1 + cos(pi (n - w) / (e - w))) / 2` (SGDR, Loshchilov and Hutter 2017, eq. 5).
+    """Warm-up `s n / w`, then `s (1 + cos(pi (n - w) / (e - w))) / 2` (SGDR, Loshchilov and Hutter
+    2017, eq. 5).
 
     Beyond `end_iter` the cosine rises again, as in BMTrain and in torch's `CosineAnnealingLR`.
     """
@@ -113,7 +116,9 @@ class Exponential(WarmupLRScheduler):
         return {**super().state_dict(), "gamma": self.gamma}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As of the base; a state without `gamma`, as BMTrain wrote it, keeps the one of the constructor."""
+        """As of the base; a state without `gamma`, as BMTrain wrote it, keeps the one of the
+        constructor.
+        """
         self.gamma = state_dict.get("gamma", self.gamma)
         super().load_state_dict(state_dict)
 
@@ -121,5 +126,6 @@ class Exponential(WarmupLRScheduler):
         super()._check()
         if not self.gamma >= 0:
             raise ConfigurationError(
-                f"gamma: got {self.gamma}, expected 0 or more; it is the factor per iteration, for example 0.95."
+                f"gamma: got {self.gamma}, expected 0 or more; it is the factor per "
+                "iteration, for example 0.95."
             )

@@ -1,4 +1,6 @@
-"""The base of all schedules: it counts iterations, warms up, and writes the learning rate into an optimizer."""
+"""The base of all schedules: it counts iterations, warms up, and writes the learning rate into an
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,18 @@ from bmtrain.errors import ConfigurationError
 
 
 class WarmupLRScheduler(abc.ABC):
-    """Learning rate `get_lr_warmup(n)` for the first `warmup_iter` iterations, `get_lr_decay(n)` from then on.
+    """Learning rate `get_lr_warmup(n)` for the first `warmup_iter` iterations, `get_lr_decay(n)`
+    from then on.
 
-    The learning rate is written into every parameter group at construction and at every `step`, so the first optimizer
-    step of a new run is taken at iteration `num_iter` = 0.
+    The learning rate is written into every parameter group at construction and at every `step`, so
+    the first optimizer step of a new run is taken at iteration `num_iter` = 0.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
         start_lr: the highest learning rate, reached at the end of the warm-up; 0 or more.
         warmup_iter: length of the warm-up in iterations; 0 means none.
-        end_iter: iteration at which the decay ends; of no effect, whatever it is, where the decay has no end.
+        end_iter: iteration at which the decay ends; of no effect, whatever it is, where the decay
+            has no end.
         num_iter: iteration to start from.
 
     Raises:
@@ -29,7 +33,12 @@ class WarmupLRScheduler(abc.ABC):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, start_lr: float, warmup_iter: int, end_iter: int | None, num_iter: int = 0
+        self,
+        optimizer: torch.optim.Optimizer,
+        start_lr: float,
+        warmup_iter: int,
+        end_iter: int | None,
+        num_iter: int = 0,
     ) -> None:
         self.optimizer = optimizer
         self.start_lr = start_lr
@@ -59,7 +68,9 @@ class WarmupLRScheduler(abc.ABC):
         return self.get_lr()
 
     def step(self, num_iter: int | None = None) -> None:
-        """Go to iteration `num_iter`, or to the next one, and write its learning rate into every parameter group."""
+        """Go to iteration `num_iter`, or to the next one, and write its learning rate into every
+        parameter group.
+        """
         target = self.num_iter + 1 if num_iter is None else num_iter
         _check_at_least("num_iter", target, 0, "iterations are counted from 0")
         self.num_iter = target
@@ -71,19 +82,32 @@ class WarmupLRScheduler(abc.ABC):
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule as plain numbers; with them `load_state_dict` continues it in another process."""
-        return {"start_lr": self.start_lr, "warmup_iter": self.warmup_iter, "end_iter": self.end_iter, "num_iter": self.num_iter}
+        """The schedule as plain numbers; with them `load_state_dict` continues it in another
+        process.
+        """
+        return {
+            "start_lr": self.start_lr,
+            "warmup_iter": self.warmup_iter,
+            "end_iter": self.end_iter,
+            "num_iter": self.num_iter,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a saved schedule whole, and write its learning rate into the optimizer.
 
         Raises:
-            ConfigurationError: a key is missing, or a value is one that the constructor would refuse.
+            ConfigurationError: a key is missing, or a value is one that the constructor would
+                refuse.
         """
-        missing = [key for key in ("start_lr", "warmup_iter", "end_iter", "num_iter") if key not in state_dict]
+        missing = [
+            key
+            for key in ("start_lr", "warmup_iter", "end_iter", "num_iter")
+            if key not in state_dict
+        ]
         if missing:
             raise ConfigurationError(
-                f"state_dict of {type(self).__name__}: got the keys {sorted(state_dict)}, expected also {missing}; "
+                f"state_dict of {type(self).__name__}: got the keys "
+                f"{sorted(state_dict)}, expected also {missing}; "
                 "pass what state_dict() of a learning-rate scheduler returned."
             )
         self.start_lr = state_dict["start_lr"]
@@ -94,8 +118,15 @@ class WarmupLRScheduler(abc.ABC):
         self.step(self.num_iter)
 
     def _check(self) -> None:
-        """Refuse numbers that make no schedule; decays that need more say so in their own `_check`."""
-        _check_at_least("start_lr", self.start_lr, 0, "a learning rate is not negative; maximize=True turns the sign")
+        """Refuse numbers that make no schedule; decays that need more say so in their own
+        `_check`.
+        """
+        _check_at_least(
+            "start_lr",
+            self.start_lr,
+            0,
+            "a learning rate is not negative; maximize=True turns the sign",
+        )
         _check_at_least("warmup_iter", self.warmup_iter, 0, "0 means no warm-up")
         _check_at_least("num_iter", self.num_iter, 0, "iterations are counted from 0")
 

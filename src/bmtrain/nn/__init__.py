@@ -2,6 +2,19 @@
 
 from bmtrain.nn.embedding import VPEmbedding
 from bmtrain.nn.linear import Linear, OpLinear
-from bmtrain.nn.parallel_linear import ColumnParallelLinear, OpParallelLinear, ReduceType, RowParallelLinear
+from bmtrain.nn.parallel_linear import (
+    ColumnParallelLinear,
+    OpParallelLinear,
+    ReduceType,
+    RowParallelLinear,
+)
 
-__all__ = ["ColumnParallelLinear", "Linear", "OpLinear", "OpParallelLinear", "ReduceType", "RowParallelLinear", "VPEmbedding"]
+__all__ = [
+    "ColumnParallelLinear",
+    "Linear",
+    "OpLinear",
+    "OpParallelLinear",
+    "ReduceType",
+    "RowParallelLinear",
+    "VPEmbedding",
+]

@@ -10,27 +10,35 @@ import torch.nn.functional as F
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.parameter import DistributedParameter, Initializer, ParameterInitializer, computed_with
+from bmtrain.shard.parameter import (
+    DistributedParameter,
+    Initializer,
+    ParameterInitializer,
+    computed_with,
+)
 
 
 class OpLinear:
     """The linear map as an operation on tensors, under the name that BMTrain programs call."""
 
     @staticmethod
-    def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`x @ weight.T + bias`: x (..., n), weight (m, n), bias (m,) -> (..., m)."""
         return F.linear(x, computed_with(weight), None if bias is None else computed_with(bias))
 
 
 class Linear(DistributedModule):
-    """`x @ weight.T + bias` over the last dimension: (..., in_features) -> (..., out_features). Not split.
+    """`x @ weight.T + bias` over the last dimension: (..., in_features) -> (..., out_features). Not
+    split.
 
     Args:
         in_features, out_features: sizes of the last dimension before and after.
         bias: whether to add one.
         dtype: of the parameters; None is torch's default.
-        init_method: called with the whole weight (out_features, in_features); None draws from U(-b, b) with
-            b = 1/sqrt(in_features), as torch.nn.Linear does. The bias starts at zero.
+        init_method: called with the whole weight (out_features, in_features); None draws from U(-b,
+            b) with b = 1/sqrt(in_features), as torch.nn.Linear does. The bias starts at zero.
 
     Raises:
         NotInitializedError: before `init_distributed`.
@@ -51,10 +59,14 @@ class Linear(DistributedModule):
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.weight = DistributedParameter(
-            torch.empty(out_features, in_features, dtype=dtype), init_method=init_method or fan_in_uniform(in_features)
+            torch.empty(out_features, in_features, dtype=dtype),
+            init_method=init_method or fan_in_uniform(in_features),
         )
         self.register_parameter(
-            "bias", DistributedParameter(torch.empty(out_features, dtype=dtype), init_method=zeros()) if bias else None
+            "bias",
+            DistributedParameter(torch.empty(out_features, dtype=dtype), init_method=zeros())
+            if bias
+            else None,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,11 +75,16 @@ class Linear(DistributedModule):
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._parameters['bias'] is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self._parameters['bias'] is not None}"
+        )
 
 
 def fan_in_uniform(in_features: int) -> ParameterInitializer:
-    """Draw from U(-b, b) with b = 1/sqrt(in_features): He et al. (2015) with the gain that torch.nn.Linear takes."""
+    """Draw from U(-b, b) with b = 1/sqrt(in_features): He et al. (2015) with the gain that
+    torch.nn.Linear takes.
+    """
     bound = 1 / math.sqrt(in_features)
     return ParameterInitializer(torch.nn.init.uniform_, -bound, bound)
 
@@ -81,14 +98,19 @@ def check_sizes(layer: str, **sizes: int) -> None:
     """ConfigurationError unless all `sizes` are whole numbers above 0."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigurationError(f"{layer}: {name} is {size!r}: expected a whole number above 0.")
+            raise ConfigurationError(
+                f"{layer}: {name} is {size!r}: expected a whole number above 0."
+            )
 
 
 def part_of(layer: str, name: str, size: int, num_ranks: int) -> int:
-    """`size / num_ranks`, the part of each tensor-parallel rank; ConfigurationError where it is not whole."""
+    """`size / num_ranks`, the part of each tensor-parallel rank; ConfigurationError where it is not
+    whole.
+    """
     if size % num_ranks:
         raise ConfigurationError(
-            f"{layer}: {name} is {size} and is split over tp_size={num_ranks} ranks: expected a multiple of {num_ranks}; "
+            f"{layer}: {name} is {size} and is split over tp_size={num_ranks} ranks: "
+            f"expected a multiple of {num_ranks}; "
             f"round it up to {-(-size // num_ranks) * num_ranks} or change tp_size."
         )
     return size // num_ranks

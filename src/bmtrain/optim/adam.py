@@ -25,15 +25,26 @@ Step = tuple[Update, AdamSettings]
 
 
 class AdamBase(torch.optim.Optimizer):
-    """What the two Adams share: groups, state layout, state dicts, and the loss scale of 0.1.x programs."""
+    """What the two Adams share: groups, state layout, state dicts, and the loss scale of 0.1.x
+    programs.
+    """
 
     _layout: AdamLayout | None = None  # made by the first step
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0, hold_steps: int = 0, *, maximize: bool = False,
-        scale: float | None = None, scale_factor: float | None = None, scale_steps: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        hold_steps: int = 0,
+        *,
+        maximize: bool = False,
+        scale: float | None = None,
+        scale_factor: float | None = None,
+        scale_steps: int | None = None,
+    ) -> None:
         current = world.current(type(self).__name__)
         _check(lr, betas, eps, weight_decay, hold_steps)
         decay = {"weight_decay": weight_decay, "hold_steps": hold_steps, "maximize": maximize}
@@ -42,30 +53,42 @@ class AdamBase(torch.optim.Optimizer):
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
-                    f"{type(self).__name__} got a parameter of shape {tuple(param.shape)} on {param.device}, this rank computes on "
-                    f"{current.device}: move the model there (model.to(bmtrain.device())) before making the optimizer."
+                    f"{type(self).__name__} got a parameter of shape "
+                    f"{tuple(param.shape)} on {param.device}, this rank computes on "
+                    f"{current.device}: move the model there "
+                    "(model.to(bmtrain.device())) before making the optimizer."
                 )
         self._engine = current.service(Engine)
-        self._engine.replicate(param for param in flat if not isinstance(param, DistributedParameter))
+        self._engine.replicate(
+            param for param in flat if not isinstance(param, DistributedParameter)
+        )
         self._stepped: list[dict[str, Any]] = []  # states of the parameters that took the last step
         fp16 = any(param.dtype == torch.float16 for param in flat)
         factor = current.defaults.loss_scale_factor if scale_factor is None else scale_factor
         growth_steps = current.defaults.loss_scale_steps if scale_steps is None else scale_steps
-        self.dynamic_scale = LossScale(scale if scale is not None else (65536.0 if fp16 else 1.0), factor, growth_steps)
+        self.dynamic_scale = LossScale(
+            scale if scale is not None else (65536.0 if fp16 else 1.0), factor, growth_steps
+        )
         self._scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` takes a `verdict` that the device knows before the host: not if host code goes with each step."""
+        """Whether `step` takes a `verdict` that the device knows before the host: not if host code
+        goes with each step.
+        """
         return False
 
     @property
     def scale(self) -> float:
-        """The loss scale of programs of the 0.1.x API; an OptimManager's where one drives this optimizer."""
+        """The loss scale of programs of the 0.1.x API; an OptimManager's where one drives this
+        optimizer.
+        """
         return self.dynamic_scale.value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `.backward()` on in programs of the 0.1.x API: scaled, and a mean over ranks."""
+        """The loss to call `.backward()` on in programs of the 0.1.x API: scaled, and a mean over
+        ranks.
+        """
         scaled = loss * (self.scale / self._engine.mesh.world.size)
         self._scaled = weakref.ref(scaled)
         return scaled
@@ -79,7 +102,9 @@ class AdamBase(torch.optim.Optimizer):
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly."""
         return self._step(closure, scale, None)
 
-    def _step(self, closure: Callable[[], Any] | None, scale: float, verdict: torch.Tensor | None) -> Any:
+    def _step(
+        self, closure: Callable[[], Any] | None, scale: float, verdict: torch.Tensor | None
+    ) -> Any:
         self.dynamic_scale.settle()
         self._engine.backward.flush()
         loss = None
@@ -94,7 +119,10 @@ class AdamBase(torch.optim.Optimizer):
             state["step"] += 1
         for update in updates:
             update.cohort.count_writes()
-        self._apply([(update, _settings(self.param_groups, update.cohort, scale)) for update in updates], verdict)
+        self._apply(
+            [(update, _settings(self.param_groups, update.cohort, scale)) for update in updates],
+            verdict,
+        )
         layout.close()
         return loss
 
@@ -105,12 +133,19 @@ class AdamBase(torch.optim.Optimizer):
         self._stepped = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamBase:
-        """With its own state, for the parameters that `memo` has copies of; copy the model in the same call."""
+        """With its own state, for the parameters that `memo` has copies of; copy the model in the
+        same call.
+        """
         self.dynamic_scale.settle()
         self._lay_out()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        shared: dict[str, Any] = {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+        shared: dict[str, Any] = {
+            "_engine": self._engine,
+            "_layout": None,
+            "_scaled": None,
+            "_stepped": [],
+        }
         for name, value in vars(self).items():
             vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
         return new
@@ -127,16 +162,21 @@ class AdamBase(torch.optim.Optimizer):
         return self._engine.device
 
     def _lay_out(self) -> AdamLayout:
-        """Anew where the program has changed groups or states, as it may those of torch's optimizers."""
+        """Anew where the program has changed groups or states, as it may those of torch's
+        optimizers.
+        """
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
-            self._layout.follow()  # the exact weights are taken over: they must know what was written since the last step
+            # the exact weights are taken over: they must know what was written since the last step
+            self._layout.follow()
             self._layout = None
         if self._layout is None:
             self._layout = AdamLayout(self.param_groups, self.state, self._make_state)
         return self._layout
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The optimizer's state: this rank's slices, or with `gather` (collective) whole CPU tensors for any world size."""
+        """The optimizer's state: this rank's slices, or with `gather` (collective) whole CPU
+        tensors for any world size.
+        """
         self.dynamic_scale.settle()
         self._lay_out()
         state: dict[str, Any] = super().state_dict()
@@ -146,7 +186,10 @@ class AdamBase(torch.optim.Optimizer):
         return {**state, "state": gathered.gather_states(flat, state["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either form of `state_dict`, or one of BMTrain (see `resharding.local_states`). Collective."""
+        """Load either form of `state_dict`, or one of BMTrain (see `resharding.local_states`).
+
+        Collective.
+        """
         self.dynamic_scale.settle()
         flat = parameters_of(self.param_groups)
         states = resharding.local_states(self.param_groups, state_dict)
@@ -166,13 +209,15 @@ class AdamBase(torch.optim.Optimizer):
 class AdamOptimizer(AdamBase):
     """AdamW for parameters of any dtype, sharded or not.
 
-    Weight decay is decoupled for every dtype. fp16 and bf16 parameters keep an fp32 master copy and fp32 moments.
+    Weight decay is decoupled for every dtype. fp16 and bf16 parameters keep an fp32 master copy and
+    fp32 moments.
 
     Args:
         params: parameters or groups, as in torch.optim.
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW (weight_decay 0 by default).
         hold_steps: for the first n steps the learning rate is 0 while the moments build up.
-        scale, scale_factor, scale_steps: the loss scale of 0.1.x programs (`loss_scale`, `scale`, `optim_step`).
+        scale, scale_factor, scale_steps: the loss scale of 0.1.x programs (`loss_scale`, `scale`,
+            `optim_step`).
 
     Raises:
         ParameterError: for parameters on another device than the rank's.
@@ -184,12 +229,18 @@ class AdamOptimizer(AdamBase):
         return not self._optimizer_step_pre_hooks and not self._optimizer_step_post_hooks
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0, *, verdict: torch.Tensor | None = None) -> Any:
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        scale: float = 1.0,
+        *,
+        verdict: torch.Tensor | None = None,
+    ) -> Any:
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
 
         Args:
-            verdict: 0-dim fp64 on the device: if it is NaN or infinite, no weight and no moment changes. The host need not know
-                of it at once; when it does, it calls `take_back`.
+            verdict: 0-dim fp64 on the device: if it is NaN or infinite, no weight and no moment
+                changes. The host need not know of it at once; when it does, it calls `take_back`.
         """
         return self._step(closure, scale, verdict)
 
@@ -202,14 +253,28 @@ def _settings(groups: Sequence[dict[str, Any]], cohort: Cohort, scale: float) ->
     group, step = groups[cohort.number], cohort.num_steps
     beta1, beta2 = group["betas"]
     return AdamSettings(
-        lr=0.0 if step <= group["hold_steps"] else float(group["lr"]), beta1=beta1, beta2=beta2, eps=group["eps"],
-        weight_decay=group["weight_decay"], step=step, scale=scale, maximize=group["maximize"],
-    )  # fmt: skip
+        lr=0.0 if step <= group["hold_steps"] else float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        scale=scale,
+        maximize=group["maximize"],
+    )
 
 
-def _check(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, hold_steps: int) -> None:
-    limits = {"lr": lr >= 0, "betas": len(betas) == 2 and all(0 <= b < 1 for b in betas), "eps": eps >= 0}
+def _check(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, hold_steps: int
+) -> None:
+    limits = {
+        "lr": lr >= 0,
+        "betas": len(betas) == 2 and all(0 <= b < 1 for b in betas),
+        "eps": eps >= 0,
+    }
     limits |= {"weight_decay": weight_decay >= 0, "hold_steps": hold_steps >= 0}
     for name, good in limits.items():
         if not good:
-            raise ConfigurationError(f"{name} is out of range: expected 0 <= betas < 1 and nothing else below 0.")
+            raise ConfigurationError(
+                f"{name} is out of range: expected 0 <= betas < 1 and nothing else below 0."
+            )

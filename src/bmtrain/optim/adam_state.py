@@ -1,4 +1,6 @@
-"""The state of an Adam: flat tensors beside the runs of parameters, and who takes the next step together."""
+"""The state of an Adam: flat tensors beside the runs of parameters, and who takes the next step
+together.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _params_of = operator.itemgetter("params")
 
 
 class RunState:
-    """State of one run, in fp32, for fp64 parameters in fp64: the moments, and for half-precision parameters the exact weights."""
+    """State of one run, in fp32, for fp64 parameters in fp64: the moments, and for half-precision
+    parameters the exact weights.
+    """
 
     def __init__(self, run: Run, device: torch.device) -> None:
         values = run.values
@@ -30,19 +34,31 @@ class RunState:
         self.mean = torch.zeros(run.numel, dtype=dtype, device=device)
         self.square = torch.zeros(run.numel, dtype=dtype, device=device)
         self.is_exact = values.dtype == dtype and values.device == device
-        self.master = values if self.is_exact else torch.empty(run.numel, dtype=dtype, device=device)
+        self.master = (
+            values if self.is_exact else torch.empty(run.numel, dtype=dtype, device=device)
+        )
         if not self.is_exact:
             self.master.copy_(values)
 
     def follow(self, run: Run) -> None:
-        """Take over weights that somebody else has written since the last update, a checkpoint for example."""
+        """Take over weights that somebody else has written since the last update, a checkpoint for
+        example.
+        """
         values = run.values.to(self.master.device)
-        # Weights that are the rounded masters are our own: those masters are more exact than what was written.
-        self.master.copy_(torch.where(self.master.to(values.dtype) == values, self.master, values.to(self.master.dtype)))
+        # Weights that are the rounded masters are our own: those masters are more exact than what
+        # was written.
+        self.master.copy_(
+            torch.where(
+                self.master.to(values.dtype) == values, self.master, values.to(self.master.dtype)
+            )
+        )
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
         """What an update of `piece`, a part of the run, reads and writes."""
-        weight, state = piece.values, [run.cut(x, piece) for x in (self.master, self.mean, self.square)]
+        weight, state = (
+            piece.values,
+            [run.cut(x, piece) for x in (self.master, self.mean, self.square)],
+        )
         return AdamTensors(weight, grad, weight if self.is_exact else state[0], *state[1:])
 
     def views(self, begin: int, end: int) -> dict[str, torch.Tensor]:
@@ -52,7 +68,9 @@ class RunState:
 
 
 class Cohort:
-    """Parameters of group `number` with equally many steps behind them, and a gradient: they take the next steps together."""
+    """Parameters of group `number` with equally many steps behind them, and a gradient: they take
+    the next steps together.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -68,9 +86,13 @@ class Cohort:
         return num_steps
 
     def add(self, place: int, piece: Run, tensors: Callable[[torch.Tensor], AdamTensors]) -> None:
-        """A piece of the part number `place`, and what makes the tensors of its update from its gradient."""
+        """A piece of the part number `place`, and what makes the tensors of its update from its
+        gradient.
+        """
         self.numel += sum(local_numel(param) for param in piece.params)
-        self._sharded.extend(param for param in piece.params if isinstance(param, DistributedParameter))
+        self._sharded.extend(
+            param for param in piece.params if isinstance(param, DistributedParameter)
+        )
         self._members.append((place, piece, tensors))
 
     def count_writes(self) -> None:
@@ -81,7 +103,13 @@ class Cohort:
     def update(self, parts: Parts) -> Update:
         """The next step, with the gradients of these parts."""
         found = ((parts.parts[place], piece, tensors) for place, piece, tensors in self._members)
-        return Update(self, [tensors(part.piece.cut(part.grad.reshape(-1), piece)) for part, piece, tensors in found])
+        return Update(
+            self,
+            [
+                tensors(part.piece.cut(part.grad.reshape(-1), piece))
+                for part, piece, tensors in found
+            ],
+        )
 
 
 class Update(NamedTuple):
@@ -107,9 +135,15 @@ class AdamLayout:
         make_state: Callable[[Run], RunState],
     ) -> None:
         self._states = states
-        self._runs: dict[int, tuple[int, RunState]] = {}  # by identity of the run: the number of its group, and its state
-        self._rounded: dict[int, list[Run]] = {}  # by storage or parameter: runs of weights that are the rounded masters
-        runs = [(number, run) for number, group in enumerate(groups) for run in contiguous_runs(group["params"])]
+        # by identity of the run: the number of its group, and its state
+        self._runs: dict[int, tuple[int, RunState]] = {}
+        # by storage or parameter: runs of weights that are the rounded masters
+        self._rounded: dict[int, list[Run]] = {}
+        runs = [
+            (number, run)
+            for number, group in enumerate(groups)
+            for run in contiguous_runs(group["params"])
+        ]
         for number, run in runs:
             state = make_state(run)
             self._runs[id(run)] = number, state
@@ -123,14 +157,24 @@ class AdamLayout:
         self._versions = self._current_versions()
         self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
 
-    def is_current(self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, dict[str, Any]]) -> bool:
-        """Whether the groups have the parameters that they had, and the states are those that were laid out."""
+    def is_current(
+        self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, dict[str, Any]]
+    ) -> bool:
+        """Whether the groups have the parameters that they had, and the states are those that were
+        laid out.
+        """
         return (
             states is self._states
             and list(map(len, map(_params_of, groups))) == list(map(len, self._params))
             and all(map(operator.is_, _flat(map(_params_of, groups)), _flat(self._params)))
             and all(states.get(param) is state for param, state in self._shown)
-            and all(map(operator.is_, filter(_is_tensor, _flat(s.values() for _, s in self._shown)), _flat(self._views)))
+            and all(
+                map(
+                    operator.is_,
+                    filter(_is_tensor, _flat(s.values() for _, s in self._shown)),
+                    _flat(self._views),
+                )
+            )
         )
 
     def follow(self) -> None:
@@ -146,13 +190,19 @@ class AdamLayout:
         self._versions = self._current_versions()
 
     def updates(self) -> list[Update]:
-        """Of all parameters that have a gradient now. Planned once as long as those of the same parameters are there."""
+        """Of all parameters that have a gradient now.
+
+        Planned once as long as those of the same parameters are there.
+        """
         sharded, replicated = self._gradients.look()
         places = self._gradients.places
         if self._plan is None or self._plan[0] is not places:
             self._plan = places, self._grouped(places)
         others = self._grouped([(run, piece) for run, piece, _ in replicated.parts])
-        return [*(cohort.update(sharded) for cohort in self._plan[1]), *(cohort.update(replicated) for cohort in others)]
+        return [
+            *(cohort.update(sharded) for cohort in self._plan[1]),
+            *(cohort.update(replicated) for cohort in others),
+        ]
 
     def _show(self, run: Run, state: RunState) -> None:
         """Make the flat state that of the parameters."""
@@ -190,7 +240,13 @@ def _is_tensor(value: object) -> bool:
 
 
 def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a state: of a sharded tensor, of a whole one that the program has put there, or a slice already."""
-    if isinstance(param, DistributedParameter) and not isinstance(value, Slices) and value.shape == param.shape:
+    """This rank's elements of a state: of a sharded tensor, of a whole one that the program has put
+    there, or a slice already.
+    """
+    if (
+        isinstance(param, DistributedParameter)
+        and not isinstance(value, Slices)
+        and value.shape == param.shape
+    ):
         return cut_like(value, param).local
     return local_of(value)

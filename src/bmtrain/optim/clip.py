@@ -25,7 +25,8 @@ def clip_grad_norm(
     norm_type: float = 2,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Scale gradients down so that their global norm is at most `max_norm`, and return the norm they had.
+    """Scale gradients down so that their global norm is at most `max_norm`, and return the norm
+    they had.
 
     Args:
         param_groups: an optimizer's `param_groups`, or parameters.
@@ -35,13 +36,18 @@ def clip_grad_norm(
         eps: keeps the quotient finite.
 
     Returns:
-        The norm over all ranks, tied weights counted once: 0-dim on the device, fp32, of fp64 gradients fp64. No
+        The norm over all ranks, tied weights counted once: 0-dim on the device, fp32, of fp64
+            gradients fp64. No
         host synchronisation. Collective.
     """
-    return clip_gradients(Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps)
+    return clip_gradients(
+        Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps
+    )
 
 
-def clip_gradients(gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float) -> torch.Tensor:
+def clip_gradients(
+    gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float
+) -> torch.Tensor:
     """`clip_grad_norm` of parameters whose gradients have been looked for before."""
     if not float(norm_type) > 0:  # programs of BMTrain write "inf"
         raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
@@ -65,9 +71,11 @@ def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
 
 
 def global_sum_of_squares(sharded: Parts, replicated: Parts) -> torch.Tensor:
-    """Of all gradients on all ranks: 0-dim fp64 on the device, finite exactly if every gradient on every rank is. Collective.
+    """Of all gradients on all ranks: 0-dim fp64 on the device, finite exactly if every gradient on
+    every rank is. Collective.
 
-    Sharded gradients add up over ranks; those of ordinary parameters are the same everywhere and count once.
+    Sharded gradients add up over ranks; those of ordinary parameters are the same everywhere and
+    count once.
     """
     current = world.current("clip_grad_norm")
     total = sum_of_squares(sharded.batch, current.device)
@@ -96,14 +104,24 @@ def _global_norm(sharded: Parts, replicated: Parts, order: float) -> torch.Tenso
 def _local_norm(parts: Parts, order: float) -> torch.Tensor:
     device = world.current("clip_grad_norm").device
     norms = [_norm(part.grad, order).to(device, torch.float64) for part in parts.parts]
-    return torch.linalg.vector_norm(torch.stack(norms), order) if norms else torch.zeros((), dtype=torch.float64, device=device)
+    return (
+        torch.linalg.vector_norm(torch.stack(norms), order)
+        if norms
+        else torch.zeros((), dtype=torch.float64, device=device)
+    )
 
 
 def _norm(grad: torch.Tensor, order: float) -> torch.Tensor:
     if grad.numel() == 0:  # the maximum of nothing is an error in torch
         return torch.zeros((), device=grad.device)
-    return torch.linalg.vector_norm(grad, order, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return torch.linalg.vector_norm(
+        grad, order, dtype=torch.promote_types(grad.dtype, torch.float32)
+    )
 
 
 def _dtype_of(found: Iterable[Parts]) -> torch.dtype:
-    return functools.reduce(torch.promote_types, (part.grad.dtype for parts in found for part in parts.parts), torch.float32)
+    return functools.reduce(
+        torch.promote_types,
+        (part.grad.dtype for parts in found for part in parts.parts),
+        torch.float32,
+    )

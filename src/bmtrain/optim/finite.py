@@ -9,14 +9,18 @@ from bmtrain.runtime.log import warn
 
 
 class FiniteWatch:
-    """Looks at each loss when the device has long computed it, and warns once per run of bad steps, naming the first."""
+    """Looks at each loss when the device has long computed it, and warns once per run of bad steps,
+    naming the first.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[int, Verdict]] = []
         self._was_bad = False
 
     def record(self, loss: torch.Tensor, step: int) -> None:
-        """Take note of the loss of `step`; results of earlier steps that have arrived are judged now."""
+        """Take note of the loss of `step`; results of earlier steps that have arrived are judged
+        now.
+        """
         self._waiting.append((step, Verdict(loss)))
         while self._waiting and self._waiting[0][1].is_here:
             self._judge(*self._waiting.pop(0))
@@ -25,7 +29,8 @@ class FiniteWatch:
         good = verdict.wait()
         if not good and not self._was_bad:
             warn(
-                f"the loss of step {step} is NaN or infinite, and without loss scaling the step is applied all the same: see the "
+                f"the loss of step {step} is NaN or infinite, and without loss scaling "
+                "the step is applied all the same: see the "
                 "data and the learning rate of that step, or resume from an earlier checkpoint."
             )
         self._was_bad = not good

@@ -25,7 +25,9 @@ class _Slice:
 
 
 def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> States:
-    """`states` by parameter number, with every element-wise slice made whole: CPU tensors of the parameter's shape. Collective."""
+    """`states` by parameter number, with every element-wise slice made whole: CPU tensors of the
+    parameter's shape. Collective.
+    """
     whole: States = {}
     by_storage: dict[Storage, dict[int, int]] = {}
     for index, param in enumerate(params):
@@ -36,31 +38,51 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
     for storage, slots in by_storage.items():
         described = _described(storage, slots, states)
         for index, values in described.items():
-            whole[index] = {name: value for name, value in values.items() if not isinstance(value, _Slice)}
-        names = {name: value.dtype for values in described.values() for name, value in values.items() if isinstance(value, _Slice)}
+            whole[index] = {
+                name: value for name, value in values.items() if not isinstance(value, _Slice)
+            }
+        names = {
+            name: value.dtype
+            for values in described.values()
+            for name, value in values.items()
+            if isinstance(value, _Slice)
+        }
         for name, dtype in names.items():
-            members = {index: slots[index] for index, values in described.items() if isinstance(values.get(name), _Slice)}
+            members = {
+                index: slots[index]
+                for index, values in described.items()
+                if isinstance(values.get(name), _Slice)
+            }
             for index, value in _gather_one(storage, members, name, dtype, states):
                 whole[index][name] = value
     return dict(sorted(whole.items()))
 
 
 def _described(storage: Storage, slots: Iterable[int], states: States) -> States:
-    """The states of a storage's parameters without the slices, as the ranks have them where it lives."""
+    """The states of a storage's parameters without the slices, as the ranks have them where it
+    lives.
+    """
     own = {
-        index: {name: _Slice(v.dtype) if isinstance(v, Sharded) else _copied(v) for name, v in states[index].items()}
+        index: {
+            name: _Slice(v.dtype) if isinstance(v, Sharded) else _copied(v)
+            for name, v in states[index].items()
+        }
         for index in slots
         if index in states
     }
     stage = storage.placement.stage
-    found: States = own if stage is None else collectives.broadcast_object(own, stage, storage.engine.mesh.pipe)
+    found: States = (
+        own if stage is None else collectives.broadcast_object(own, stage, storage.engine.mesh.pipe)
+    )
     return found
 
 
 def _gather_one(
     storage: Storage, members: dict[int, int], name: str, dtype: torch.dtype, states: States
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """One state of the parameters `members` of a storage travels as one flat buffer: (parameter number, whole CPU tensor)."""
+    """One state of the parameters `members` of a storage travels as one flat buffer: (parameter
+    number, whole CPU tensor).
+    """
     shard = torch.zeros(storage.shard.numel(), dtype=dtype, device=storage.shard.device)
     if storage.is_here:
         for index, slot in members.items():
@@ -78,6 +100,9 @@ def _copied(value: Any) -> Any:
 def local_values(states: States) -> States:
     """The same states with this rank's slices, 1-D, in the place of what is sharded."""
     return {
-        index: {name: value.local if isinstance(value, Sharded) else value for name, value in state.items()}
+        index: {
+            name: value.local if isinstance(value, Sharded) else value
+            for name, value in state.items()
+        }
         for index, state in states.items()
     }

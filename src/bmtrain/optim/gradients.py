@@ -21,7 +21,10 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The gradients that there are now. They live no longer than the program keeps them: do not hold on to this."""
+    """The gradients that there are now.
+
+    They live no longer than the program keeps them: do not hold on to this.
+    """
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = list(parts)
@@ -29,9 +32,11 @@ class Parts:
 
 
 class Gradients:
-    """Looks for the gradients of runs. Which there are seldom changes, where they lie may do so at every step.
+    """Looks for the gradients of runs. Which there are seldom changes, where they lie may do so at
+    every step.
 
-    places: the runs of sharded parameters with their parts that had a gradient when it was looked for last: the same object as long
+    places: the runs of sharded parameters with their parts that had a gradient when it was looked
+    for last: the same object as long
         as the same parameters have one, in the memory of their storages or elsewhere.
     """
 
@@ -61,12 +66,15 @@ _storage_of = operator.attrgetter("storage_of")
 
 
 class GradientsCache:
-    """`Gradients` of the lists of parameters that were asked for lately: a training loop asks for the same ones at every step."""
+    """`Gradients` of the lists of parameters that were asked for lately: a training loop asks for
+    the same ones at every step.
+    """
 
     NUM_KEPT = 8
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], Gradients] = {}  # by identities, which last as long as the runs hold the parameters
+        # by identities, which last as long as the runs hold the parameters
+        self._known: dict[tuple[int, ...], Gradients] = {}
 
     def __call__(self, params: Sequence[torch.nn.Parameter]) -> Gradients:
         """Of these parameters."""

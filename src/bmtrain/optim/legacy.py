@@ -20,7 +20,8 @@ from bmtrain.shard.parameter import DistributedParameter
 def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
     """Step `optimizer` and its scheduler after `optimizer.loss_scale(loss).backward()`.
 
-    With a loss scale, gradients that overflow on any rank make all ranks skip the step and lower `optimizer.scale`.
+    With a loss scale, gradients that overflow on any rank make all ranks skip the step and lower
+    `optimizer.scale`.
     """
     _check_replicas(optimizer)
     if not isinstance(optimizer, AdamBase) or (optimizer.scale == 1 and not _has_fp16(optimizer)):
@@ -38,14 +39,23 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
 
 
 def _check_replicas(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of torch's, which nobody has asked to keep ordinary parameters equal on all ranks, must not part them."""
+    """An optimizer of torch's, which nobody has asked to keep ordinary parameters equal on all
+    ranks, must not part them.
+    """
     backward = world.current("optim_step").service(Engine).backward
     for param in parameters_of(optimizer.param_groups):
-        if param.grad is not None and not isinstance(param, DistributedParameter) and not backward.is_replicated(param):
+        if (
+            param.grad is not None
+            and not isinstance(param, DistributedParameter)
+            and not backward.is_replicated(param)
+        ):
             raise ConfigurationError(
-                f"optim_step got {type(optimizer).__name__} with a parameter of shape {tuple(param.shape)} that is not sharded, "
-                "and whose gradients have not been averaged over ranks: add the optimizer to an OptimManager before the first "
-                "backward pass, use an optimizer of bmtrain.optim, or shard the model with BMTrainModelWrapper."
+                f"optim_step got {type(optimizer).__name__} with a parameter of shape "
+                f"{tuple(param.shape)} that is not sharded, "
+                "and whose gradients have not been averaged over ranks: add the "
+                "optimizer to an OptimManager before the first "
+                "backward pass, use an optimizer of bmtrain.optim, or shard the model "
+                "with BMTrainModelWrapper."
             )
 
 

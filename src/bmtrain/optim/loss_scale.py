@@ -1,4 +1,6 @@
-"""Dynamic loss scaling: large enough that small fp16 gradients survive, small enough that large ones do not overflow."""
+"""Dynamic loss scaling: large enough that small fp16 gradients survive, small enough that large
+ones do not overflow.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,34 @@ from bmtrain.runtime.log import print_rank, warn
 class LossScale:
     """The scale and the rule by which it moves.
 
-    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with growth after a run of good steps.
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with growth after a
+    run of good steps.
     """
 
     def __init__(
-        self, value: float, factor: float = 2.0, growth_steps: int = 1024, minimum: float = 1.0, maximum: float = math.inf
+        self,
+        value: float,
+        factor: float = 2.0,
+        growth_steps: int = 1024,
+        minimum: float = 1.0,
+        maximum: float = math.inf,
     ) -> None:
         if not (value > 0 and math.isfinite(value)):
-            raise ConfigurationError(f"loss_scale is {value}: expected a positive finite number, or None for no scaling.")
+            raise ConfigurationError(
+                f"loss_scale is {value}: expected a positive finite number, or None for no scaling."
+            )
         if factor <= 1 or growth_steps < 1 or not 0 < minimum <= maximum:
             raise ConfigurationError(
-                f"loss scaling got factor={factor}, steps={growth_steps}, min={minimum}, max={maximum}: expected factor > 1, "
+                f"loss scaling got factor={factor}, steps={growth_steps}, "
+                f"min={minimum}, max={maximum}: expected factor > 1, "
                 "steps >= 1 and 0 < min <= max."
             )
-        self.factor, self.growth_steps, self.minimum, self.maximum = factor, growth_steps, minimum, maximum
+        self.factor, self.growth_steps, self.minimum, self.maximum = (
+            factor,
+            growth_steps,
+            minimum,
+            maximum,
+        )
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
         self._awaited: tuple[Verdict, Callable[[], None]] | None = None
@@ -44,10 +60,14 @@ class LossScale:
             return
         before = self._value
         self.shrink()
-        print_rank(f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped")
+        print_rank(
+            f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped"
+        )
 
     def judge_later(self, verdict: Verdict, take_back: Callable[[], None]) -> None:
-        """The device has left a step out if `verdict` is negative: `settle` then calls `take_back` for what the host has done."""
+        """The device has left a step out if `verdict` is negative: `settle` then calls `take_back`
+        for what the host has done.
+        """
         self._awaited = verdict, take_back
 
     def settle(self) -> None:
@@ -64,7 +84,10 @@ class LossScale:
     def shrink(self) -> None:
         """A gradient overflowed."""
         if self._value <= self.minimum:
-            warn(f"gradients overflow at the smallest loss scale {self.minimum}: the step is skipped; the loss may be diverging.")
+            warn(
+                f"gradients overflow at the smallest loss scale {self.minimum}: the step "
+                "is skipped; the loss may be diverging."
+            )
         self._value = max(self._value / self.factor, self.minimum)
         self.good_steps = 0
 

@@ -1,4 +1,6 @@
-"""OptimManager: one object that scales the loss, runs backward, clips, steps optimizers and schedulers together."""
+"""OptimManager: one object that scales the loss, runs backward, clips, steps optimizers and
+schedulers together.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,16 @@ class OptimManager:
 
     Args:
         loss_scale: initial loss scale for fp16 training; None turns scaling off.
-        loss_scale_factor: the scale is divided by it on overflow and multiplied after `loss_scale_steps` good steps.
+        loss_scale_factor: the scale is divided by it on overflow and multiplied after
+            `loss_scale_steps` good steps.
         min_loss_scale, max_loss_scale: bounds of the scale.
-        grad_scale: what the loss is divided by before backward, because gradients are summed over ranks; None is the number
-            of ranks, so that gradients are means.
+        grad_scale: what the loss is divided by before backward, because gradients are summed over
+            ranks; None is the number of ranks, so that gradients are means.
 
     Example:
-        manager = OptimManager(loss_scale=None)
-        manager.add_optimizer(optimizer, lr_scheduler)
-        manager.zero_grad(); manager.backward(loss); manager.clip_grad_norm(optimizer.param_groups, 1.0); manager.step()
+        manager = OptimManager(loss_scale=None) manager.add_optimizer(optimizer, lr_scheduler)
+        manager.zero_grad(); manager.backward(loss); manager.clip_grad_norm(optimizer.param_groups,
+        1.0); manager.step()
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class OptimManager:
         self._engine = current.service(Engine)
         self._scale = None
         if loss_scale is not None:
-            self._scale = LossScale(loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale)
+            self._scale = LossScale(
+                loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale
+            )
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
@@ -64,18 +69,27 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1 when there is no scaling. Waits for the GPU to say whether the last step overflowed."""
+        """The current loss scale; 1 when there is no scaling.
+
+        Waits for the GPU to say whether the last step overflowed.
+        """
         return self._scale.value if self._scale is not None else 1.0
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Drive `optimizer`, and its scheduler if it has one. Parameters that are not sharded are kept equal on all ranks.
+        """Drive `optimizer`, and its scheduler if it has one. Parameters that are not sharded are
+        kept equal on all ranks.
 
-        From here on `optimizer.scale` is the manager's loss scale, so that calls of the 0.1.x API fit in between.
+        From here on `optimizer.scale` is the manager's loss scale, so that calls of the 0.1.x API
+        fit in between.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigurationError(f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer.")
+            raise ConfigurationError(
+                f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer."
+            )
         if optimizer in self.optimizers:
-            raise ConfigurationError("add_optimizer got an optimizer that it has already: add each once.")
+            raise ConfigurationError(
+                "add_optimizer got an optimizer that it has already: add each once."
+            )
         self._replicate(optimizer)
         if isinstance(optimizer, AdamBase):
             optimizer.dynamic_scale.settle()
@@ -84,22 +98,29 @@ class OptimManager:
         self.lr_schedulers.append(lr_scheduler)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the gradients of its ordinary parameters summed over ranks: of those too that a group got since."""
+        """Have the gradients of its ordinary parameters summed over ranks: of those too that a
+        group got since.
+        """
         self._engine.replicate(
-            param for param in parameters_of(optimizer.param_groups) if not isinstance(param, DistributedParameter)
+            param
+            for param in parameters_of(optimizer.param_groups)
+            if not isinstance(param, DistributedParameter)
         )
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`: what backward runs on."""
-        return loss * self._engine.taping.number(lambda: self.loss_scale / self.grad_scale, loss.device)
+        return loss * self._engine.taping.number(
+            lambda: self.loss_scale / self.grad_scale, loss.device
+        )
 
     def backward(self, loss: torch.Tensor | None = None, *, reduce_gradients: bool = True) -> None:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
 
         Args:
-            loss: a scalar that requires grad; None means the one last given to `sum_loss`, as in BMTrain's README.
-            reduce_gradients: False keeps this micro-batch's gradients on the rank; the next call with True (or `step`)
-                reduces the sum once. Costs the memory of a full gradient.
+            loss: a scalar that requires grad; None means the one last given to `sum_loss`, as in
+                BMTrain's README.
+            reduce_gradients: False keeps this micro-batch's gradients on the rank; the next call
+                with True (or `step`) reduces the sum once. Costs the memory of a full gradient.
 
         Raises:
             ConfigurationError: for a loss that is not a scalar or does not require grad.
@@ -107,43 +128,63 @@ class OptimManager:
         loss = _checked(self._last_loss.take() if loss is None else loss)
         for optimizer in self.optimizers:
             self._replicate(optimizer)
-        if any(isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss) for optimizer in self.optimizers):
+        if any(
+            isinstance(optimizer, AdamBase) and optimizer.has_scaled(loss)
+            for optimizer in self.optimizers
+        ):
             raise ConfigurationError(
-                "backward got a loss that optimizer.loss_scale() has scaled already: pass the loss itself, or call loss.backward()."
+                "backward got a loss that optimizer.loss_scale() has scaled already: "
+                "pass the loss itself, or call loss.backward()."
             )
         if self._scale is None:
             seen = loss.detach()
-            self._engine.taping.now_or_after_replays(lambda: self._watch.record(seen, self._num_steps + 1))
+            self._engine.taping.now_or_after_replays(
+                lambda: self._watch.record(seen, self._num_steps + 1)
+            )
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all optimizers, those too that wait on this rank for their reduction."""
+        """Clear the gradients of all optimizers, those too that wait on this rank for their
+        reduction.
+        """
         for optimizer in self.optimizers:
             for param in parameters_of(optimizer.param_groups):
                 if isinstance(param, DistributedParameter):
                     param.storage_of.gradient.discard_deferred(param.index_in_storage)
             optimizer.zero_grad(set_to_none=set_to_none)
 
-    def clip_grad_norm(self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6) -> torch.Tensor:
-        """Clip the gradients of `param_groups` together; returns their norm as optim.clip_grad_norm does, unscaled."""
+    def clip_grad_norm(
+        self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6
+    ) -> torch.Tensor:
+        """Clip the gradients of `param_groups` together; returns their norm as optim.clip_grad_norm
+        does, unscaled.
+        """
         self._engine.backward.flush()
-        return clip_gradients(self._gradients(parameters_of(param_groups)), max_norm, self.loss_scale, norm_type, eps)
+        return clip_gradients(
+            self._gradients(parameters_of(param_groups)), max_norm, self.loss_scale, norm_type, eps
+        )
 
     def step(self) -> None:
-        """Update all parameters and learning rates; on an overflow anywhere, skip both and lower the loss scale instead.
+        """Update all parameters and learning rates; on an overflow anywhere, skip both and lower
+        the loss scale instead.
 
-        With AdamOptimizers alone, the host does not wait to learn of an overflow: the GPU leaves weights and state as they are,
-        and what the host has counted is taken back before anybody can use it, when the loss scale or a state dict is asked for:
-        in the next `backward` at the latest. Until then learning rates read as after a good step, and so
-        does the state of a schedule that is asked for it directly; `state_dict` of the manager has the right one.
+        With AdamOptimizers alone, the host does not wait to learn of an overflow: the GPU leaves
+        weights and state as they are, and what the host has counted is taken back before anybody
+        can use it, when the loss scale or a state dict is asked for: in the next `backward` at the
+        latest. Until then learning rates read as after a good step, and so does the state of a
+        schedule that is asked for it directly; `state_dict` of the manager has the right one.
         """
         self._engine.backward.flush()
         if self._scale is None:
             self._advance(1.0)
             return
         scale = self._scale.value
-        params = [param for optimizer in self.optimizers for param in parameters_of(optimizer.param_groups)]
+        params = [
+            param
+            for optimizer in self.optimizers
+            for param in parameters_of(optimizer.param_groups)
+        ]
         total = global_sum_of_squares(*self._gradients(params).look())
         verdict = Verdict(total)
         if self._can_take_back():
@@ -158,7 +199,10 @@ class OptimManager:
 
     def _can_take_back(self) -> bool:
         """Whether a step can be left out by the device, and taken back later by the host."""
-        skips = all(isinstance(optimizer, AdamBase) and optimizer.skips_on_device for optimizer in self.optimizers)
+        skips = all(
+            isinstance(optimizer, AdamBase) and optimizer.skips_on_device
+            for optimizer in self.optimizers
+        )
         return skips and all(isinstance(schedule, Restorable) for schedule in self._schedules)
 
     @property
@@ -174,7 +218,10 @@ class OptimManager:
         self._num_steps += 1
 
     def _advance_if_finite(self, scale: float, total: torch.Tensor) -> Callable[[], None]:
-        """Take a step that the device leaves out if `total` is not finite. Returns what makes the host forget it."""
+        """Take a step that the device leaves out if `total` is not finite.
+
+        Returns what makes the host forget it.
+        """
         optimizers: list[Any] = list(self.optimizers)
         for optimizer in optimizers:
             optimizer.step(scale=scale, verdict=total)
@@ -204,13 +251,16 @@ class OptimManager:
             self._scale.settle()
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole tensors for any world size.
+        """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole
+        tensors for any world size.
 
         The keys are BMTrain's, and some more, which it does not read.
         """
         self._settle()
         return {
-            "optimizers": [_optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers],
+            "optimizers": [
+                _optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers
+            ],
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
             "loss_scale": self.loss_scale,
             "loss_scale_enabled": self._scale is not None,
@@ -228,15 +278,21 @@ class OptimManager:
         for name, ours in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
             if len(state.get(name, [])) != len(ours):
                 raise CheckpointError(
-                    f"the state has {len(state.get(name, []))} {name}, this manager {len(ours)}: add the same ones first."
+                    f"the state has {len(state.get(name, []))} {name}, this manager "
+                    f"{len(ours)}: add the same ones first."
                 )
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             _load_optimizer(optimizer, saved)
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
-        saved_scale = state.get("loss_scale_state") or state.get("loss_scale")  # a number alone where BMTrain wrote it
-        if self._scale is not None and saved_scale is not None and state.get("loss_scale_enabled", True):
+        # a number alone where BMTrain wrote it
+        saved_scale = state.get("loss_scale_state") or state.get("loss_scale")
+        if (
+            self._scale is not None
+            and saved_scale is not None
+            and state.get("loss_scale_enabled", True)
+        ):
             self._scale.load_state_dict(saved_scale)
         self._num_steps = int(state.get("num_steps", 0))
 
@@ -245,11 +301,18 @@ def _checked(loss: Any) -> torch.Tensor:
     if loss is None:
         raise ConfigurationError("backward got no loss: call optim_manager.backward(loss).")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ConfigurationError(f"backward got {got}: expected a scalar loss; take the mean or the sum first.")
+        got = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
+        raise ConfigurationError(
+            f"backward got {got}: expected a scalar loss; take the mean or the sum first."
+        )
     if not loss.requires_grad:
         raise ConfigurationError(
-            "backward got a loss that does not require grad: no trainable parameter took part in it, or it was computed under "
+            "backward got a loss that does not require grad: no trainable parameter "
+            "took part in it, or it was computed under "
             "torch.no_grad() or detached."
         )
     return loss
@@ -261,11 +324,16 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str
     state = optimizer.state_dict()
     if not gather:
         return {**state, "state": gathered.local_values(state["state"])}
-    return {**state, "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"])}
+    return {
+        **state,
+        "state": gathered.gather_states(parameters_of(optimizer.param_groups), state["state"]),
+    }
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     if isinstance(optimizer, AdamBase):
         optimizer.load_state_dict(saved)
     else:
-        optimizer.load_state_dict({**saved, "state": resharding.local_states(optimizer.param_groups, saved)})
+        optimizer.load_state_dict(
+            {**saved, "state": resharding.local_states(optimizer.param_groups, saved)}
+        )

@@ -20,14 +20,17 @@ from bmtrain.optim.adam_state import RunState
 from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
 
-# Elements of one transfer at most: every chunk costs the host half a millisecond of launches beside its update, which at this
-# length is a tenth; the first way down and the last way up, which nothing hides, take two milliseconds each.
+# Elements of one transfer at most: every chunk costs the host half a millisecond of launches beside
+# its update, which at this length is a tenth; the first way down and the last way up, which nothing
+# hides, take two milliseconds each.
 CHUNK = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a parameter run whose gradient is on its way to the host; without staging it is not, and stays where it is."""
+    """A part of a parameter run whose gradient is on its way to the host; without staging it is
+    not, and stays where it is.
+    """
 
     tensors: AdamTensors
     staging: Staging | None
@@ -35,7 +38,9 @@ class Chunk:
 
 
 class Staging:
-    """What one chunk passes through: casts happen on the GPU, so that only fp32 crosses the bus and the CPU only updates."""
+    """What one chunk passes through: casts happen on the GPU, so that only fp32 crosses the bus and
+    the CPU only updates.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.host_grad = torch.empty(CHUNK, dtype=torch.float32, device="cpu", pin_memory=True)
@@ -45,30 +50,53 @@ class Staging:
 
 
 class AdamOffloadOptimizer(AdamBase):
-    """AdamW with exact weights (fp32, of fp64 parameters fp64) and moments in host memory, and the update on the CPU.
+    """AdamW with exact weights (fp32, of fp64 parameters fp64) and moments in host memory, and the
+    update on the CPU.
 
-    Within a step, gradients come down, the CPU updates, and weights go up in a pipeline of chunks. Same arithmetic and same
-    arguments as AdamOptimizer. `record_delta` additionally measures the updates: after each step `get_avg_delta()` and
-    `get_var_delta()` are mean and variance of the change of all weights on all ranks (collective).
+    Within a step, gradients come down, the CPU updates, and weights go up in a pipeline of chunks.
+    Same arithmetic and same arguments as AdamOptimizer. `record_delta` additionally measures the
+    updates: after each step `get_avg_delta()` and `get_var_delta()` are mean and variance of the
+    change of all weights on all ranks (collective).
     """
 
     DEPTH = 4  # chunks in the pipeline: two coming down, one on the CPU, one going up
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
-        self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0, hold_steps: int = 0, record_delta: bool = False, *, maximize: bool = False,
-        scale: float | None = None, scale_factor: float | None = None, scale_steps: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        hold_steps: int = 0,
+        record_delta: bool = False,
+        *,
+        maximize: bool = False,
+        scale: float | None = None,
+        scale_factor: float | None = None,
+        scale_steps: int | None = None,
+    ) -> None:
         super().__init__(
-            params, lr, betas, eps, weight_decay, hold_steps,
-            maximize=maximize, scale=scale, scale_factor=scale_factor, scale_steps=scale_steps,
-        )  # fmt: skip
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            hold_steps,
+            maximize=maximize,
+            scale=scale,
+            scale_factor=scale_factor,
+            scale_steps=scale_steps,
+        )
         self._record_delta = record_delta
-        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")  # count, sum and sum of squares of the last step's changes
+        # count, sum and sum of squares of the last step's changes
+        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         self._pipeline: collections.deque[Chunk] = collections.deque()
         device = self._engine.device
         self._on_gpu = device.type != "cpu"
-        self._stagings = itertools.cycle([Staging(device) for _ in range(self.DEPTH)] if self._on_gpu else [None])
+        self._stagings = itertools.cycle(
+            [Staging(device) for _ in range(self.DEPTH)] if self._on_gpu else [None]
+        )
         self._down = torch.cuda.Stream(device) if self._on_gpu else None
         self._up = torch.cuda.Stream(device) if self._on_gpu else None
 
@@ -130,14 +158,19 @@ class AdamOffloadOptimizer(AdamBase):
         t, staging = chunk.tensors, chunk.staging
         before = t.master.clone() if self._record_delta else None
         if staging is None:  # on the CPU, or for fp64, at once
-            here = t if t.weight.device == t.master.device else t._replace(weight=t.master, grad=t.grad.to(t.master.device))
+            here = (
+                t
+                if t.weight.device == t.master.device
+                else t._replace(weight=t.master, grad=t.grad.to(t.master.device))
+            )
             adamw_update(Batch([here]), chunk.settings)
             if here is not t:
                 t.weight.copy_(t.master)
         else:
             staging.arrived.synchronize()
             here = t._replace(weight=t.master, grad=staging.host_grad[: t.grad.numel()])
-            adamw_update(Batch([here]), dataclasses.replace(chunk.settings, scale=1.0))  # divided on the GPU already
+            # divided on the GPU already
+            adamw_update(Batch([here]), dataclasses.replace(chunk.settings, scale=1.0))
             with torch.cuda.stream(self._up):
                 arriving = staging.device_weight[: t.weight.numel()]
                 arriving.copy_(t.master, non_blocking=True)
@@ -168,7 +201,8 @@ def _cut(whole: AdamTensors) -> Iterator[AdamTensors]:
 def _all_cores() -> Iterator[None]:
     """Use this rank's share of the machine's cores for the body.
 
-    Launchers start every rank with one thread, right for ranks that only feed a GPU; here the CPU does the work.
+    Launchers start every rank with one thread, right for ranks that only feed a GPU; here the CPU
+    does the work.
     """
     current = world.current("AdamOffloadOptimizer")
     before = torch.get_num_threads()
@@ -180,7 +214,9 @@ def _all_cores() -> Iterator[None]:
 
 
 def _pin(state: RunState) -> None:
-    """Page-lock the master weights where they are: torch's own pinned allocations are rounded up to powers of two."""
+    """Page-lock the master weights where they are: torch's own pinned allocations are rounded up to
+    powers of two.
+    """
     runtime = torch.cuda.cudart()
     address, size = state.master.data_ptr(), state.master.nbytes
     if size and int(runtime.cudaHostRegister(address, size, 0)) == 0:

@@ -1,4 +1,6 @@
-"""Optimizer state from a file, as this rank needs it: out of whole tensors, or of slices cut here or by BMTrain."""
+"""Optimizer state from a file, as this rank needs it: out of whole tensors, or of slices cut here
+or by BMTrain.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from bmtrain.shard.sharded import Sharded
 
 # What BMTrain calls the fp32 weights of a half-precision parameter, and what they are called here.
 NAMES = {"_param_fp32": "master"}
-# 0-dim tensors in the states of torch's optimizers that do not go element by element, even with a parameter of one element.
+# 0-dim tensors in the states of torch's optimizers that do not go element by element, even with a
+# parameter of one element.
 NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
@@ -38,13 +41,16 @@ NOTHING = _Held((0,), torch.float32)
 
 
 def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
-    """This rank's state by parameter number, from `saved`, an optimizer's state dict in any form. Collective.
+    """This rank's state by parameter number, from `saved`, an optimizer's state dict in any form.
+    Collective.
 
-    A state may be whole, of the parameter's shape or flat; or a slice, 1-D, where all ranks pass their own: each cuts the
-    flattened tensor into consecutive parts in rank order, at the places of this library or at others, as BMTrain does.
+    A state may be whole, of the parameter's shape or flat; or a slice, 1-D, where all ranks pass
+    their own: each cuts the flattened tensor into consecutive parts in rank order, at the places of
+    this library or at others, as BMTrain does.
 
     Raises:
-        CheckpointError: on every rank, naming the parameter's number, what the ranks have of it and the remedy.
+        CheckpointError: on every rank, naming the parameter's number, what the ranks have of it and
+            the remedy.
     """
     axis = world.current("load_state_dict").mesh.world
     params = parameters_of(groups)
@@ -53,12 +59,18 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     own = {index: {NAMES.get(n, n): v for n, v in state.items()} for index, state in states.items()}
     everyone = collectives.gather_objects(error or _described(params, own), axis)
     _raise_first([found for found in everyone if isinstance(found, str)])
-    slots = {index: param for index, param in enumerate(params) if isinstance(param, DistributedParameter)}
+    slots = {
+        index: param
+        for index, param in enumerate(params)
+        if isinstance(param, DistributedParameter)
+    }
     problems = [text for index, param in slots.items() if (text := _misfit(index, param, everyone))]
     _raise_first([text for texts in collectives.gather_objects(problems, axis) for text in texts])
     local = {index: dict(state) for index, state in own.items() if index not in slots}
     for index, param in slots.items():
-        state = _local_state(param, own.get(index, {}), [found.get(index, {}) for found in _on_axis(param, everyone)])
+        state = _local_state(
+            param, own.get(index, {}), [found.get(index, {}) for found in _on_axis(param, everyone)]
+        )
         if state:
             local[index] = state
     return dict(sorted(local.items()))
@@ -67,7 +79,10 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
 def _described(params: Sequence[torch.nn.Parameter], states: States) -> States:
     """The states with a `_Held` in the place of everything that goes element by element."""
     return {
-        index: {name: _Held(tuple(v.shape), v.dtype) if _goes_along(params[index], name, v) else v for name, v in state.items()}
+        index: {
+            name: _Held(tuple(v.shape), v.dtype) if _goes_along(params[index], name, v) else v
+            for name, v in state.items()
+        }
         for index, state in states.items()
     }
 
@@ -76,8 +91,13 @@ def _goes_along(param: torch.nn.Parameter, name: str, value: object) -> bool:
     if not isinstance(value, torch.Tensor) or name in NUMBERS:
         return False
     whole = param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
-    if value.dim() == len(whole) > 1 and value.shape != whole and all(a in (1, b) for a, b in zip(value.shape, whole, strict=True)):
-        return False  # statistics of rows or columns, as Adafactor keeps them: every rank has them whole
+    if (
+        value.dim() == len(whole) > 1
+        and value.shape != whole
+        and all(a in (1, b) for a, b in zip(value.shape, whole, strict=True))
+    ):
+        # statistics of rows or columns, as Adafactor keeps them: every rank has them whole
+        return False
     return value.dim() > 0 or whole == torch.Size([])
 
 
@@ -92,25 +112,33 @@ def _misfit(index: int, param: DistributedParameter, everyone: Sequence[States])
         return ""
     whole, part = param._tp_original_shape, param._original_shape.numel()
     states = [found.get(index, {}) for found in _on_axis(param, everyone)]
-    for name in {name: None for state in states for name, value in state.items() if isinstance(value, _Held)}:
+    for name in {
+        name: None for state in states for name, value in state.items() if isinstance(value, _Held)
+    }:
         held = [state.get(name, NOTHING) for state in states]
         for one in held:
             if len(one.shape) > 1 and one.shape != tuple(whole):
                 return (
-                    f"optimizer state {name!r} of parameter {index} has shape {one.shape}, the parameter {tuple(whole)}: the state "
+                    f"optimizer state {name!r} of parameter {index} has shape "
+                    f"{one.shape}, the parameter {tuple(whole)}: the state "
                     "belongs to another model."
                 )
         sizes = [one.numel for one in held]
         if sum(sizes) != part and set(sizes) != {whole.numel()}:
             return (
-                f"optimizer state {name!r} of parameter {index} has {sizes} elements on the ranks: expected {part} in all, or all "
-                f"{whole.numel()} on each. It is the state of another world size or model: load it with as many processes as "
-                "saved it, or save it there with state_dict(gather=True) (OptimManager: gather_opt=True), which fits any number."
+                f"optimizer state {name!r} of parameter {index} has {sizes} elements "
+                f"on the ranks: expected {part} in all, or all "
+                f"{whole.numel()} on each. It is the state of another world size or "
+                "model: load it with as many processes as "
+                "saved it, or save it there with state_dict(gather=True) "
+                "(OptimManager: gather_opt=True), which fits any number."
             )
     return ""
 
 
-def _local_state(param: DistributedParameter, own: dict[str, Any], held: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _local_state(
+    param: DistributedParameter, own: dict[str, Any], held: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The state of one parameter on this rank; `held` is what the ranks of its axis have."""
     # A rank with nothing of a parameter may have no state of it, not even its step.
     described = {name: value for state in reversed(held) for name, value in state.items()}
@@ -118,14 +146,21 @@ def _local_state(param: DistributedParameter, own: dict[str, Any], held: Sequenc
     for name, value in described.items():
         if isinstance(value, _Held):
             ranks = [state.get(name, NOTHING) for state in held]
-            values = _own_slice(param, own.get(name, torch.empty(0, dtype=value.dtype, device="cpu")), ranks, value.dtype)
+            values = _own_slice(
+                param,
+                own.get(name, torch.empty(0, dtype=value.dtype, device="cpu")),
+                ranks,
+                value.dtype,
+            )
             out[name] = Sharded(values, param.cut)
         else:
             out[name] = own.get(name, value)
     return out
 
 
-def _own_slice(param: DistributedParameter, value: torch.Tensor, held: Sequence[_Held], dtype: torch.dtype) -> torch.Tensor:
+def _own_slice(
+    param: DistributedParameter, value: torch.Tensor, held: Sequence[_Held], dtype: torch.dtype
+) -> torch.Tensor:
     """This rank's slice, 1-D, of one state, of which it has `value`."""
     storage, slot = param.storage_of, param.index_in_storage
     if not storage.is_here:
@@ -138,18 +173,28 @@ def _own_slice(param: DistributedParameter, value: torch.Tensor, held: Sequence[
     padded = torch.zeros(max(sizes), dtype=dtype, device="cpu")
     padded[: value.numel()] = value.reshape(-1)
     # Bytes travel: not every backend moves every dtype.
-    rows = collectives.all_gather(padded.view(torch.uint8), storage.axis).view(dtype).view(len(sizes), -1)
-    return storage.slice_of(slot, torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]))
+    rows = (
+        collectives.all_gather(padded.view(torch.uint8), storage.axis)
+        .view(dtype)
+        .view(len(sizes), -1)
+    )
+    return storage.slice_of(
+        slot, torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
+    )
 
 
 def _wrong_groups(groups: list[dict[str, Any]], saved: Any) -> str | None:
     """Why the saved groups are not those of the optimizer."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
         return "this is no optimizer state: expected a dict with 'state' and 'param_groups'."
-    ours, theirs = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved["param_groups"]]
+    ours, theirs = (
+        [len(group["params"]) for group in groups],
+        [len(group["params"]) for group in saved["param_groups"]],
+    )
     if ours != theirs:
         return (
-            f"the saved optimizer has groups of {theirs} parameters, this one of {ours}: make the optimizer with the same groups."
+            f"the saved optimizer has groups of {theirs} parameters, this one of "
+            f"{ours}: make the optimizer with the same groups."
         )
     return None
 

@@ -1,4 +1,6 @@
-"""Parameters that lie side by side in a shard, as one flat tensor: fewer kernels than one per parameter."""
+"""Parameters that lie side by side in a shard, as one flat tensor: fewer kernels than one per
+parameter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Elements on this rank, padding between the slots included (its gradient and values are zero)."""
+        """Elements on this rank, padding between the slots included (its gradient and values are
+        zero).
+        """
         return self.end - self.begin
 
     @property
@@ -40,7 +44,9 @@ class Run:
 
     @property
     def owner(self) -> int:
-        """The identity of whose memory the values are in, the storage's or the parameter's: runs of one storage share it."""
+        """The identity of whose memory the values are in, the storage's or the parameter's: runs of
+        one storage share it.
+        """
         return id(self.params[0] if self.storage is None else self.storage)
 
     def offset(self, param: torch.nn.Parameter) -> tuple[int, int]:
@@ -56,7 +62,9 @@ class Run:
 
     def with_gradient(self) -> list[Run]:
         """The parts of the run that have a gradient, each of them one `gradient()`."""
-        return [part for part in self.split(gradient_kind) if gradient_of(part.params[0]) is not None]
+        return [
+            part for part in self.split(gradient_kind) if gradient_of(part.params[0]) is not None
+        ]
 
     def split(self, key: Callable[[torch.nn.Parameter], object]) -> list[Run]:
         """Cut where `key` changes from one parameter to the next."""
@@ -68,8 +76,13 @@ class Run:
         return [_run_of(self.storage, self.params[start:stop]) for start, stop in bounds]
 
     def gradient(self) -> torch.Tensor:
-        """Of a part that has one: (numel,), unless the program put it elsewhere, strided: then of the parameter's shape."""
-        grad, flat = gradient_of(self.params[0]), None if self.storage is None else self.storage.gradient.flat
+        """Of a part that has one: (numel,), unless the program put it elsewhere, strided: then of
+        the parameter's shape.
+        """
+        grad, flat = (
+            gradient_of(self.params[0]),
+            None if self.storage is None else self.storage.gradient.flat,
+        )
         if grad is None:
             raise ValueError("a part without a gradient was asked for it")
         if flat is not None and is_shown(self.params[0]):
@@ -79,7 +92,9 @@ class Run:
 
 
 def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
-    """Group parameters, given in any order and each once, into as few runs as their places allow."""
+    """Group parameters, given in any order and each once, into as few runs as their places
+    allow.
+    """
     by_storage: dict[Storage, list[DistributedParameter]] = {}
     runs, seen = [], set()
     for param in params:
@@ -94,7 +109,10 @@ def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
         members.sort(key=lambda param: param.index_in_storage)
         start = 0
         for place in range(1, len(members) + 1):
-            if place == len(members) or members[place].index_in_storage != members[place - 1].index_in_storage + 1:
+            if (
+                place == len(members)
+                or members[place].index_in_storage != members[place - 1].index_in_storage + 1
+            ):
                 runs.append(_run_of(storage, members[start:place]))
                 start = place
     return runs
@@ -102,20 +120,31 @@ def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
 
 def _run_of(storage: Storage | None, params: Sequence[torch.nn.Parameter]) -> Run:
     first, last = params[0], params[-1]
-    if storage is None or not isinstance(first, DistributedParameter) or not isinstance(last, DistributedParameter):
+    if (
+        storage is None
+        or not isinstance(first, DistributedParameter)
+        or not isinstance(last, DistributedParameter)
+    ):
         return Run(tuple(params), storage, 0, first.numel())
-    begin, end = storage.piece(first.index_in_storage).begin, storage.piece(last.index_in_storage).end
+    begin, end = (
+        storage.piece(first.index_in_storage).begin,
+        storage.piece(last.index_in_storage).end,
+    )
     return Run(tuple(params), storage, begin, end)
 
 
 def is_shown(param: torch.nn.Parameter) -> bool:
     """Whether the gradient of a parameter is where its storage has put it."""
-    return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(param.shown_grad, param.index_in_storage)
+    return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(
+        param.shown_grad, param.index_in_storage
+    )
 
 
 def gradient_of(param: torch.nn.Parameter) -> torch.Tensor | None:
     """`.grad`, where nothing is kept back."""
-    grad: torch.Tensor | None = param.shown_grad if isinstance(param, DistributedParameter) else param.grad
+    grad: torch.Tensor | None = (
+        param.shown_grad if isinstance(param, DistributedParameter) else param.grad
+    )
     return grad
 
 

@@ -21,8 +21,11 @@ class Restorable(Protocol):
     def load_state_dict(self, state_dict: Any) -> object: ...
 
 
-def step_schedules(schedules: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer]) -> Callable[[], None]:
-    """Step all schedules. Returns what takes the steps back; numbers that the program has written since then stay.
+def step_schedules(
+    schedules: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer]
+) -> Callable[[], None]:
+    """Step all schedules. Returns what takes the steps back; numbers that the program has written
+    since then stay.
 
     Args:
         schedules: Restorable, each with a `step()`.
@@ -42,7 +45,11 @@ def step_schedules(schedules: Sequence[Any], optimizers: Iterable[torch.optim.Op
             schedule.load_state_dict(state)
         for group, old, ours, present in zip(groups, before, written, now, strict=True):
             for name, value in present.items():
-                _put(group, name, old[name] if name in old and _equal(value, ours.get(name)) else value)
+                _put(
+                    group,
+                    name,
+                    old[name] if name in old and _equal(value, ours.get(name)) else value,
+                )
 
     return take_back
 
@@ -50,8 +57,8 @@ def step_schedules(schedules: Sequence[Any], optimizers: Iterable[torch.optim.Op
 def _kept(state: Any) -> Any:
     """A copy of what a schedule counts in: numbers, tensors, and containers of these.
 
-    Objects of any other kind stay the ones they are. A function that gives the rates may hold a table, or the whole model, and
-    this is done in every step.
+    Objects of any other kind stay the ones they are. A function that gives the rates may hold a
+    table, or the whole model, and this is done in every step.
     """
     if isinstance(state, torch.Tensor):
         return state.clone()
@@ -68,7 +75,11 @@ def _kept(state: Any) -> Any:
 def _numbers(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The hyperparameters of groups, apart from what will be written there."""
     return [
-        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items() if name != "params"}
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
         for group in groups
     ]
 

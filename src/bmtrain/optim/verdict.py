@@ -6,7 +6,9 @@ import torch
 
 
 class Verdict:
-    """Whether a number on a device is finite: under way to the host from the moment this object is made."""
+    """Whether a number on a device is finite: under way to the host from the moment this object is
+    made.
+    """
 
     def __init__(self, number: torch.Tensor) -> None:
         """`number` has one element, and may be on the CPU."""
@@ -22,7 +24,10 @@ class Verdict:
 
     @property
     def is_here(self) -> bool:
-        """Whether the host would not wait for it. May differ from rank to rank: decide nothing by it that others must know."""
+        """Whether the host would not wait for it.
+
+        May differ from rank to rank: decide nothing by it that others must know.
+        """
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> bool:

@@ -1,4 +1,6 @@
-"""Cutting the arguments of a call into micro-batches: which tensors have a row per sample, and the layers of each stage."""
+"""Cutting the arguments of a call into micro-batches: which tensors have a row per sample, and the
+layers of each stage.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ from bmtrain.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage: contiguous, the first `num_layers % num_stages` stages have one more.
+    """The layers of each stage: contiguous, the first `num_layers % num_stages` stages have one
+    more.
 
     Raises:
         ConfigurationError: for more stages than layers.
     """
     if num_layers < num_stages:
         raise ConfigurationError(
-            f"the pipeline has {num_stages} stages for {num_layers} layers: expected at least one layer a stage; lower pipe_size."
+            f"the pipeline has {num_stages} stages for {num_layers} layers: expected "
+            "at least one layer a stage; lower pipe_size."
         )
     least, more = divmod(num_layers, num_stages)
     starts = [stage * least + min(stage, more) for stage in range(num_stages + 1)]
@@ -32,7 +36,8 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 class Call:
     """Arguments of a block list: `hidden` go from block to block, the others to every block.
 
-    `leaves` are the values of the others, in containers or not; `is_cut` says which of them have a row per sample.
+    `leaves` are the values of the others, in containers or not; `is_cut` says which of them have a
+    row per sample.
     """
 
     hidden: tuple[torch.Tensor, ...]
@@ -56,34 +61,48 @@ class Call:
         return rest
 
 
-def read_call(args: Sequence[Any], kwargs: dict[str, Any], num_hidden: int, batch_related: Iterable[int | str] | None) -> Call:
+def read_call(
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    num_hidden: int,
+    batch_related: Iterable[int | str] | None,
+) -> Call:
     """Take a call of a block list apart.
 
     Args:
-        args, kwargs: the arguments; the first `num_hidden` are tensors with a row per sample in dim 0.
+        args, kwargs: the arguments; the first `num_hidden` are tensors with a row per sample in dim
+            0.
         num_hidden: how many hidden tensors lead.
-        batch_related: positions after the hidden tensors, and names, of the arguments with a row per sample; None takes the
-            tensors whose dim 0 is as long as that of the hidden ones.
+        batch_related: positions after the hidden tensors, and names, of the arguments with a row
+            per sample; None takes the tensors whose dim 0 is as long as that of the hidden ones.
 
     Raises:
         ConfigurationError: for arguments that cannot be cut.
     """
     hidden = tuple(args[:num_hidden])
     if len(hidden) < num_hidden:
-        raise ConfigurationError(f"the block list got {len(args)} positional arguments: expected at least num_hidden={num_hidden}.")
+        raise ConfigurationError(
+            f"the block list got {len(args)} positional arguments: expected at least "
+            f"num_hidden={num_hidden}."
+        )
     for place, x in enumerate(hidden):
         if not isinstance(x, torch.Tensor) or x.dim() == 0:
-            raise ConfigurationError(f"hidden argument {place} is {_kind(x)}: expected a tensor with a row per sample.")
+            raise ConfigurationError(
+                f"hidden argument {place} is {_kind(x)}: expected a tensor with a row per sample."
+            )
         if x.shape[0] != hidden[0].shape[0]:
             raise ConfigurationError(
-                f"hidden argument {place} has {x.shape[0]} rows, argument 0 has {hidden[0].shape[0]}: expected a row per sample."
+                f"hidden argument {place} has {x.shape[0]} rows, argument 0 has "
+                f"{hidden[0].shape[0]}: expected a row per sample."
             )
     rest, num_rows = args[num_hidden:], hidden[0].shape[0]
     marked = None if batch_related is None else _checked(batch_related, len(rest), kwargs)
     leaves, spec = tree_flatten((tuple(rest), kwargs))
     keyed: list[tuple[int | str, Any]] = [*enumerate(rest), *kwargs.items()]
     owners = [key for key, value in keyed for _ in tree_flatten(value)[0]]
-    is_cut = [_is_cut(leaf, owner, num_rows, marked) for leaf, owner in zip(leaves, owners, strict=True)]
+    is_cut = [
+        _is_cut(leaf, owner, num_rows, marked) for leaf, owner in zip(leaves, owners, strict=True)
+    ]
     return Call(hidden, tuple(leaves), tuple(is_cut), spec)
 
 
@@ -95,19 +114,25 @@ def rows_per_micro_batch(num_rows: int, num_ranks: int, num_micro_batches: int) 
     """
     if (num_rows * num_ranks) % num_micro_batches:
         raise ConfigurationError(
-            f"{num_ranks} ranks of the pipeline with {num_rows} rows each cannot be cut into {num_micro_batches} micro-batches: "
+            f"{num_ranks} ranks of the pipeline with {num_rows} rows each cannot be "
+            f"cut into {num_micro_batches} micro-batches: "
             "choose a batch size or num_micro_batches so that it divides."
         )
     return num_rows * num_ranks // num_micro_batches
 
 
-def _checked(batch_related: Iterable[int | str], num_rest: int, kwargs: dict[str, Any]) -> set[int | str]:
+def _checked(
+    batch_related: Iterable[int | str], num_rest: int, kwargs: dict[str, Any]
+) -> set[int | str]:
     marked = list(batch_related)
     for key in marked:
-        known = key in kwargs if isinstance(key, str) else (type(key) is int and 0 <= key < num_rest)
+        known = (
+            key in kwargs if isinstance(key, str) else (type(key) is int and 0 <= key < num_rest)
+        )
         if not known:
             raise ConfigurationError(
-                f"batch_related has {key!r}: expected positions 0 to {num_rest - 1} of the arguments after the hidden ones, or "
+                f"batch_related has {key!r}: expected positions 0 to {num_rest - 1} of "
+                "the arguments after the hidden ones, or "
                 f"names of {sorted(kwargs) or 'keyword arguments (there are none)'}."
             )
     return set(marked)
@@ -119,7 +144,8 @@ def _is_cut(leaf: Any, owner: int | str, num_rows: int, marked: set[int | str] |
         return has_rows
     if owner in marked and isinstance(leaf, torch.Tensor) and not has_rows:
         raise ConfigurationError(
-            f"batch_related has {owner!r}, a tensor of shape {tuple(leaf.shape)}: expected {num_rows} "
+            f"batch_related has {owner!r}, a tensor of shape {tuple(leaf.shape)}: "
+            f"expected {num_rows} "
             "rows in dim 0, as the hidden ones have."
         )
     return owner in marked and has_rows
@@ -127,5 +153,11 @@ def _is_cut(leaf: Any, owner: int | str, num_rows: int, marked: set[int | str] |
 
 def _kind(value: Any) -> object:
     if isinstance(value, torch.Tensor):
-        return f"tensor {tuple(value.shape)} of {value.dtype}" + (" that requires grad" if value.requires_grad else "")
-    return f"{type(value).__name__} {value}" if isinstance(value, bool | int | float | str | None) else type(value).__name__
+        return f"tensor {tuple(value.shape)} of {value.dtype}" + (
+            " that requires grad" if value.requires_grad else ""
+        )
+    return (
+        f"{type(value).__name__} {value}"
+        if isinstance(value, bool | int | float | str | None)
+        else type(value).__name__
+    )

@@ -1,4 +1,6 @@
-"""PipelineTransformerBlockList: blocks cut into stages, through which the batches of all stages run in micro-batches."""
+"""PipelineTransformerBlockList: blocks cut into stages, through which the batches of all stages run
+in micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +31,39 @@ Hidden = tuple[torch.Tensor, ...]
 
 
 class PipelineTransformerBlockList(BlockList):
-    """`x = blocks(x, *rest)` as TransformerBlockList, with the layers spread over the stages of a pipeline.
+    """`x = blocks(x, *rest)` as TransformerBlockList, with the layers spread over the stages of a
+    pipeline.
 
-    Layers are cut into `pipe_size` contiguous stages. Every rank of the pipeline passes its own batch and gets its own rows
-    back: the batches are joined, cut into `num_micro_batches` (both given to `init_distributed`) and run through the stages,
-    which work on different micro-batches at the same time. Inside a stage parameters are sharded with ZeRO-2 over the ranks of
-    the stage. Every rank must run backward through the result if any does.
-    An exception that only some ranks meet inside a layer leaves the others waiting for them until the time limit of the run.
+    Layers are cut into `pipe_size` contiguous stages. Every rank of the pipeline passes its own
+    batch and gets its own rows back: the batches are joined, cut into `num_micro_batches` (both
+    given to `init_distributed`) and run through the stages, which work on different micro-batches
+    at the same time. Inside a stage parameters are sharded with ZeRO-2 over the ranks of the stage.
+    Every rank must run backward through the result if any does. An exception that only some ranks
+    meet inside a layer leaves the others waiting for them until the time limit of the run.
 
-    The running statistics of a layer are those of its stage, for `save` and `state_dict` too: of all micro-batches of a pass.
+    The running statistics of a layer are those of its stage, for `save` and `state_dict` too: of
+    all micro-batches of a pass.
 
     Args:
         modules: blocks, or plain modules, which are wrapped; the same on every rank.
-        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for 1, else a tuple).
+        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for
+            1, else a tuple).
         use_checkpoint: of the Blocks that plain modules become.
 
     Raises:
         ConfigurationError: for more stages than layers.
         ParameterError: for parameters that layers of different stages share.
 
-    Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (2019).
+    Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline
+    Parallelism" (2019).
     """
 
     def __init__(
-        self, modules: Iterable[torch.nn.Module], num_hidden: int = 1, *, use_checkpoint: bool | str | Level = True
+        self,
+        modules: Iterable[torch.nn.Module],
+        num_hidden: int = 1,
+        *,
+        use_checkpoint: bool | str | Level = True,
     ) -> None:
         current = world.current("PipelineTransformerBlockList")
         blocks = wrap_all(modules, num_hidden, use_checkpoint)
@@ -63,24 +74,30 @@ class PipelineTransformerBlockList(BlockList):
             for block in dict.fromkeys(blocks[layer] for layer in layers):
                 for part in _with_inner(block):
                     part.move_to_stage(stage)
-        self._own = [blocks[layer] for layer in layers_of[pipe.index]]  # a plain list: they are registered already
+        # a plain list: they are registered already
+        self._own = [blocks[layer] for layer in layers_of[pipe.index]]
         self._known: dict[object, _Known] = {}
         plan_gathers(self._own)
 
     def forward(
-        self, *args: Any, return_hidden_states: bool = False, batch_related: Iterable[int | str] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        return_hidden_states: bool = False,
+        batch_related: Iterable[int | str] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Run all blocks on this rank's rows.
 
         Args:
             args, kwargs: the hidden tensors (rows, ...) and what every block gets besides.
             return_hidden_states: whether to return the input of every block too.
-            batch_related: which arguments after the hidden ones have a row per sample: positions from 0 on, or names. By
-                default the tensors whose dim 0 is as long as that of the hidden ones. The others are the same for all rows:
-                each stage uses those of its own call.
+            batch_related: which arguments after the hidden ones have a row per sample: positions
+                from 0 on, or names. By default the tensors whose dim 0 is as long as that of the
+                hidden ones. The others are the same for all rows: each stage uses those of its own
+                call.
 
-        Returns the hidden tensor, or a tuple of `num_hidden`; with `return_hidden_states` additionally one stacked tensor
-        (len(self), rows, ...) per hidden.
+        Returns the hidden tensor, or a tuple of `num_hidden`; with `return_hidden_states`
+        additionally one stacked tensor (len(self), rows, ...) per hidden.
 
         Raises:
             ConfigurationError: on every rank, when arguments differ between ranks or cannot be cut.
@@ -91,7 +108,12 @@ class PipelineTransformerBlockList(BlockList):
         call, key = self._agree(current, args, kwargs, batch_related, return_hidden_states)
         known = self._known.get(key)
         joined = _Joined(call, axis, count)
-        passing = _Passing(self._own, current.service(Links), None if known is None else known.incoming, return_hidden_states)
+        passing = _Passing(
+            self._own,
+            current.service(Links),
+            None if known is None else known.incoming,
+            return_hidden_states,
+        )
         with contextlib.ExitStack() as stack:
             for part in dict.fromkeys(part for block in self._own for part in _with_inner(block)):
                 stack.enter_context(part.together())
@@ -102,8 +124,12 @@ class PipelineTransformerBlockList(BlockList):
         current.service(Engine).schedule.interrupt()
         held = passing.finish()
         if known is None:
-            known = self._known[key] = _Known(passing.incoming, _agree_on_shares(held, call.num_rows, axis))
-        results = stages.to_owners(held, known.shares, [*joined.ties, *passing.ties], axis, current.device)
+            known = self._known[key] = _Known(
+                passing.incoming, _agree_on_shares(held, call.num_rows, axis)
+            )
+        results = stages.to_owners(
+            held, known.shares, [*joined.ties, *passing.ties], axis, current.device
+        )
         finals = tuple(result[0] for result in results[: self.num_hidden])
         out = finals + results[self.num_hidden :]
         return out[0] if len(out) == 1 else out
@@ -116,17 +142,26 @@ class PipelineTransformerBlockList(BlockList):
         batch_related: Iterable[int | str] | None,
         return_hidden_states: bool,
     ) -> tuple[Call, object]:
-        """The call, and a key for all that decides which tensors travel; the same on all ranks of the pipeline."""
+        """The call, and a key for all that decides which tensors travel; the same on all ranks of
+        the pipeline.
+        """
         axis, kind = current.mesh.pipe, current.device.type
         call, signature, error = None, None, None
         try:
             call = read_call(args, kwargs, self.num_hidden, batch_related)
             rows_per_micro_batch(call.num_rows, axis.size, current.num_micro_batches)
-            mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), self.training)
+            mode = (
+                torch.is_grad_enabled(),
+                torch.is_autocast_enabled(kind),
+                torch.get_autocast_dtype(kind),
+                self.training,
+            )
             signature = (call.signature(), return_hidden_states, mode)
         except ConfigurationError as failure:
             error = str(failure)
-        trainable = tuple(param.requires_grad for block in self._own for param in block.parameters())
+        trainable = tuple(
+            param.requires_grad for block in self._own for param in block.parameters()
+        )
         told = collectives.gather_objects((error, signature, trainable), axis)
         for rank, (problem, _, _) in zip(axis.ranks, told, strict=True):
             if problem is not None:
@@ -134,7 +169,8 @@ class PipelineTransformerBlockList(BlockList):
         for rank, (_, other, _) in zip(axis.ranks, told, strict=True):
             if other != told[0][1]:
                 raise ConfigurationError(
-                    f"the ranks of the pipeline pass different arguments: rank {axis.ranks[0]} {told[0][1]}, "
+                    "the ranks of the pipeline pass different arguments: rank "
+                    f"{axis.ranks[0]} {told[0][1]}, "
                     f"rank {rank} {other}; expected equal shapes, dtypes and modes."
                 )
         return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # no call has raised above
@@ -142,22 +178,33 @@ class PipelineTransformerBlockList(BlockList):
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What travels in calls of one key, learned in the first: into this stage, and back to the owners of the rows."""
+    """What travels in calls of one key, learned in the first: into this stage, and back to the
+    owners of the rows.
+    """
 
     incoming: list[Head]
     shares: list[Share]
 
 
 class _Joined:
-    """The batches of all ranks of the pipeline, cut into micro-batches; hidden tensors on the first stage only."""
+    """The batches of all ranks of the pipeline, cut into micro-batches; hidden tensors on the first
+    stage only.
+    """
 
     def __init__(self, call: Call, axis: Axis, num_micro_batches: int) -> None:
         self._call = call
         self._num_rows = rows_per_micro_batch(call.num_rows, axis.size, num_micro_batches)
         self._hidden = [stages.to_first(x, axis) for x in call.hidden]
-        self._leaves = [_join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)]
-        # What the layers of one stage may ignore has gradients, and their reductions, on the others.
-        self.ties = [x for x in (*self._hidden, *self._leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
+        self._leaves = [
+            _join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)
+        ]
+        # What the layers of one stage may ignore has gradients, and their reductions, on the
+        # others.
+        self.ties = [
+            x
+            for x in (*self._hidden, *self._leaves)
+            if isinstance(x, torch.Tensor) and x.requires_grad
+        ]
         self.num_micro_batches = num_micro_batches
 
     def hidden(self, number: int) -> Hidden:
@@ -166,7 +213,10 @@ class _Joined:
 
     def rest(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Its other arguments."""
-        leaves = [self._cut(x, number) if cut else x for x, cut in zip(self._leaves, self._call.is_cut, strict=True)]
+        leaves = [
+            self._cut(x, number) if cut else x
+            for x, cut in zip(self._leaves, self._call.is_cut, strict=True)
+        ]
         return self._call.arguments(leaves)
 
     def _cut(self, x: torch.Tensor, number: int) -> torch.Tensor:
@@ -176,7 +226,9 @@ class _Joined:
 class _Passing:
     """One call on one stage: its blocks, what comes in, what goes on."""
 
-    def __init__(self, blocks: Sequence[Block], links: Links, incoming: list[Head] | None, with_states: bool) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], links: Links, incoming: list[Head] | None, with_states: bool
+    ) -> None:
         self._blocks, self._upstream, self._downstream = blocks, links.upstream, links.downstream
         self._is_known = incoming is not None
         self.incoming: list[Head] = incoming or []
@@ -188,7 +240,11 @@ class _Passing:
 
     def run(self, joined: _Joined, number: int) -> None:
         """Take micro-batch `number` through the blocks of this stage."""
-        hidden = joined.hidden(number) if self._upstream is None else self._receive(self._upstream, number, joined)
+        hidden = (
+            joined.hidden(number)
+            if self._upstream is None
+            else self._receive(self._upstream, number, joined)
+        )
         args, kwargs = joined.rest(number)
         inputs = []
         for block in self._blocks:
@@ -214,17 +270,25 @@ class _Passing:
         return hidden
 
     def finish(self) -> list[torch.Tensor | None]:
-        """What this stage has for the owners of the rows: (count, rows of all ranks, ...) per hidden, outputs, then states."""
+        """What this stage has for the owners of the rows: (count, rows of all ranks, ...) per
+        hidden, outputs, then states.
+        """
         if self._downstream is not None:
             self._downstream.flush()
         has_final = self._downstream is None
         places = range(len(self._outputs[0]))
         out: list[torch.Tensor | None] = [
-            torch.cat([hidden[place] for hidden in self._outputs]).unsqueeze(0) if has_final else None for place in places
+            torch.cat([hidden[place] for hidden in self._outputs]).unsqueeze(0)
+            if has_final
+            else None
+            for place in places
         ]
         if self._with_states:
             for place in places:
-                layers = [torch.cat([inputs[layer][place] for inputs in self._inputs]) for layer in range(len(self._blocks))]
+                layers = [
+                    torch.cat([inputs[layer][place] for inputs in self._inputs])
+                    for layer in range(len(self._blocks))
+                ]
                 out.append(torch.stack(layers))
         return out
 
@@ -237,19 +301,28 @@ def _with_inner(block: Block) -> list[Block]:
 def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """The rows of all ranks."""
     needs_grad = torch.is_grad_enabled() and x.requires_grad
-    return (autograd.all_gather(x, axis) if needs_grad else collectives.all_gather(x, axis)).flatten(0, 1)
+    return (
+        autograd.all_gather(x, axis) if needs_grad else collectives.all_gather(x, axis)
+    ).flatten(0, 1)
 
 
 def _agree_on_shares(held: Sequence[torch.Tensor | None], num_rows: int, axis: Axis) -> list[Share]:
     """What the stages hold for the owners of the rows, each told by those who have it."""
-    own = [None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad) for x in held]
+    own = [
+        None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad)
+        for x in held
+    ]
     counts = [0 if x is None else x.shape[0] for x in held]
     told = collectives.gather_objects(list(zip(own, counts, strict=True)), axis)
     shares = []
     for entries in zip(*told, strict=True):
         heads = [head for head, _ in entries if head is not None]
         if len({(head.shape, head.dtype) for head in heads}) != 1:
-            raise ConfigurationError(f"hidden states of different shape or dtype cannot be stacked: {heads}.")
-        head = dataclasses.replace(heads[0], requires_grad=any(head.requires_grad for head in heads))
+            raise ConfigurationError(
+                f"hidden states of different shape or dtype cannot be stacked: {heads}."
+            )
+        head = dataclasses.replace(
+            heads[0], requires_grad=any(head.requires_grad for head in heads)
+        )
         shares.append(Share(head, tuple(count for _, count in entries)))
     return shares

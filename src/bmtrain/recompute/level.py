@@ -1,4 +1,6 @@
-"""How much of a block's forward pass is computed again in backward: the levels, and the one between all and nothing."""
+"""How much of a block's forward pass is computed again in backward: the levels, and the one between
+all and nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from bmtrain.distributed import tensor_parallel  # noqa: F401 (it defines operators)
 from bmtrain.errors import ConfigurationError
-from bmtrain.torch_internals import TorchDispatchMode, argument_names, in_backward, sharing_versions, tree_map_only
+from bmtrain.torch_internals import (
+    TorchDispatchMode,
+    argument_names,
+    in_backward,
+    sharing_versions,
+    tree_map_only,
+)
 
 AUTO = "auto"
 
@@ -22,7 +30,8 @@ class Level(enum.Enum):
 
     #: everything that backward reads
     NOTHING = "nothing"
-    #: products of matrices, convolutions and attention; computing norms, activations, dropout and casts again is nearly free
+    # : products of matrices, convolutions and attention; computing norms, activations, dropout and
+    # casts again is nearly free
     CHEAP = "norms and activations"
     #: the inputs of the block; costs one more forward pass
     BLOCK = "everything"
@@ -35,7 +44,8 @@ class Level(enum.Enum):
 
 
 def level_of(use_checkpoint: bool | str | Level) -> Level | None:
-    """What the argument of a block asks for; None for "auto", which leaves the choice to the planner.
+    """What the argument of a block asks for; None for "auto", which leaves the choice to the
+    planner.
 
     Raises:
         ConfigurationError: for anything but a bool (or 1 and 0), a Level and "auto".
@@ -47,20 +57,38 @@ def level_of(use_checkpoint: bool | str | Level) -> Level | None:
     if use_checkpoint in (True, False):  # and 1 and 0, which programs write
         return Level.BLOCK if use_checkpoint else Level.NOTHING
     raise ConfigurationError(
-        f'use_checkpoint is {use_checkpoint!r}: expected True (recompute the block), False (keep everything) or "auto" (recompute '
+        f"use_checkpoint is {use_checkpoint!r}: expected True (recompute the block), "
+        'False (keep everything) or "auto" (recompute '
         "what does not fit)."
     )
 
 
-# What CHEAP keeps. Attention comes as one operator of one of several backends; its log-sum-exp is kept with its output.
+# What CHEAP keeps. Attention comes as one operator of one of several backends; its log-sum-exp is
+# kept with its output.
 _KEPT_OF_TORCH = (
-    "mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm",
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_fused_attention_overrideable",
-    "_flash_attention_forward", "_efficient_attention_forward",
-)  # fmt: skip
-# The same of tensor-parallel layers, and what ranks have summed: computing it again would mean sending it again.
-_KEPT_OF_RANKS = ("tp_gather_linear", "tp_linear_scatter", "tp_linear_reduce", "tp_scatter_rows", "tp_all_reduce")
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+# The same of tensor-parallel layers, and what ranks have summed: computing it again would mean
+# sending it again.
+_KEPT_OF_RANKS = (
+    "tp_gather_linear",
+    "tp_linear_scatter",
+    "tp_linear_reduce",
+    "tp_scatter_rows",
+    "tp_all_reduce",
+)
 _KEPT = frozenset(
     getattr(namespace, name).default
     for namespace, names in ((torch.ops.aten, _KEPT_OF_TORCH), (torch.ops.bmtrain, _KEPT_OF_RANKS))
@@ -68,31 +96,37 @@ _KEPT = frozenset(
 )
 
 
-def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def policy(
+    context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     """CHEAP, in the words that the compiler understands."""
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Selective:
-    """One call at CHEAP: the first run keeps the results that are dear, a run in backward finds them instead of computing them.
+    """One call at CHEAP: the first run keeps the results that are dear, a run in backward finds
+    them instead of computing them.
 
-    What a module has changed in place since is computed again, and so is what draws random numbers: skipping that would give
-    different numbers to all that comes after.
+    What a module has changed in place since is computed again, and so is what draws random numbers:
+    skipping that would give different numbers to all that comes after.
 
-    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+    Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+    (2022).
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self._kept: dict[Any, deque[_Result]] = defaultdict(deque)
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """`module(*args, **kwargs)`."""
         if not in_backward():
             with _Keeping(self._kept):
                 return self._call(module, args, kwargs)
-        # A run in backward may end before its last results are asked for, and another may follow (`retain_graph=True`), which
-        # must not find those in the place of its own.
+        # A run in backward may end before its last results are asked for, and another may follow
+        # (`retain_graph=True`), which must not find those in the place of its own.
         kept, self._kept = self._kept, defaultdict(deque)
         with _Recalling(kept):
             return self._call(module, args, kwargs)
@@ -110,10 +144,13 @@ class _Result:
     """What an operator returned, apart from the graph, and the versions that its tensors had."""
 
     def __init__(self, value: Any) -> None:
-        # Detached tensors share their version counter only where that layer of torch is not skipped.
+        # Detached tensors share their version counter only where that layer of torch is not
+        # skipped.
         with sharing_versions():
             self.value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
-        self._tensors: Sequence[torch.Tensor] = [x for x in _flat(self.value) if isinstance(x, torch.Tensor)]
+        self._tensors: Sequence[torch.Tensor] = [
+            x for x in _flat(self.value) if isinstance(x, torch.Tensor)
+        ]
         self._versions = [x._version for x in self._tensors]
 
     def is_unchanged(self) -> bool:
@@ -149,7 +186,9 @@ class _Recalling(TorchDispatchMode):
 
 
 def _is_kept(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return op in _KEPT and not (torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args, kwargs))
+    return op in _KEPT and not (
+        torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args, kwargs)
+    )
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

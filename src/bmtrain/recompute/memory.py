@@ -1,4 +1,6 @@
-"""What is known of the device's memory, for planning; devices that do not count have a bound given by hand, or none."""
+"""What is known of the device's memory, for planning; devices that do not count have a bound given
+by hand, or none.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Memory(ABC):
 
     @abstractmethod
     def num_retries(self) -> int:
-        """How often an allocation succeeded only after cached memory was given back to the device, since the program began."""
+        """How often an allocation succeeded only after cached memory was given back to the device,
+        since the program began.
+        """
 
     @abstractmethod
     def tidy(self) -> None:
@@ -99,8 +103,14 @@ class CudaMemory(Memory):
 
 
 def free_host_memory() -> int:
-    """Bytes that this process and all others of the host, or of its container, may still take; 0 where nobody says."""
-    found = [int(line.split()[1]) * 1024 for line in _lines(pathlib.Path("/proc/meminfo")) if line.startswith("MemAvailable:")]
+    """Bytes that this process and all others of the host, or of its container, may still take; 0
+    where nobody says.
+    """
+    found = [
+        int(line.split()[1]) * 1024
+        for line in _lines(pathlib.Path("/proc/meminfo"))
+        if line.startswith("MemAvailable:")
+    ]
     group = pathlib.Path("/sys/fs/cgroup")
     limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
     if limit and used and limit[0].isdigit():
@@ -115,4 +125,8 @@ def _lines(path: pathlib.Path) -> list[str]:
 def memory_of(world: World) -> Memory:
     """The memory of this rank's device. One per run, reached by `world.service(memory_of)`."""
     limit = world.defaults.memory_limit
-    return Uncounted(limit) if world.device.type == "cpu" else CudaMemory(world.service(DeviceMemory), world.device, limit)
+    return (
+        Uncounted(limit)
+        if world.device.type == "cpu"
+        else CudaMemory(world.service(DeviceMemory), world.device, limit)
+    )

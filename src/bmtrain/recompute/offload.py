@@ -1,4 +1,6 @@
-"""Inputs of blocks in pinned memory of the host between forward and backward, moved while the device computes."""
+"""Inputs of blocks in pinned memory of the host between forward and backward, moved while the
+device computes.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from bmtrain.torch_internals import sharing_versions
 
 
 class Host:
-    """Pinned buffers, reused from step to step, and the stream that copies. One per run, reached by `world.service(Host)`.
+    """Pinned buffers, reused from step to step, and the stream that copies. One per run, reached by
+    `world.service(Host)`.
 
-    A tensor leaves while the block that reads it runs, and its memory is free one block later. Backward meets the tensors in
-    reverse: with each that it asks for, the one before starts on its way back.
+    A tensor leaves while the block that reads it runs, and its memory is free one block later.
+    Backward meets the tensors in reverse: with each that it asks for, the one before starts on its
+    way back.
     """
 
     def __init__(self, world: World) -> None:
@@ -38,12 +42,18 @@ class Host:
         self.num_bytes = 0
 
     def room(self) -> int:
-        """Bytes that tensors may take on the host: those that are pinned, and this rank's part of half of what is free."""
+        """Bytes that tensors may take on the host: those that are pinned, and this rank's part of
+        half of what is free.
+        """
         return self.num_bytes + free_host_memory() // (2 * self._local_size)
 
     def saving(self, inputs: Sequence[torch.Tensor], inner: object) -> saved_tensors_hooks:
-        """Hooks under which autograd saves `inputs` on the host, and anything else as the hooks `inner` would."""
-        return _Saving(_Moves(self, inputs, inner if isinstance(inner, saved_tensors_hooks) else None))
+        """Hooks under which autograd saves `inputs` on the host, and anything else as the hooks
+        `inner` would.
+        """
+        return _Saving(
+            _Moves(self, inputs, inner if isinstance(inner, saved_tensors_hooks) else None)
+        )
 
     def mark(self) -> torch.Event | None:
         """An event after all work on the compute stream."""
@@ -53,7 +63,8 @@ class Host:
         """Give up what has left: later work on the compute stream may overwrite it.
 
         Raises:
-            RecomputationError: for a tensor that was overwritten on its way. What is on the host may be of before or after.
+            RecomputationError: for a tensor that was overwritten on its way. What is on the host
+                may be of before or after.
         """
         leaving, self._leaving = self._leaving, []
         for entry in leaving:
@@ -61,7 +72,8 @@ class Host:
         for entry in leaving:
             if entry.tensor._version != entry.version and entry.away() is not None:
                 raise RecomputationError(
-                    f"the input of a block, of shape {tuple(entry.tensor.shape)}, was changed in place before it had been kept for "
+                    f"the input of a block, of shape {tuple(entry.tensor.shape)}, was "
+                    "changed in place before it had been kept for "
                     "backward: clone it first, or give the block use_checkpoint=True or False."
                 )
 
@@ -114,22 +126,32 @@ class Host:
         return None
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """A buffer of at least so many bytes. There are few sizes: inputs of ever other lengths use the same buffers again."""
+        """A buffer of at least so many bytes.
+
+        There are few sizes: inputs of ever other lengths use the same buffers again.
+        """
         step = 2 ** max(num_bytes.bit_length() - 4, 0)
         num_bytes = -(-num_bytes // step) * step
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         self.num_bytes += num_bytes
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type != "cpu")
+        return torch.empty(
+            num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type != "cpu"
+        )
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Nobody needs what is in the buffer. Its next use comes after its last on the same stream."""
+        """Nobody needs what is in the buffer.
+
+        Its next use comes after its last on the same stream.
+        """
         self._free[buffer.numel()].append(buffer)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Leaving:
-    """A tensor on its way to the host, complete there after `left`, the version in which it set out, and what waits for it."""
+    """A tensor on its way to the host, complete there after `left`, the version in which it set
+    out, and what waits for it.
+    """
 
     tensor: torch.Tensor
     version: int
@@ -140,7 +162,14 @@ class _Leaving:
 class Away:
     """One tensor on the host. Goes with the graph that saved it."""
 
-    def __init__(self, host: Host, buffer: torch.Tensor, num_bytes: int, dtype: torch.dtype, previous: Away | None) -> None:
+    def __init__(
+        self,
+        host: Host,
+        buffer: torch.Tensor,
+        num_bytes: int,
+        dtype: torch.dtype,
+        previous: Away | None,
+    ) -> None:
         self._host, self.buffer, self.num_bytes, self.dtype = host, buffer, num_bytes, dtype
         self._previous = None if previous is None else weakref.ref(previous)
         self._coming: tuple[torch.Tensor, torch.Event | None] | None = None
@@ -167,7 +196,8 @@ class Away:
             self._coming = self._host.bring(self)
 
     def __del__(self) -> None:
-        if self._coming is not None:  # nobody has waited for the copy, and its memory goes back to the compute stream
+        # nobody has waited for the copy, and its memory goes back to the compute stream
+        if self._coming is not None:
             self._host.receive(self._coming[1])
         self._host.give_back(self.buffer)
 
@@ -185,9 +215,13 @@ class _Saving(saved_tensors_hooks):
 
 
 class _Moves:
-    """What hooks do. They live as long as the graph: once the forward pass is over, they must not keep the inputs alive."""
+    """What hooks do. They live as long as the graph: once the forward pass is over, they must not
+    keep the inputs alive.
+    """
 
-    def __init__(self, host: Host, inputs: Sequence[torch.Tensor], inner: saved_tensors_hooks | None) -> None:
+    def __init__(
+        self, host: Host, inputs: Sequence[torch.Tensor], inner: saved_tensors_hooks | None
+    ) -> None:
         self._host, self._inner, self._ready = host, inner, host.mark()
         self._movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
         self._away: dict[int, Away] = {}
@@ -204,7 +238,9 @@ class _Moves:
             return tensor if self._inner is None else self._inner.pack_hook(tensor)
         if address not in self._away:
             self._away[address] = self._host.send(self._movable[address], self._ready)
-        return Saved(self._away[address], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return Saved(
+            self._away[address], tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
 
     def unpack(self, saved: Any) -> Any:
         """The tensor again."""
@@ -226,7 +262,11 @@ def is_movable(x: torch.Tensor) -> bool:
     return x.requires_grad and not x.is_leaf and fills and x.numel() > 0
 
 
-def saving(use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()) -> contextlib.AbstractContextManager[object]:
-    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and `moved` is on the host."""
+def saving(
+    use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()
+) -> contextlib.AbstractContextManager[object]:
+    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and
+    `moved` is on the host.
+    """
     hooks = use.packing() if packs else contextlib.nullcontext()
     return world.current("Block").service(Host).saving(moved, hooks) if moved else hooks

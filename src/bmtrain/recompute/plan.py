@@ -1,8 +1,10 @@
-"""Which block recomputes how much, as arithmetic: whole numbers of bytes and seconds in, one option per block out.
+"""Which block recomputes how much, as arithmetic: whole numbers of bytes and seconds in, one option
+per block out.
 
-A training step keeps something of every block from forward to backward, and backward frees it again, last block first. So memory
-is fullest at the turn (all blocks have kept theirs, the loss computes) or in the backward pass of some block (what it and all
-before it have kept, and what it needs itself). Both have been measured once with every block at the `base` option; a plan changes
+A training step keeps something of every block from forward to backward, and backward frees it
+again, last block first. So memory is fullest at the turn (all blocks have kept theirs, the loss
+computes) or in the backward pass of some block (what it and all before it have kept, and what it
+needs itself). Both have been measured once with every block at the `base` option; a plan changes
 them by what its options keep more or less.
 """
 
@@ -29,10 +31,11 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step with every block at option number `base` needs beyond what is there before it: bytes.
+    """What a step with every block at option number `base` needs beyond what is there before it:
+    bytes.
 
-    turn: most from the beginning to where backward starts.
-    backward: the places of blocks (their forward passes are numbered from 0) in the order in which backward comes to them, each
+    turn: most from the beginning to where backward starts. backward: the places of blocks (their
+    forward passes are numbered from 0) in the order in which backward comes to them, each
         with the most while it passes through.
     """
 
@@ -45,13 +48,20 @@ Options = Sequence[Option]  # of one block; the same number means the same way e
 
 
 def need(blocks: Sequence[Options], step: Step, choice: Sequence[int]) -> int:
-    """The most bytes beyond those of before the step, when each block runs at the option of `choice`."""
-    more = [options[number].kept - options[step.base].kept for options, number in zip(blocks, choice, strict=True)]
+    """The most bytes beyond those of before the step, when each block runs at the option of
+    `choice`.
+    """
+    more = [
+        options[number].kept - options[step.base].kept
+        for options, number in zip(blocks, choice, strict=True)
+    ]
     kept = sum(more)
     most = step.turn + kept
     for place, own in step.backward:
         kept -= more[place]
-        most = max(most, own + kept + blocks[place][choice[place]].peak - blocks[place][step.base].peak)
+        most = max(
+            most, own + kept + blocks[place][choice[place]].peak - blocks[place][step.base].peak
+        )
     return most
 
 
@@ -61,16 +71,19 @@ def seconds(blocks: Sequence[Options], choice: Sequence[int]) -> float:
 
 
 def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
-    """The option of each block, for little time within `room` bytes; where nothing fits, what needs least.
+    """The option of each block, for little time within `room` bytes; where nothing fits, what needs
+    least.
 
-    Every block starts at its smallest option. The changes that save time are then made in the order of the time they save per
-    byte, as long as they fit; of equal blocks that to which backward comes first goes first, because what it keeps is the first to
-    be freed. Changes that another one beats are left out (options that count lie on the convex hull of all), so this is the best
-    plan if the room happens to end between two changes, and else misses it by at most one change: the bound of the greedy solution
-    of a knapsack. What room is left then goes to any change that fits.
+    Every block starts at its smallest option. The changes that save time are then made in the order
+    of the time they save per byte, as long as they fit; of equal blocks that to which backward
+    comes first goes first, because what it keeps is the first to be freed. Changes that another one
+    beats are left out (options that count lie on the convex hull of all), so this is the best plan
+    if the room happens to end between two changes, and else misses it by at most one change: the
+    bound of the greedy solution of a knapsack. What room is left then goes to any change that fits.
     """
     order = [place for place, _ in step.backward]
-    choice = [step.base] * len(blocks)  # a block to which backward does not come stays as it was measured
+    # a block to which backward does not come stays as it was measured
+    choice = [step.base] * len(blocks)
     for place in order:
         choice[place] = _smallest(blocks[place])
     changes = [
@@ -78,7 +91,8 @@ def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
         for place in order
         for old, new in itertools.pairwise(_hull(blocks[place]))
     ]
-    for _, place, new in sorted(changes, key=lambda change: -change[0]):  # stable: equal ones stay in the order of backward
+    # stable: equal ones stay in the order of backward
+    for _, place, new in sorted(changes, key=lambda change: -change[0]):
         _change(blocks, step, room, choice, place, new)
     for place in order:
         for new in sorted(range(len(blocks[place])), key=lambda n: blocks[place][n].seconds):
@@ -87,10 +101,14 @@ def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
 
 
 def _smallest(options: Options) -> int:
-    return min(range(len(options)), key=lambda number: (options[number].kept, options[number].seconds))
+    return min(
+        range(len(options)), key=lambda number: (options[number].kept, options[number].seconds)
+    )
 
 
-def _change(blocks: Sequence[Options], step: Step, room: int, choice: list[int], place: int, new: int) -> None:
+def _change(
+    blocks: Sequence[Options], step: Step, room: int, choice: list[int], place: int, new: int
+) -> None:
     """Give a block option `new` if that saves time and fits."""
     old = choice[place]
     if blocks[place][new].seconds >= blocks[place][old].seconds:
@@ -106,12 +124,16 @@ def _rate(old: Option, new: Option) -> float:
 
 
 def _hull(options: Options) -> list[int]:
-    """Numbers of the options that no mixture of others beats, by growing memory and falling time."""
+    """Numbers of the options that no mixture of others beats, by growing memory and falling
+    time.
+    """
     hull: list[int] = []
     for number in sorted(range(len(options)), key=lambda n: (options[n].kept, options[n].seconds)):
         if hull and options[number].seconds >= options[hull[-1]].seconds:
             continue
-        while len(hull) > 1 and _rate(options[hull[-2]], options[hull[-1]]) <= _rate(options[hull[-1]], options[number]):
+        while len(hull) > 1 and _rate(options[hull[-2]], options[hull[-1]]) <= _rate(
+            options[hull[-1]], options[number]
+        ):
             hull.pop()
         hull.append(number)
     return hull
@@ -124,7 +146,9 @@ def more_time(blocks: Sequence[Options], choice: Sequence[int]) -> float:
 
 
 def describe(names: Sequence[str], choice: Sequence[int]) -> str:
-    """How many blocks run at which option, in words: "28 blocks nothing, 12 norms and activations"."""
+    """How many blocks run at which option, in words: "28 blocks nothing, 12 norms and
+    activations".
+    """
     counts = [(choice.count(number), name) for number, name in enumerate(names) if number in choice]
     first, *others = [f"{count} {name}" for count, name in counts]
     number, _, name = first.partition(" ")

@@ -1,9 +1,11 @@
-"""use_checkpoint="auto": passes over the model are measured, planned and watched; all ranks decide alike.
+"""use_checkpoint="auto": passes over the model are measured, planned and watched; all ranks decide
+alike.
 
-A pass is the calls of blocks up to a backward pass and that backward pass. The first one of a run recomputes every block: if
-anything fits, that does, and afterwards gradients and the optimizer's state are there. The second does the same and measures.
-If memory does not hold everything, the third has a plan and measures what remains to be known. From then on the plan holds for
-inputs of that shape and smaller ones, until something no longer fits.
+A pass is the calls of blocks up to a backward pass and that backward pass. The first one of a run
+recomputes every block: if anything fits, that does, and afterwards gradients and the optimizer's
+state are there. The second does the same and measures. If memory does not hold everything, the
+third has a plan and measures what remains to be known. From then on the plan holds for inputs of
+that shape and smaller ones, until something no longer fits.
 """
 
 from __future__ import annotations
@@ -29,16 +31,23 @@ from bmtrain.runtime.world import World
 from bmtrain.shard.tape import Taping
 
 LEVELS = tuple(Level)
-_FIRST = frozenset({Level.NOTHING, Level.BLOCK, Level.OFFLOADED})  # measured first: if everything fits, nothing else matters
+# measured first: if everything fits, nothing else matters
+_FIRST = frozenset({Level.NOTHING, Level.BLOCK, Level.OFFLOADED})
 _THEN = frozenset({Level.CHEAP})
-# What computes more takes longer, whatever a clock has shown of short blocks: at least as much more than at NOTHING.
+# What computes more takes longer, whatever a clock has shown of short blocks: at least as much more
+# than at NOTHING.
 _LEAST_MORE = {Level.NOTHING: 1.0, Level.CHEAP: 1.005, Level.BLOCK: 1.1, Level.OFFLOADED: 1.1}
 _UNKNOWN = Option(2**60, 0, float("inf"))
-_SLACK = 0.01  # of the limit: what passes may begin with more than the one before without a new plan
+# of the limit: what passes may begin with more than the one before without a new plan
+_SLACK = 0.01
 _RECONSIDERED = 32  # after as many passes there may be room again for more, and failures count half
-_NEWS = 4  # so many passes from there on, and after one that measures, the limit may move: libraries allocate, memory breaks up
-_MOST_FAILURES = 16  # passes that were not as measured; where there are more, every block is recomputed
-_MORE_MARGIN, _MOST_MARGIN = 0.02, 0.2  # of the limit, kept free whenever the allocator had to retry
+# so many passes from there on, and after one that measures, the limit may move: libraries allocate,
+# memory breaks up
+_NEWS = 4
+# passes that were not as measured; where there are more, every block is recomputed
+_MOST_FAILURES = 16
+# of the limit, kept free whenever the allocator had to retry
+_MORE_MARGIN, _MOST_MARGIN = 0.02, 0.2
 
 
 Measure = Callable[[Sequence[Level]], dict[Level, Option]]
@@ -48,10 +57,10 @@ Measure = Callable[[Sequence[Level]], dict[Level, Option]]
 class Subject:
     """A call of a block that can be measured.
 
-    block: whose call it is.
-    kind: equal for calls that differ at most in shapes.
-    shape: dims of the tensors among the arguments, one after the other, of which `num_dims` are those of the first.
-    options: what the call would keep and take at some levels; those that it cannot run at are left out. None if it must not run
+    block: whose call it is. kind: equal for calls that differ at most in shapes. shape: dims of the
+    tensors among the arguments, one after the other, of which `num_dims` are those of the first.
+    options: what the call would keep and take at some levels; those that it cannot run at are left
+    out. None if it must not run
         more often than the program asks, on this rank.
     """
 
@@ -122,7 +131,8 @@ class Planner:
         self._watch: _Watch | None = None
         self._num_retries = self._memory.num_retries()
         self._num_failures = 0
-        self._limit = self._smallest_limit = self._memory.limit()  # of this rank; of all ranks, as of the last agreement
+        # of this rank; of all ranks, as of the last agreement
+        self._limit = self._smallest_limit = self._memory.limit()
         self._base = 0  # bytes at the beginning of the last pass whose peaks were measured
         self._margin = 0.0
 
@@ -144,7 +154,10 @@ class Planner:
         return Turn(self, self._num_passes, number, self._level(number, subject))
 
     def abort(self) -> None:
-        """A call of this pass has failed: if the program goes on, then with another. What this one has measured is not used."""
+        """A call of this pass has failed: if the program goes on, then with another.
+
+        What this one has measured is not used.
+        """
         self._is_turned, self._is_stale = True, bool(self._wanted)
 
     def turn_back(self, turn: Turn) -> None:
@@ -156,8 +169,14 @@ class Planner:
             self._watch.close(turn.number)
 
     def _is_repeated(self, subject: Subject) -> bool:
-        """All calls of the plan have been made and the first comes again: nothing came back through that forward pass."""
-        is_complete = self._current is not None and self._current.choice is not None and self._next == len(self._current.choice)
+        """All calls of the plan have been made and the first comes again: nothing came back through
+        that forward pass.
+        """
+        is_complete = (
+            self._current is not None
+            and self._current.choice is not None
+            and self._next == len(self._current.choice)
+        )
         return is_complete and self._first is not None and self._first() is subject.block
 
     def _level(self, number: int, subject: Subject) -> Level:
@@ -175,12 +194,19 @@ class Planner:
         return LEVELS[profile.choice[number]]
 
     def _level_in_graph(self) -> Level:
-        """Nothing can be measured or agreed on in a CUDA graph: the plan that there is, if it is the same for all blocks.
+        """Nothing can be measured or agreed on in a CUDA graph: the plan that there is, if it is
+        the same for all blocks.
 
         Copies to the host and back are ordered by the host, which has no part in a replay.
         """
-        planned = set() if self._current is None else {LEVELS[number] for number in self._current.choice or ()}
-        return planned.pop() if len(planned) == 1 and Level.OFFLOADED not in planned else Level.BLOCK
+        planned = (
+            set()
+            if self._current is None
+            else {LEVELS[number] for number in self._current.choice or ()}
+        )
+        return (
+            planned.pop() if len(planned) == 1 and Level.OFFLOADED not in planned else Level.BLOCK
+        )
 
     def _measure(self, number: int, subject: Subject, profile: Profile, options: Measure) -> None:
         if profile.choice is None:
@@ -217,30 +243,44 @@ class Planner:
         self._prepare(self._current, room)
 
     def _agree(self, first: Subject) -> tuple[Key, int, bool]:
-        """What kind of pass this is, the smallest room and any complaint of all ranks. One small collective a pass, on the CPU.
+        """What kind of pass this is, the smallest room and any complaint of all ranks. One small
+        collective a pass, on the CPU.
 
-        Ranks may have rows of different lengths, different memory and failures of their own; it takes a step to compute what
-        this takes to travel a thousand times.
+        Ranks may have rows of different lengths, different memory and failures of their own; it
+        takes a step to compute what this takes to travel a thousand times.
         """
         if self._num_passes % _RECONSIDERED < _NEWS or self._wanted:
             self._limit = self._memory.limit()
         retries, used = self._memory.num_retries(), max(self._memory.allocated(), self._base)
-        complaints = int(self._is_stale), int(retries > self._num_retries and self._num_passes > 3 and not self._wanted)
+        complaints = (
+            int(self._is_stale),
+            int(retries > self._num_retries and self._num_passes > 3 and not self._wanted),
+        )
         self._num_retries = retries
         kind = zlib.crc32(repr(first.kind).encode())  # the same on all ranks, as `hash` is not
         wire = [kind, *padded(first.shape), used - self._limit, -self._limit, *complaints]
-        kind, *dims, lacking, negative_limit, is_stale, has_retried = map(int, largest(wire, self._axis))
+        kind, *dims, lacking, negative_limit, is_stale, has_retried = map(
+            int, largest(wire, self._axis)
+        )
         self._smallest_limit = -negative_limit
         if has_retried:
             self._margin = min(self._margin + _MORE_MARGIN, _MOST_MARGIN)
-        return Key(kind, tuple(dims), first.num_dims), int(-lacking - self._margin * self._smallest_limit), bool(is_stale)
+        return (
+            Key(kind, tuple(dims), first.num_dims),
+            int(-lacking - self._margin * self._smallest_limit),
+            bool(is_stale),
+        )
 
     def _prepare(self, profile: Profile, room: int) -> None:
         """Decide what this pass measures, and make the plan fit what memory there is."""
         if profile.agreed is None or profile.choice is None:
             profile.clear()
             self._memory.tidy()
-            self._wanted, self._watch, self._base = _FIRST, _Watch(self._memory), self._memory.allocated()
+            self._wanted, self._watch, self._base = (
+                _FIRST,
+                _Watch(self._memory),
+                self._memory.allocated(),
+            )
         elif any(profile.choice) and not profile.measured >= _THEN:
             self._wanted = _THEN
         elif not self._fits(profile, room) or self._num_passes % _RECONSIDERED == 0:
@@ -248,12 +288,19 @@ class Planner:
         self._found = {}
 
     def _fits(self, profile: Profile, room: int) -> bool:
-        """Whether the plan still does; a little more may have been allocated when a pass begins than when it was made."""
+        """Whether the plan still does; a little more may have been allocated when a pass begins
+        than when it was made.
+        """
         if profile.agreed is None or profile.choice is None:
             return False
-        return plan.need(*profile.agreed, profile.choice) <= room - _in_pieces(*profile.agreed) + _SLACK * self._smallest_limit
+        return (
+            plan.need(*profile.agreed, profile.choice)
+            <= room - _in_pieces(*profile.agreed) + _SLACK * self._smallest_limit
+        )
 
-    def _conclude(self, profile: Profile, measured: frozenset[Level], watch: _Watch | None, room: int) -> None:
+    def _conclude(
+        self, profile: Profile, measured: frozenset[Level], watch: _Watch | None, room: int
+    ) -> None:
         """All ranks have measured: plan with the largest of what they found."""
         if watch is not None:
             profile.turn, profile.backward = watch.turn, watch.backward
@@ -263,11 +310,19 @@ class Planner:
             profile.clear()
             self._num_failures += 1
             return
-        figures = iter(largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis))
+        figures = iter(
+            largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis)
+        )
         profile.shapes = [tuple(int(next(figures)) for _ in shape) for shape in profile.shapes]
-        blocks = [_in_order([Option(int(next(figures)), int(next(figures)), next(figures)) for _ in LEVELS]) for _ in profile.kinds]
+        blocks = [
+            _in_order(
+                [Option(int(next(figures)), int(next(figures)), next(figures)) for _ in LEVELS]
+            )
+            for _ in profile.kinds
+        ]
         base = LEVELS.index(Level.BLOCK)
-        turn = max(int(next(figures)), sum(options[base].kept for options in blocks))  # memory that is not counted has no peaks
+        # memory that is not counted has no peaks
+        turn = max(int(next(figures)), sum(options[base].kept for options in blocks))
         step = Step(base, turn, tuple((place, int(next(figures))) for place in profile.backward))
         _bound_host(blocks, int(-next(figures)))
         profile.agreed, profile.measured = (blocks, step), profile.measured | measured
@@ -286,12 +341,15 @@ class Planner:
             profile.told = choice
             self._tell(profile.key.shape[: profile.key.num_dims], blocks, step, choice, room)
 
-    def _tell(self, shape: Shape, blocks: Sequence[Options], step: Step, choice: Sequence[int], room: int) -> None:
+    def _tell(
+        self, shape: Shape, blocks: Sequence[Options], step: Step, choice: Sequence[int], room: int
+    ) -> None:
         used, gib = max(self._memory.allocated(), self._base), 2.0**30
         print_rank(
             f"recomputation for inputs {shape}: "
             f"{plan.describe([level.value for level in LEVELS], choice)}; "
-            f"{(used + plan.need(blocks, step, choice)) / gib:.1f} of {(used + room) / gib:.1f} GiB, "
+            f"{(used + plan.need(blocks, step, choice)) / gib:.1f} of "
+            f"{(used + room) / gib:.1f} GiB, "
             f"{plan.more_time(blocks, choice):.1%} more time",
             rank=self._axis.ranks[0],
             flush=True,
@@ -316,16 +374,23 @@ def _in_order(options: Sequence[Option]) -> list[Option]:
     """The options of one call, by level, with times that go with the levels."""
     fastest = options[0].seconds
     floors = [fastest * _LEAST_MORE[level] if math.isfinite(fastest) else 0.0 for level in LEVELS]
-    return [dataclasses.replace(option, seconds=max(option.seconds, floor)) for option, floor in zip(options, floors, strict=True)]
+    return [
+        dataclasses.replace(option, seconds=max(option.seconds, floor))
+        for option, floor in zip(options, floors, strict=True)
+    ]
 
 
 def _in_pieces(blocks: Sequence[Options], step: Step) -> int:
-    """Bytes that may be free but in pieces too small for a large tensor: a few of the largest tensors of a block."""
+    """Bytes that may be free but in pieces too small for a large tensor: a few of the largest
+    tensors of a block.
+    """
     return max(options[step.base].peak for options in blocks) // 2
 
 
 def _bound_host(blocks: Sequence[list[Option]], room: int) -> None:
-    """Leave inputs on the host to as many blocks as it has room for: the first, which backward comes to last."""
+    """Leave inputs on the host to as many blocks as it has room for: the first, which backward
+    comes to last.
+    """
     block, offloaded = LEVELS.index(Level.BLOCK), LEVELS.index(Level.OFFLOADED)
     for options in blocks:
         if options[offloaded] != _UNKNOWN:

@@ -1,4 +1,6 @@
-"""What one block keeps and how long it takes at each level, found by running it beside the training step."""
+"""What one block keeps and how long it takes at each level, found by running it beside the training
+step.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Runs:
         self._module, self._runner = module, runner
 
     def at(self, level: Level) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, int]]:
-        """A function of the arguments: what the module returns, and the bytes that it keeps and no hook of autograd sees."""
+        """A function of the arguments: what the module returns, and the bytes that it keeps and no
+        hook of autograd sees.
+        """
         inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
         if inside is not None:
             return functools.partial(self._once, inside)
@@ -46,10 +50,14 @@ class Runs:
     def _once(self, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
         return run(self._module, args, kwargs), 0
 
-    def _repeatable(self, run: Repeatable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    def _repeatable(
+        self, run: Repeatable, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int]:
         replay = Replay(all_modules(self._module), args, kwargs, world.current("Block").device)
 
-        def body(given: tuple[Any, ...], named: dict[str, Any], _: bool) -> tuple[Any, Sequence[torch.Tensor]]:
+        def body(
+            given: tuple[Any, ...], named: dict[str, Any], _: bool
+        ) -> tuple[Any, Sequence[torch.Tensor]]:
             return run(self._module, given, named), ()  # parameters are leaves that the graph shows
 
         out, _ = recomputed(body, replay, args, kwargs, run.forget)
@@ -57,21 +65,29 @@ class Runs:
 
 
 def measure(
-    runs: Runs, levels: Sequence[Level], params: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    runs: Runs,
+    levels: Sequence[Level],
+    params: Sequence[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> dict[Level, Option]:
-    """Run a block forward and backward at each level and say what that took. Draws no random numbers that others would draw.
+    """Run a block forward and backward at each level and say what that took. Draws no random
+    numbers that others would draw.
 
     Args:
         runs: computes the block; what it changes besides is put back by the caller.
         params: its full parameters, leaves. Their gradients are computed and dropped.
-        args, kwargs: of the block. Tensors among them are shared, apart from the graph; containers are copied.
+        args, kwargs: of the block. Tensors among them are shared, apart from the graph; containers
+            are copied.
     """
     current = world.current("Block")
     memory, options = current.service(memory_of), dict[Level, Option]()
     devices = [] if current.device.type == "cpu" else [current.device]
     for level in [level for level in levels if level is not Level.OFFLOADED]:
         with torch.random.fork_rng(devices), contextlib.suppress(SeveralGraphsError):
-            options[level] = _measure(functools.partial(_once, runs.at(level), params, args, kwargs, memory))
+            options[level] = _measure(
+                functools.partial(_once, runs.at(level), params, args, kwargs, memory)
+            )
     moved = [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
     if Level.OFFLOADED in levels and Level.BLOCK in options and moved:
         options[Level.OFFLOADED] = _offloaded(options[Level.BLOCK], moved, current.service(Host))
@@ -79,7 +95,9 @@ def measure(
 
 
 def unmeasured() -> dict[Level, Option]:
-    """The options of a block that cannot be run beside the step: it has blocks of its own, which gather and reduce."""
+    """The options of a block that cannot be run beside the step: it has blocks of its own, which
+    gather and reduce.
+    """
     return {Level.BLOCK: Option(0, 0, 0.0)}
 
 
@@ -95,15 +113,23 @@ def _once(
     kwargs: dict[str, Any],
     memory: Memory,
 ) -> Option:
-    args, kwargs = snapshot((tuple(_apart(arg) for arg in args), {name: _apart(arg) for name, arg in kwargs.items()}))
-    leaves = [x for x in [*args, *kwargs.values(), *params] if isinstance(x, torch.Tensor) and x.requires_grad]
+    args, kwargs = snapshot(
+        (tuple(_apart(arg) for arg in args), {name: _apart(arg) for name, arg in kwargs.items()})
+    )
+    leaves = [
+        x
+        for x in [*args, *kwargs.values(), *params]
+        if isinstance(x, torch.Tensor) and x.requires_grad
+    ]
     counter = _Counter(params)
     memory.synchronize()
     before, start = memory.allocated(), time.perf_counter()
     # Hooks would make the compiler start anew where memory is counted anyway.
     with counter if isinstance(memory, Uncounted) else contextlib.nullcontext():
         out, hidden = run(args, kwargs)
-    kept = counter.num_bytes + hidden if isinstance(memory, Uncounted) else memory.allocated() - before
+    kept = (
+        counter.num_bytes + hidden if isinstance(memory, Uncounted) else memory.allocated() - before
+    )
     memory.take_peak()
     ends = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
     del out
@@ -114,17 +140,26 @@ def _once(
 
 
 def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Option:
-    """BLOCK with its inputs on the host; the way there hides behind its forward pass, the way back behind a backward pass."""
+    """BLOCK with its inputs on the host; the way there hides behind its forward pass, the way back
+    behind a backward pass.
+    """
     num_bytes = sum(x.nbytes for x in moved)
     forward, trip = block.seconds / 4, sum(host.seconds(x) for x in moved)
     stall = max(trip - forward, 0.0) + max(trip - 3 * forward, 0.0)
-    # Backward has the inputs of the block before on the device, too. Copies take a little of the memory's time from everyone.
-    return Option(max(block.kept - num_bytes, 0), block.peak + num_bytes, block.seconds + stall + 0.02 * trip)
+    # Backward has the inputs of the block before on the device, too. Copies take a little of the
+    # memory's time from everyone.
+    return Option(
+        max(block.kept - num_bytes, 0), block.peak + num_bytes, block.seconds + stall + 0.02 * trip
+    )
 
 
 def _apart(value: Any) -> Any:
     """A tensor without its graph; anything else as it is."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+    return (
+        value.detach().requires_grad_(value.requires_grad)
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 class _Counter(torch.autograd.graph.saved_tensors_hooks):

@@ -17,7 +17,8 @@ _OFTEN = 4  # a shape that comes as often gets a plan of its own
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What is known of a pass when it begins: the kind of its first call, as a number, and the largest inputs of any rank.
+    """What is known of a pass when it begins: the kind of its first call, as a number, and the
+    largest inputs of any rank.
 
     The first `num_dims` of `shape` are those of the first input.
     """
@@ -29,7 +30,9 @@ class Key:
 
 @dataclasses.dataclass
 class Profile:
-    """Passes of one kind with inputs of up to some shape: per call its kind, shape and options; what a pass needs; the plan."""
+    """Passes of one kind with inputs of up to some shape: per call its kind, shape and options;
+    what a pass needs; the plan.
+    """
 
     key: Key
     kinds: list[object] = dataclasses.field(default_factory=list)
@@ -55,13 +58,21 @@ class Profile:
 
     def covers(self, number: int, kind: object, shape: Shape) -> bool:
         """Whether call `number` is as it was measured, and no larger."""
-        return number < len(self.kinds) and self.kinds[number] == kind and _is_within(padded(shape), self.shapes[number])
+        return (
+            number < len(self.kinds)
+            and self.kinds[number] == kind
+            and _is_within(padded(shape), self.shapes[number])
+        )
 
     def figures(self, levels: Sequence[Level], unknown: Option) -> list[float]:
         """Everything that was measured, one figure after the other."""
         dims = [float(dim) for shape in self.shapes for dim in shape]
         options = [calls.get(level, unknown) for calls in self.options for level in levels]
-        prices = [figure for option in options for figure in (float(option.kept), float(option.peak), option.seconds)]
+        prices = [
+            figure
+            for option in options
+            for figure in (float(option.kept), float(option.peak), option.seconds)
+        ]
         return [*dims, *prices, float(self.turn), *map(float, self.backward.values())]
 
 
@@ -73,11 +84,23 @@ class Profiles:
         self._counts: dict[Key, int] = {}
 
     def serving(self, key: Key) -> Profile:
-        """The one of the smallest inputs that are as large in every dim; a new one if there is none, or for what comes often."""
-        serving = [p for p in self._profiles if p.key.kind == key.kind and _is_within(key.shape, p.key.shape)]
+        """The one of the smallest inputs that are as large in every dim; a new one if there is
+        none, or for what comes often.
+        """
+        serving = [
+            p
+            for p in self._profiles
+            if p.key.kind == key.kind and _is_within(key.shape, p.key.shape)
+        ]
         if serving:
-            best = min(serving, key=lambda profile: math.prod(dim for dim in profile.key.shape if dim))
-            if best.key == key or len(self._profiles) == _MAX_PROFILES or not self._is_frequent(key):
+            best = min(
+                serving, key=lambda profile: math.prod(dim for dim in profile.key.shape if dim)
+            )
+            if (
+                best.key == key
+                or len(self._profiles) == _MAX_PROFILES
+                or not self._is_frequent(key)
+            ):
                 return best
         self._profiles = [*self._profiles, Profile(key)][-_MAX_PROFILES:]
         return self._profiles[-1]

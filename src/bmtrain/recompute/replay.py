@@ -15,20 +15,40 @@ from bmtrain.recompute.surroundings import Surroundings
 from bmtrain.runtime.seeding import default_generators
 from bmtrain.torch_internals import saved_tensors_hooks
 
-# What copies of arguments share with the originals: values that do not change, and things that are no values.
+# What copies of arguments share with the originals: values that do not change, and things that are
+# no values.
 _SHARED = (
-    torch.Tensor, torch.nn.Module, torch.Generator, torch.Stream, torch.Event, torch.dtype, torch.device, type(None), bool, int,
-    float, complex, str, bytes, range, slice, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    torch.Tensor,
+    torch.nn.Module,
+    torch.Generator,
+    torch.Stream,
+    torch.Event,
+    torch.dtype,
+    torch.device,
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    slice,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
     types.ModuleType,
-)  # fmt: skip
+)
 
 
 class Replay:
     """One forward pass, to be run again.
 
-    A pass may change what it is given and what its modules hold: a cache of keys and values grows, running statistics and
-    counters move, random numbers are drawn. A recomputation starts from what was there before, and leaves alone what has become
-    of it. Tensors are not copied, apart from buffers and other small ones of modules: they must not change in place.
+    A pass may change what it is given and what its modules hold: a cache of keys and values grows,
+    running statistics and counters move, random numbers are drawn. A recomputation starts from what
+    was there before, and leaves alone what has become of it. Tensors are not copied, apart from
+    buffers and other small ones of modules: they must not change in place.
 
     Args:
         modules: those that run.
@@ -48,7 +68,8 @@ class Replay:
         moved: Sequence[torch.Tensor] = (),
         draws: bool = True,
     ) -> None:
-        # The tensors among `args` are handed in again: whoever keeps them may have moved them off the device meanwhile.
+        # The tensors among `args` are handed in again: whoever keeps them may have moved them off
+        # the device meanwhile.
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._kwargs, self._modules = dict(kwargs), modules
         self._states = States()
@@ -72,15 +93,24 @@ class Replay:
         return self._is_first
 
     def check(self) -> None:
-        """RecomputationError if the pass cannot be run again because a tensor that it read was changed in place."""
+        """RecomputationError if the pass cannot be run again because a tensor that it read was
+        changed in place.
+        """
         self._states.check()
 
     def attributes(self) -> list[torch.Tensor]:
         """Tensors that the modules have as attributes now."""
-        return [x for module in self._modules for x in module.__dict__.values() if isinstance(x, torch.Tensor)]
+        return [
+            x
+            for module in self._modules
+            for x in module.__dict__.values()
+            if isinstance(x, torch.Tensor)
+        ]
 
     @contextlib.contextmanager
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """For the body of one run: its arguments. The first run takes those given.
 
         Raises:
@@ -93,18 +123,25 @@ class Replay:
             return
         self.check()
         begun = self._states.at_begin
-        args = tuple(arg if isinstance(arg, torch.Tensor) else begun(own) for arg, own in zip(args, self._args, strict=True))
+        args = tuple(
+            arg if isinstance(arg, torch.Tensor) else begun(own)
+            for arg, own in zip(args, self._args, strict=True)
+        )
         with self._surroundings.restored(), self._states.restored():
             yield args, {name: begun(arg) for name, arg in self._kwargs.items()}
 
 
 @contextlib.contextmanager
 def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, buffers are copies: recomputation must not update running statistics a second time."""
+    """Inside, buffers are copies: recomputation must not update running statistics a second
+    time.
+    """
     before = [dict(module._buffers) for module in modules]
     try:
         for module in modules:
-            module._buffers.update({name: b if b is None else b.clone() for name, b in module._buffers.items()})
+            module._buffers.update(
+                {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+            )
         yield
     finally:
         for module, buffers in zip(modules, before, strict=True):
@@ -112,7 +149,9 @@ def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def snapshot(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """`value` with its containers and plain objects copied, in any depth; what cannot be copied is shared."""
+    """`value` with its containers and plain objects copied, in any depth; what cannot be copied is
+    shared.
+    """
     memo = {} if memo is None else memo
     if isinstance(value, _SHARED):
         return value

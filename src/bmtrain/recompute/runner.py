@@ -1,4 +1,6 @@
-"""How the inner module of a block runs: as it is, or by compiled code; keeping what backward reads, or computing it again."""
+"""How the inner module of a block runs: as it is, or by compiled code; keeping what backward reads,
+or computing it again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class SeveralGraphsError(RuntimeError):
 class Repeatable(Protocol):
     """A call that runs once more in backward."""
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """`module(*args, **kwargs)`."""
 
     def forget(self) -> None:
@@ -34,20 +38,25 @@ class Runner(Protocol):
 
     Attributes:
         is_compiled: whether compiled code does.
-        runs_python: whether Python code of the module may run in backward, hooks and recomputation inside of it.
+        runs_python: whether Python code of the module may run in backward, hooks and recomputation
+            inside of it.
     """
 
     is_compiled: bool
     runs_python: bool
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether it can run a call of these modules, the parts of one, with these arguments, here and now."""
+        """Whether it can run a call of these modules, the parts of one, with these arguments, here
+        and now.
+        """
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`module(*args, **kwargs)`."""
 
     def recomputing(self, level: Level) -> Call | None:
-        """A function that does the same and keeps what `level` says, for itself; None if `repeatable` must. SeveralGraphsError."""
+        """A function that does the same and keeps what `level` says, for itself; None if
+        `repeatable` must. SeveralGraphsError.
+        """
 
     def repeatable(self, level: Level) -> Repeatable:
         """The same for one call that others run once more in backward."""
@@ -81,7 +90,9 @@ class Whole:
     def __init__(self, run: Call) -> None:
         self._run = run
 
-    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """`module(*args, **kwargs)`."""
         return self._run(module, args, kwargs)
 

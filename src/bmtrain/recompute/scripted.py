@@ -1,4 +1,6 @@
-"""Modules that TorchScript has compiled: their parameters and buffers are in slots of its own, behind something like a dict."""
+"""Modules that TorchScript has compiled: their parameters and buffers are in slots of its own,
+behind something like a dict.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,14 @@ class Slots(dict[str, Any]):
 
 
 def open_slots(module: torch.nn.Module) -> None:
-    """Let `module` and those below it have dicts, which take other tensors as those of plain modules do."""
+    """Let `module` and those below it have dicts, which take other tensors as those of plain
+    modules do.
+    """
     for found in list(module.modules()):
         part = found.__dict__.get("_actual_script_module", found)  # of a traced one
-        if isinstance(part, torch.jit.ScriptModule) and not isinstance(part.__dict__.get("_parameters"), dict):
+        if isinstance(part, torch.jit.ScriptModule) and not isinstance(
+            part.__dict__.get("_parameters"), dict
+        ):
             own = part.__dict__
             own["_modules"] = dict(own["_modules"].items())
             own["_parameters"] = Slots(part, own["_parameters"].items())

@@ -1,4 +1,7 @@
-"""Whether TorchScript has run. Its executor rewrites a function after the first calls, which then saves other tensors."""
+"""Whether TorchScript has run.
+
+Its executor rewrites a function after the first calls, which then saves other tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ _NUM_WARM = 4  # calls after which the executor has settled
 
 
 class Scripts:
-    """Counts sightings of TorchScript on this rank. One per run, reached by `world.service(Scripts)`."""
+    """Counts sightings of TorchScript on this rank.
+
+    One per run, reached by `world.service(Scripts)`.
+    """
 
     def __init__(self, world: World) -> None:
         self._idle: Any = None  # made when a program turns out to use TorchScript
@@ -21,7 +27,9 @@ class Scripts:
         self._count = 0
 
     def count(self) -> int:
-        """Another number than last time if TorchScript has run on this thread in the meantime, inside of other code too."""
+        """Another number than last time if TorchScript has run on this thread in the meantime,
+        inside of other code too.
+        """
         last = last_script_graph()
         if last is not None and last is not self._graph:
             self._count += 1

@@ -1,4 +1,6 @@
-"""What Python objects hold when a forward pass begins, to be put back in place for its recomputation."""
+"""What Python objects hold when a forward pass begins, to be put back in place for its
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +27,50 @@ from bmtrain.runtime.seeding import is_generator
 from bmtrain.shard.module import DistributedModule
 from bmtrain.torch_internals import version_of
 
-_FIXED = frozenset({
-    type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis), torch.Size, torch.dtype, torch.device,
-    torch.layout, torch.memory_format, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
-    functools.partial, weakref.ref,
-})  # fmt: skip
+_FIXED = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        range,
+        slice,
+        type(Ellipsis),
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        types.FunctionType,
+        types.BuiltinFunctionType,
+        types.MethodType,
+        types.ModuleType,
+        functools.partial,
+        weakref.ref,
+    }
+)
 _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training"}
-_HOOKS = tuple(name for name in torch.nn.Module().__dict__ if name.startswith(("_forward", "_backward")))
-# Objects of these packages are no state of a forward pass: locks, loggers, process groups. Exceptions are `_FOLLOWED`.
+_HOOKS = tuple(
+    name for name in torch.nn.Module().__dict__ if name.startswith(("_forward", "_backward"))
+)
+# Objects of these packages are no state of a forward pass: locks, loggers, process groups.
+# Exceptions are `_FOLLOWED`.
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bmtrain"}
-_FOLLOWED: frozenset[type] = frozenset({types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList})
-_SMALL = 4096  # elements of a tensor that is copied in case the pass changes it, as buffers of any size are
+_FOLLOWED: frozenset[type] = frozenset(
+    {types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList}
+)
+# elements of a tensor that is copied in case the pass changes it, as buffers of any size are
+_SMALL = 4096
 
 
 @dataclasses.dataclass
 class _Seen:
-    """A tensor that the pass may read, and the version it had; a copy is kept for as long as the pass may change it."""
+    """A tensor that the pass may read, and the version it had; a copy is kept for as long as the
+    pass may change it.
+    """
 
     tensor: Callable[[], torch.Tensor | None]
     version: int
@@ -54,9 +84,11 @@ class _Seen:
 
 
 class States:
-    """Lists, dicts, plain objects, attributes of modules, generators and tensors, as they are when they are added.
+    """Lists, dicts, plain objects, attributes of modules, generators and tensors, as they are when
+    they are added.
 
-    Contents are put back into the objects themselves: whoever else refers to them sees what it saw in the forward pass.
+    Contents are put back into the objects themselves: whoever else refers to them sees what it saw
+    in the forward pass.
     """
 
     def __init__(self) -> None:
@@ -77,7 +109,9 @@ class States:
         kind = type(value)
         if kind in _FIXED or id(value) in self._known:
             return
-        if isinstance(value, torch.nn.Module | type | enum.Enum | BaseException | torch.nn.Parameter):
+        if isinstance(
+            value, torch.nn.Module | type | enum.Enum | BaseException | torch.nn.Parameter
+        ):
             return
         self._known[id(value)] = value  # alive, so that nothing else gets its number
         if isinstance(value, torch.Tensor):
@@ -132,8 +166,10 @@ class States:
         for seen in self._tensors:
             if seen.version not in (-1, seen.version_now()):
                 raise RecomputationError(
-                    f"{seen.where}, a tensor that the forward pass of a block got, was modified by an inplace operation before "
-                    "backward came to the block, whose recomputation needs it as it was: change a clone of it, make it a buffer "
+                    f"{seen.where}, a tensor that the forward pass of a block got, was "
+                    "modified by an inplace operation before "
+                    "backward came to the block, whose recomputation needs it as it "
+                    "was: change a clone of it, make it a buffer "
                     "if the module itself changes it, or give the block use_checkpoint=False."
                 )
 
@@ -163,7 +199,9 @@ class States:
     def _begun(self, contents: Any) -> Any:
         if isinstance(contents, dict):
             return {key: self.at_begin(value) for key, value in contents.items()}
-        return [self.at_begin(value) for value in contents] if isinstance(contents, list) else contents
+        return (
+            [self.at_begin(value) for value in contents] if isinstance(contents, list) else contents
+        )
 
     def _add_contents(self, value: Any, where: str, owned: bool) -> None:
         if isinstance(value, list | collections.deque | set | dict):
@@ -184,7 +222,9 @@ class States:
         elif owned:
             contents = [_without_graph(value) for value in contents]
         self._contents.append((owner, contents))
-        self._add_all(contents.values() if isinstance(contents, dict) else contents, where, owned, direct=True)
+        self._add_all(
+            contents.values() if isinstance(contents, dict) else contents, where, owned, direct=True
+        )
 
     def _add_all(self, values: Iterable[Any], where: str, owned: bool, *, direct: bool) -> None:
         for value in values:
@@ -193,7 +233,9 @@ class States:
 
 
 def all_modules(module: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """`module` and all below it; of a block the module that it is around, which has its names, buffers and children."""
+    """`module` and all below it; of a block the module that it is around, which has its names,
+    buffers and children.
+    """
     found: dict[int, torch.nn.Module] = {}
     ways = [module]
     while ways:
@@ -222,7 +264,9 @@ class _Object:
 
 
 class _Compiled(_Object):
-    """The attributes of a module that TorchScript has compiled, apart from those that Python sees."""
+    """The attributes of a module that TorchScript has compiled, apart from those that Python
+    sees.
+    """
 
     def contents(self) -> dict[str, Any]:
         return attributes_of(self.value)
@@ -236,7 +280,11 @@ class _Hooks(_Object):
 
     def contents(self) -> dict[str, Any]:
         own = self.value.__dict__
-        return {name: dict(own.get(name) or {}) for name in _HOOKS} if any(map(own.get, _HOOKS)) else {}
+        return (
+            {name: dict(own.get(name) or {}) for name in _HOOKS}
+            if any(map(own.get, _HOOKS))
+            else {}
+        )
 
     def put(self, contents: dict[str, Any]) -> None:
         for name in _HOOKS:
@@ -246,7 +294,10 @@ class _Hooks(_Object):
 
 
 def _without_graph(value: Any) -> Any:
-    """A tensor apart from its graph, in tuples too. What a module keeps of its last pass would keep all passes before alive."""
+    """A tensor apart from its graph, in tuples too.
+
+    What a module keeps of its last pass would keep all passes before alive.
+    """
     if isinstance(value, torch.Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor | tuple) for entry in value):
@@ -256,13 +307,17 @@ def _without_graph(value: Any) -> Any:
 
 
 def _holds(owner: Any, contents: Any) -> bool:
-    """Whether `owner` holds just these objects; False where telling takes as long as putting them there."""
+    """Whether `owner` holds just these objects; False where telling takes as long as putting them
+    there.
+    """
     present = owner if type(owner) in (dict, collections.OrderedDict) else _contents_of(owner)
     if len(present) != len(contents) or not isinstance(present, dict | list):
         return False
     if isinstance(present, list):
         return all(map(operator.is_, present, contents))
-    return all(map(operator.is_, present, contents)) and all(map(operator.is_, present.values(), contents.values()))
+    return all(map(operator.is_, present, contents)) and all(
+        map(operator.is_, present.values(), contents.values())
+    )
 
 
 def _contents_of(owner: Any) -> Any:
@@ -274,17 +329,26 @@ def _contents_of(owner: Any) -> Any:
         return dict(collections.OrderedDict.items(owner))
     if isinstance(owner, dict):
         return dict(dict.items(owner))
-    return copy.copy(owner) if isinstance(owner, bytearray | array.array) or _is_ndarray(owner) else list(owner)
+    return (
+        copy.copy(owner)
+        if isinstance(owner, bytearray | array.array) or _is_ndarray(owner)
+        else list(owner)
+    )
 
 
 def _put(owner: Any, contents: Any) -> None:
-    """Let `owner` hold `contents`. Methods of subclasses are not asked: they may refuse, or do more."""
+    """Let `owner` hold `contents`.
+
+    Methods of subclasses are not asked: they may refuse, or do more.
+    """
     if isinstance(owner, torch.nn.Module):
         _put_attributes(owner, {key for key in owner.__dict__ if key not in _STANDARD}, contents)
     elif isinstance(owner, _Object):
         owner.put(contents)
     elif isinstance(owner, dict):
-        kind: Any = next(kind for kind in (Slots, collections.OrderedDict, dict) if isinstance(owner, kind))
+        kind: Any = next(
+            kind for kind in (Slots, collections.OrderedDict, dict) if isinstance(owner, kind)
+        )
         kind.clear(owner)
         for key, value in contents.items():
             kind.__setitem__(owner, key, value)
@@ -335,13 +399,20 @@ def _slots_of(kind: type) -> Sequence[str]:
     found = _KINDS.get(kind)
     if found is None:
         own = [vars(base) for base in kind.__mro__ if _is_plain(base) and "__slots__" in vars(base)]
-        found = [name for each in own for name, slot in each.items() if isinstance(slot, types.MemberDescriptorType)]
+        found = [
+            name
+            for each in own
+            for name, slot in each.items()
+            if isinstance(slot, types.MemberDescriptorType)
+        ]
         _KINDS[kind] = found
     return found
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether objects of this class are state of the program, with attributes that can be put back."""
+    """Whether objects of this class are state of the program, with attributes that can be put
+    back.
+    """
     return kind.__module__.partition(".")[0] not in _FOREIGN or kind in _FOLLOWED
 
 

@@ -1,4 +1,6 @@
-"""What a forward pass finds outside of its module and arguments: generators, autocast, the default device, switches of torch."""
+"""What a forward pass finds outside of its module and arguments: generators, autocast, the default
+device, switches of torch.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,15 @@ class Surroundings:
         self._generators = [(generator, read_generator(generator)) for generator in generators]
         self._switches = [read() for read, _ in _SWITCHES]
         self._default_device = _default_device()
-        self._autocast = [(kind, _autocast_of(kind)) for kind in dict.fromkeys((device.type, "cpu"))]
+        self._autocast = [
+            (kind, _autocast_of(kind)) for kind in dict.fromkeys((device.type, "cpu"))
+        ]
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Afterwards everything is as the program has made it: generators go on from where the forward pass left them."""
+        """Afterwards everything is as the program has made it: generators go on from where the
+        forward pass left them.
+        """
         now = [(generator, read_generator(generator)) for generator, _ in self._generators]
         switches = [read() for read, _ in _SWITCHES]
         with contextlib.ExitStack() as stack:
@@ -46,7 +52,9 @@ class Surroundings:
             for kind, state in self._autocast:
                 if state != _autocast_of(kind):
                     enabled, dtype, caches = state
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches))
+                    stack.enter_context(
+                        torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches)
+                    )
             try:
                 _set(self._switches, switches)
                 for (generator, state), (_, present) in zip(self._generators, now, strict=True):
@@ -66,8 +74,14 @@ def _set(wanted: Iterable[Any], present: Iterable[Any]) -> None:
 
 
 def _default_device() -> DeviceContext | None:
-    return next((mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext)), None)
+    return next(
+        (mode for mode in reversed(function_modes()) if isinstance(mode, DeviceContext)), None
+    )
 
 
 def _autocast_of(kind: str) -> tuple[bool, torch.dtype, bool]:
-    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    return (
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind),
+        torch.is_autocast_cache_enabled(),
+    )

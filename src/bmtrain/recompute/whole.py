@@ -1,4 +1,6 @@
-"""Recomputation of a block: as torch does it, or whole where the second run saves other tensors than the first."""
+"""Recomputation of a block: as torch does it, or whole where the second run saves other tensors
+than the first.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +22,31 @@ from bmtrain.shard.slices import Slices
 from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.torch_internals import next_node_number, node_number, will_run
 
-# Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output, and the parameters.
+# Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output,
+# and the parameters.
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]
 
 
 def recomputed(
-    body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any], on_script: Callable[[], None]
+    body: Body,
+    replay: Replay,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_script: Callable[[], None],
 ) -> tuple[Any, Sequence[torch.Tensor]]:
     """What `body` returns; it runs once more when backward comes to the output.
 
-    torch's checkpoint hands the tensors that the second run saves to the graph of the first, by their order, and stops at the
-    last. TorchScript breaks that order: then the graph of the first run is given up for a node that computes all gradients in
-    a graph of the second.
+    torch's checkpoint hands the tensors that the second run saves to the graph of the first, by
+    their order, and stops at the last. TorchScript breaks that order: then the graph of the first
+    run is given up for a node that computes all gradients in a graph of the second.
 
     Args:
         replay: of this call.
         on_script: called when the second run will be one of these.
 
     Raises:
-        RecomputationError: for a TorchScript module that reads part of the graph which is none of its arguments.
+        RecomputationError: for a TorchScript module that reads part of the graph which is none of
+            its arguments.
     """
     scripts = world.current("Block").service(Scripts)
     before, first_node = scripts.count(), next_node_number()
@@ -78,7 +86,9 @@ class _Again:
         inputs: the different tensors among all arguments that require grad.
     """
 
-    def __init__(self, body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, body: Body, replay: Replay, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._body, self._replay = body, replay
         self.positional = [arg for arg in args if isinstance(arg, torch.Tensor)]
         self._others = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
@@ -98,10 +108,17 @@ class _Again:
         """Autograd has what it needs."""
         self.positional, self.inputs = [], []
 
-    def run(self, positional: Sequence[torch.Tensor]) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
-        """The output, and the tensors apart from the graph that stand for `inputs` and for the parameters."""
+    def run(
+        self, positional: Sequence[torch.Tensor]
+    ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
+        """The output, and the tensors apart from the graph that stand for `inputs` and for the
+        parameters.
+        """
         tensors = iter(positional)
-        args = tuple(next(tensors) if is_tensor else other for is_tensor, other in zip(self._is_tensor, self._others, strict=True))
+        args = tuple(
+            next(tensors) if is_tensor else other
+            for is_tensor, other in zip(self._is_tensor, self._others, strict=True)
+        )
         stand_ins: dict[int, torch.Tensor] = {}
         places = iter(self._places)
 
@@ -133,14 +150,18 @@ class _Plan:
     captured: Sequence[torch.Tensor]
     is_reentrant: bool
 
-    def gradients(self, positional: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def gradients(
+        self, positional: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
         """Of the inputs, the parameters and the captured leaves."""
         out, inputs, params = self.again.run(positional)
         found = tensors_of(out)
         if len(found) <= max(self.made):
             raise RecomputationError(
-                f"the recomputation of a block returned {len(found)} tensors, its forward pass more: let it depend on its "
-                "arguments, parameters and attributes alone, or give the block use_checkpoint=False."
+                f"the recomputation of a block returned {len(found)} tensors, its "
+                "forward pass more: let it depend on its "
+                "arguments, parameters and attributes alone, or give the block "
+                "use_checkpoint=False."
             )
         ends = [
             (found[place], grad)
@@ -153,10 +174,13 @@ class _Plan:
         outputs, given = zip(*ends, strict=True)
         if not all(will_run(get_gradient_edge(leaf).node) for leaf in self.captured):
             raise RecomputationError(
-                "gradients of some tensors only were asked for through a block that runs TorchScript, has a block or a reentrant "
-                "checkpoint inside and is recomputed: call backward(), or give the block use_checkpoint=False."
+                "gradients of some tensors only were asked for through a block that "
+                "runs TorchScript, has a block or a reentrant "
+                "checkpoint inside and is recomputed: call backward(), or give the "
+                "block use_checkpoint=False."
             )
-        # A pass for these tensors alone, unless checkpoints inside work in full passes only. Blocks inside reduce their gradients.
+        # A pass for these tensors alone, unless checkpoints inside work in full passes only. Blocks
+        # inside reduce their gradients.
         torch.autograd.backward(outputs, given, inputs=None if self.is_reentrant else wanted)
         num_own = len(wanted) - len(self.captured)  # the others have got their gradients
         return [leaf.grad for leaf in wanted[:num_own]] + [None] * len(self.captured)
@@ -166,7 +190,9 @@ class _Whole(torch.autograd.Function):
     """Gives outputs of a run that was recorded once another graph, of one node."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, made: Sequence[torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, plan: _Plan, made: Sequence[torch.Tensor], *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.plan = plan
         ctx.save_for_backward(*plan.again.positional)
         ctx.set_materialize_grads(False)
@@ -176,7 +202,8 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RecomputationError(
-                "gradients of gradients (create_graph=True) were asked for through a block that runs TorchScript and is "
+                "gradients of gradients (create_graph=True) were asked for through a "
+                "block that runs TorchScript and is "
                 "recomputed: give the block use_checkpoint=False."
             )
         return None, None, *ctx.plan.gradients(ctx.saved_tensors, grads)
@@ -184,7 +211,11 @@ class _Whole(torch.autograd.Function):
 
 def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_node: int) -> Any:
     found = tensors_of(out)
-    made = [place for place, x in enumerate(found) if x.grad_fn is not None and node_number(x.grad_fn) >= first_node]
+    made = [
+        place
+        for place, x in enumerate(found)
+        if x.grad_fn is not None and node_number(x.grad_fn) >= first_node
+    ]
     different = list({id(found[place]): place for place in reversed(made)}.values())[::-1]
     if not different:
         return out
@@ -198,8 +229,11 @@ def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_
     return map_tensors(lambda x: renewed.get(id(x), x), out)
 
 
-def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first_node: int) -> tuple[list[torch.Tensor], bool]:
-    """Leaves that the graph of `made` reaches beside `known`, and whether reentrant checkpoints are in it.
+def _captured(
+    made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first_node: int
+) -> tuple[list[torch.Tensor], bool]:
+    """Leaves that the graph of `made` reaches beside `known`, and whether reentrant checkpoints are
+    in it.
 
     Raises:
         RecomputationError: when it reaches something that is no leaf and was made before the pass.
@@ -214,14 +248,17 @@ def _captured(made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first
         if node is None or node in seen or (node, number) in edges:
             continue
         leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Slices):  # its gradient comes with that of the engine's leaf, which is beside it
+        # its gradient comes with that of the engine's leaf, which is beside it
+        if isinstance(leaf, Slices):
             continue
         if leaf is not None:
             leaves[id(leaf)] = leaf
         elif node_number(node) < first_node:
             raise RecomputationError(
-                f"a block that runs TorchScript and is recomputed reads a tensor with a graph ({node.name()}) that is none of its "
-                "arguments, nor in their lists, tuples, dicts and dataclasses: pass it as an argument, detach it, or give the "
+                "a block that runs TorchScript and is recomputed reads a tensor with "
+                f"a graph ({node.name()}) that is none of its "
+                "arguments, nor in their lists, tuples, dicts and dataclasses: pass it "
+                "as an argument, detach it, or give the "
                 "block use_checkpoint=False."
             )
         else:
@@ -236,8 +273,10 @@ def _refuse_backward_of(tensors: Iterable[torch.Tensor], first_node: int) -> Non
 
     def refuse(_: object) -> None:
         raise RecomputationError(
-            "a gradient came to a tensor that the forward pass of a block has left in an attribute of its module; the block runs "
-            "TorchScript and is recomputed: let it return the tensor, or give the block use_checkpoint=False."
+            "a gradient came to a tensor that the forward pass of a block has left in "
+            "an attribute of its module; the block runs "
+            "TorchScript and is recomputed: let it return the tensor, or give the "
+            "block use_checkpoint=False."
         )
 
     for tensor in tensors:

@@ -1,4 +1,6 @@
-"""`bmtrain.config`: a mapping over the current world, kept for BMTrain programs, which write one of its values."""
+"""`bmtrain.config`: a mapping over the current world, kept for BMTrain programs, which write one of
+its values.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,27 @@ from bmtrain.runtime.world import World
 
 
 class Config(Mapping[str, Any]):
-    """`config["rank"]` and so on: looked up in the running world; before it exists, the values of one process.
+    """`config["rank"]` and so on: looked up in the running world; before it exists, the values of
+    one process.
 
-    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams and events are None on
-    a CPU. `config["save_param_to_cpu"] = False` lets `state_dict()` of sharded modules leave whole tensors on the rank's device.
+    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`;
+    streams and events are None on a CPU. `config["save_param_to_cpu"] = False` lets `state_dict()`
+    of sharded modules leave whole tensors on the rank's device.
 
     Raises:
         KeyError: for a name that is not there, naming the nearest one.
-        ConfigurationError: on any other assignment; arguments of `init_distributed` are the way to change anything else.
+        ConfigurationError: on any other assignment; arguments of `init_distributed` are the way to
+            change anything else.
         NotInitializedError: on assignment before `init_distributed`.
     """
 
     def __getitem__(self, key: str) -> Any:
         if key not in _VALUES:
             near = difflib.get_close_matches(str(key), _VALUES, n=1, cutoff=0.0)
-            raise KeyError(f"config has no {key!r}: the nearest name is {near[0]!r}; all are {', '.join(_VALUES)}.")
+            raise KeyError(
+                f"config has no {key!r}: the nearest name is {near[0]!r}; all are "
+                f"{', '.join(_VALUES)}."
+            )
         if world.is_initialized():
             return _VALUES[key](world.current("config"))
         return _BEFORE.get(key)
@@ -37,11 +45,14 @@ class Config(Mapping[str, Any]):
     def __setitem__(self, key: str, value: object) -> None:
         if key != "save_param_to_cpu":
             raise ConfigurationError(
-                f"config[{key!r}] cannot be written: nothing would follow it. What can be chosen is an argument of "
+                f"config[{key!r}] cannot be written: nothing would follow it. What can "
+                "be chosen is an argument of "
                 'init_distributed(); config["save_param_to_cpu"] alone is written.'
             )
         if not isinstance(value, bool):
-            raise ConfigurationError(f"config['save_param_to_cpu'] got {value!r}: expected True or False.")
+            raise ConfigurationError(
+                f"config['save_param_to_cpu'] got {value!r}: expected True or False."
+            )
         world.current("config['save_param_to_cpu']").service(_Saving).to_cpu = value
 
     def __iter__(self) -> Iterator[str]:
@@ -68,16 +79,24 @@ def device_of_state_dicts() -> torch.device:
 
 
 class _Streams:
-    """Streams beside the compute stream, and an event, for what a program starts itself; one of each per run."""
+    """Streams beside the compute stream, and an event, for what a program starts itself; one of
+    each per run.
+    """
 
     def __init__(self, current: World) -> None:
         self._device = current.device
-        self.load, self.tensor_parallel, self.pipeline = (self._stream(priority=-1) for _ in range(3))
+        self.load, self.tensor_parallel, self.pipeline = (
+            self._stream(priority=-1) for _ in range(3)
+        )
         self.barrier = self._stream(priority=0)
         self.event = None if current.device.type == "cpu" else torch.cuda.Event()
 
     def _stream(self, priority: int) -> torch.cuda.Stream | None:
-        return None if self._device.type == "cpu" else torch.cuda.Stream(self._device, priority=priority)
+        return (
+            None
+            if self._device.type == "cpu"
+            else torch.cuda.Stream(self._device, priority=priority)
+        )
 
 
 def _calc_stream(current: World) -> torch.cuda.Stream | None:

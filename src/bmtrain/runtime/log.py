@@ -15,6 +15,8 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
 
 
 def warn(message: str) -> None:
-    """Warn the user once per place and text, on the calling rank, naming it when there are several."""
+    """Warn the user once per place and text, on the calling rank, naming it when there are
+    several.
+    """
     prefix = f"[rank {world.rank()}] " if world.world_size() > 1 else ""
     warnings.warn(prefix + message, UserWarning, stacklevel=3)

@@ -1,4 +1,6 @@
-"""Axes of the process mesh: the ranks that share something, and the process groups they talk through."""
+"""Axes of the process mesh: the ranks that share something, and the process groups they talk
+through.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from bmtrain.runtime.topology import Topology
 class Communicators:
     """The process groups of an axis, until `close`.
 
-    Whoever talks over an axis keeps the axis, often to the last moment of the interpreter. Gloo's threads live as long as a
-    group does, and one that gives back a tensor while the interpreter ends is killed by it, and the process with it.
+    Whoever talks over an axis keeps the axis, often to the last moment of the interpreter. Gloo's
+    threads live as long as a group does, and one that gives back a tensor while the interpreter
+    ends is killed by it, and the process with it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, gather: dist.ProcessGroup, reduce: dist.ProcessGroup) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, gather: dist.ProcessGroup, reduce: dist.ProcessGroup
+    ) -> None:
         self._groups: tuple[dist.ProcessGroup, ...] = (group, gather, reduce)
 
     def __getitem__(self, number: int) -> dist.ProcessGroup:
@@ -35,8 +40,9 @@ class Communicators:
 class Axis:
     """One line of the mesh through this rank: `size` ranks, of which this one is number `index`.
 
-    `group` carries ordinary collectives; `gather_group` and `reduce_group` are the same ranks with communicators of their
-    own, so that a gather and a reduction can be in flight at the same time. Each raises RuntimeError after the run.
+    `group` carries ordinary collectives; `gather_group` and `reduce_group` are the same ranks with
+    communicators of their own, so that a gather and a reduction can be in flight at the same time.
+    Each raises RuntimeError after the run.
     """
 
     name: str
@@ -77,15 +83,26 @@ class Mesh:
 
     def close(self) -> None:
         """Let all process groups go."""
-        axes = (self.world, self.pipe, self.tp, self.tp_zero, self.pp_zero, self.pp_tp_zero, self.upstream, self.downstream)
+        axes = (
+            self.world,
+            self.pipe,
+            self.tp,
+            self.tp_zero,
+            self.pp_zero,
+            self.pp_tp_zero,
+            self.upstream,
+            self.downstream,
+        )
         for axis in axes:
             if axis is not None:
                 axis.communicators.close()
 
     def shard_axis(self, *, tensor_parallel: bool, pipelined: bool) -> Axis:
-        """The ranks over which a parameter is sharded: those that compute with the same values of it.
+        """The ranks over which a parameter is sharded: those that compute with the same values of
+        it.
 
-        Tensor ranks have different parts of a tensor-parallel parameter, stages different blocks of a pipeline.
+        Tensor ranks have different parts of a tensor-parallel parameter, stages different blocks of
+        a pipeline.
         """
         if tensor_parallel:
             return self.pp_tp_zero if pipelined else self.tp_zero
@@ -96,7 +113,10 @@ KINDS = ("world", "pipe", "tp", "tp_zero", "pp_zero", "pp_tp_zero")
 
 
 def build_mesh(topology: Topology) -> Mesh:
-    """Create the process groups of every axis. Collective over the world: all ranks create all groups in one order."""
+    """Create the process groups of every axis.
+
+    Collective over the world: all ranks create all groups in one order.
+    """
     axes: dict[str, Axis] = {}
     by_partition: dict[tuple[tuple[int, ...], ...], Axis] = {}
     for kind in KINDS:
@@ -120,7 +140,9 @@ def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) ->
 
 
 def _build_links(topology: Topology) -> tuple[Axis | None, Axis | None]:
-    """Communicators of neighbouring stages: what a stage sends on must not queue behind what it receives."""
+    """Communicators of neighbouring stages: what a stage sends on must not queue behind what it
+    receives.
+    """
     upstream = downstream = None
     for line in topology.partition("pipe"):
         for ranks in itertools.pairwise(line):

@@ -35,36 +35,52 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def default_generators(device: torch.device | None) -> Sequence[Any]:
-    """What draws random numbers for whoever names no generator: on the CPU, on `device`, of `random`, and of numpy if imported."""
+    """What draws random numbers for whoever names no generator: on the CPU, on `device`, of
+    `random`, and of numpy if imported.
+    """
     found: list[Any] = [torch.default_generator, random]
     if device is not None and device.type != "cpu":
-        found.append(torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index])
+        found.append(
+            torch.cuda.default_generators[
+                torch.cuda.current_device() if device.index is None else device.index
+            ]
+        )
     numpy = sys.modules.get("numpy")
     return found if numpy is None else [*found, numpy.random]
 
 
 def is_generator(value: object) -> bool:
-    """Whether `value` draws random numbers and can say where it stands: a generator of torch, `random` or numpy."""
+    """Whether `value` draws random numbers and can say where it stands: a generator of torch,
+    `random` or numpy.
+    """
     if isinstance(value, torch.Generator | random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return False
-    return isinstance(value, numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator)
+    return isinstance(
+        value, numpy.random.Generator | numpy.random.RandomState | numpy.random.BitGenerator
+    )
 
 
 def read_generator(generator: Any) -> Any:
-    """Where a generator stands. Takes what `default_generators` returns, and what `is_generator` is true of."""
+    """Where a generator stands.
+
+    Takes what `default_generators` returns, and what `is_generator` is true of.
+    """
     if generator is random or isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    get_state = getattr(generator, "get_state", None)  # of numpy; its older form takes twice the time
+    # of numpy; its older form takes twice the time
+    get_state = getattr(generator, "get_state", None)
     return _bits_of(generator).state if get_state is None else get_state(legacy=False)
 
 
 def is_same_state(a: Any, b: Any) -> bool:
-    """Whether two things that `read_generator` returned for one generator are equal; False where telling takes long."""
+    """Whether two things that `read_generator` returned for one generator are equal; False where
+    telling takes long.
+    """
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, tuple):
@@ -72,7 +88,10 @@ def is_same_state(a: Any, b: Any) -> bool:
     inner = a.get("state") if isinstance(a, dict) else None
     if not isinstance(inner, dict) or "key" not in inner:  # not the Mersenne Twister
         return False
-    same = all(a.get(name) == b.get(name) for name in ("has_gauss", "gauss")) and inner["pos"] == b["state"]["pos"]
+    same = (
+        all(a.get(name) == b.get(name) for name in ("has_gauss", "gauss"))
+        and inner["pos"] == b["state"]["pos"]
+    )
     return same and bool((inner["key"] == b["state"]["key"]).all())
 
 

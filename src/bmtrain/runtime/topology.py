@@ -1,7 +1,7 @@
 """Where a rank stands on the axes of the process mesh: integer arithmetic, no processes.
 
-Names follow BMTrain: a `*_idx` says which group of a kind this rank is in, a `*_id` which place it has there
-(except `stage_id`, the place along the pipeline).
+Names follow BMTrain: a `*_idx` says which group of a kind this rank is in, a `*_id` which place it
+has there (except `stage_id`, the place along the pipeline).
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from bmtrain.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Position of `rank` when `world_size` ranks are split into `pipe_size` stages and `tp_size` tensor slices."""
+    """Position of `rank` when `world_size` ranks are split into `pipe_size` stages and `tp_size`
+    tensor slices.
+    """
 
     rank: int
     world_size: int
@@ -27,8 +29,10 @@ class Topology:
         parts = self.pipe_size * self.tp_size
         if self.world_size % parts:
             raise ConfigurationError(
-                f"the world of {self.world_size} ranks cannot be split into pipe_size={self.pipe_size} x tp_size={self.tp_size}: "
-                f"expected a world size divisible by {parts}; start a multiple of {parts} processes or change the sizes."
+                f"the world of {self.world_size} ranks cannot be split into "
+                f"pipe_size={self.pipe_size} x tp_size={self.tp_size}: "
+                f"expected a world size divisible by {parts}; start a multiple of "
+                f"{parts} processes or change the sizes."
             )
 
     @property
@@ -90,20 +94,40 @@ class Topology:
 
     def get_group_id(self, name: str) -> int:
         """Which group of the kind `name` (pipe, zero, tp_zero, tp) this rank is in."""
-        return self._lookup(name, {"pipe": self.pipe_idx, "zero": self.zero_idx, "tp_zero": self.tp_zero_idx, "tp": self.tp_idx})
+        return self._lookup(
+            name,
+            {
+                "pipe": self.pipe_idx,
+                "zero": self.zero_idx,
+                "tp_zero": self.tp_zero_idx,
+                "tp": self.tp_idx,
+            },
+        )
 
     def get_group_rank(self, name: str) -> int:
         """This rank's place in its group of the kind `name` (pipe, zero, tp_zero, tp)."""
-        return self._lookup(name, {"pipe": self.stage_id, "zero": self.zero_id, "tp_zero": self.tp_zero_id, "tp": self.tp_id})
+        return self._lookup(
+            name,
+            {
+                "pipe": self.stage_id,
+                "zero": self.zero_id,
+                "tp_zero": self.tp_zero_id,
+                "tp": self.tp_id,
+            },
+        )
 
     @staticmethod
     def _lookup(name: str, values: dict[str, int]) -> int:
         if name not in values:
-            raise ConfigurationError(f"unknown group {name!r}: expected one of {', '.join(values)}.")
+            raise ConfigurationError(
+                f"unknown group {name!r}: expected one of {', '.join(values)}."
+            )
         return values[name]
 
     def partition(self, kind: str) -> list[tuple[int, ...]]:
-        """All groups of ranks of a kind: world, pipe, tp, tp_zero, pp_zero, pp_tp_zero; every rank is in exactly one."""
+        """All groups of ranks of a kind: world, pipe, tp, tp_zero, pp_zero, pp_tp_zero; every rank
+        is in exactly one.
+        """
         everyone = [dataclasses.replace(self, rank=r) for r in range(self.world_size)]
         key = {
             "world": lambda t: 0,

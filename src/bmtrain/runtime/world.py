@@ -1,4 +1,7 @@
-"""Start and end of the distributed run, and the one record of it. The only reader of the environment."""
+"""Start and end of the distributed run, and the one record of it.
+
+The only reader of the environment.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,31 @@ TRANSPORTS = ("auto", "copy_engine", "collective")
 def check_zero_level(level: int) -> None:
     """ConfigurationError unless `level` is 2 or 3."""
     if level not in (2, 3):
-        raise ConfigurationError(f"zero_level is {level!r}: expected 2 (keep full parameters until backward) or 3 (release them).")
+        raise ConfigurationError(
+            f"zero_level is {level!r}: expected 2 (keep full parameters until backward) or "
+            "3 (release them)."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
     """What a Block does unless its own arguments say otherwise.
 
-    reduce_dtype: dtype in which gradients travel and are summed over ranks; None is the parameter's own.
-    accumulate_dtype: dtype in which gradients of several micro-batches add up; None is the parameter's own.
-    num_buffers: full buffers kept ready for each size of ZeRO-3 block.
-    transport: what moves the shards and gradients of blocks: "copy_engine" by copies between the ranks of one host, which cost a
-        GPU no processors; "collective" by NCCL or Gloo; "auto" by copies where GPUs reach each other's memory.
-    memory_limit: bytes of device memory that blocks with use_checkpoint="auto" let a step fill; None is what the device has. A CPU
-        does not count its memory: there it bounds what those blocks keep for backward, and None keeps everything.
-    compile: whether blocks run by compiled code in passes that lead to a backward pass.
-    fp8: whether the linear maps of blocks are computed in eight bits.
-    loss_scale_factor, loss_scale_steps: by what the loss scale of an optimizer changes, and after how many good steps, in programs
+    reduce_dtype: dtype in which gradients travel and are summed over ranks; None is the parameter's
+    own. accumulate_dtype: dtype in which gradients of several micro-batches add up; None is the
+    parameter's own. num_buffers: full buffers kept ready for each size of ZeRO-3 block. transport:
+    what moves the shards and gradients of blocks: "copy_engine" by copies between the ranks of one
+    host, which cost a
+        GPU no processors; "collective" by NCCL or Gloo; "auto" by copies where GPUs reach each
+        other's memory.
+    memory_limit: bytes of device memory that blocks with use_checkpoint="auto" let a step fill;
+    None is what the device has. A CPU
+        does not count its memory: there it bounds what those blocks keep for backward, and None
+            keeps everything.
+    compile: whether blocks run by compiled code in passes that lead to a backward pass. fp8:
+    whether the linear maps of blocks are computed in eight bits. loss_scale_factor,
+    loss_scale_steps: by what the loss scale of an optimizer changes, and after how many good steps,
+    in programs
         of the 0.1.x API (`optimizer.loss_scale`, `optim_step`). An OptimManager has its own.
     """
 
@@ -63,18 +74,31 @@ class Defaults:
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
         if self.transport not in TRANSPORTS:
-            raise ConfigurationError(f"transport is {self.transport!r}: expected one of {', '.join(TRANSPORTS)}.")
+            raise ConfigurationError(
+                f"transport is {self.transport!r}: expected one of {', '.join(TRANSPORTS)}."
+            )
         for name in ("reduce_dtype", "accumulate_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ConfigurationError(f"{name} is {dtype!r}: expected a floating point torch.dtype or None.")
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ConfigurationError(
+                    f"{name} is {dtype!r}: expected a floating point torch.dtype or None."
+                )
         for name, value in (("compile", self.compile), ("fp8", self.fp8)):
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name} is {value!r}: expected True or False.")
         if type(self.num_buffers) is not int or self.num_buffers < 2:
-            raise ConfigurationError(f"num_buffers is {self.num_buffers}: expected at least 2, one in use and one being filled.")
-        if self.memory_limit is not None and not (type(self.memory_limit) is int and self.memory_limit >= 0):
-            raise ConfigurationError(f"memory_limit is {self.memory_limit!r}: expected a whole number of bytes, or None.")
+            raise ConfigurationError(
+                f"num_buffers is {self.num_buffers}: expected at least 2, one in use and "
+                "one being filled."
+            )
+        if self.memory_limit is not None and not (
+            type(self.memory_limit) is int and self.memory_limit >= 0
+        ):
+            raise ConfigurationError(
+                f"memory_limit is {self.memory_limit!r}: expected a whole number of bytes, or None."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +119,9 @@ class World:
     services: dict[object, object] = dataclasses.field(default_factory=dict)
 
     def service(self, factory: Callable[[World], Service]) -> Service:
-        """The one object that `factory(world)` makes in this run, made on first use and gone with the run."""
+        """The one object that `factory(world)` makes in this run, made on first use and gone with
+        the run.
+        """
         if factory not in self.services:
             self.services[factory] = factory(self)
         return cast(Service, self.services[factory])
@@ -136,7 +162,11 @@ def world_size() -> int:
 
 def device() -> torch.device:
     """The device this rank computes on: its CUDA device, or the CPU where there is none."""
-    return _PROCESS.world.device if _PROCESS.world else _pick_device(int(os.environ.get("LOCAL_RANK", "0")), None)
+    return (
+        _PROCESS.world.device
+        if _PROCESS.world
+        else _pick_device(int(os.environ.get("LOCAL_RANK", "0")), None)
+    )
 
 
 def launcher() -> int | None:
@@ -145,7 +175,9 @@ def launcher() -> int | None:
 
 
 def launched_size() -> int:
-    """Number of processes that a launcher has started, of which this is one; 1 where there was none."""
+    """Number of processes that a launcher has started, of which this is one; 1 where there was
+    none.
+    """
     return _place_in_launch()[1]
 
 
@@ -155,8 +187,17 @@ def launched_rank() -> int:
 
 
 def take_place(rank: int, size: int) -> None:
-    """Be this rank of `size` processes on one host, whatever a launcher has said: for processes that the library starts itself."""
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)})
+    """Be this rank of `size` processes on one host, whatever a launcher has said: for processes
+    that the library starts itself.
+    """
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+        }
+    )
 
 
 def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
@@ -179,41 +220,65 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     loss_scale_factor: float = 2,
     loss_scale_steps: int = 1024,
 ) -> None:
-    """Join the run: read the launcher's environment, choose the device, build the groups, set the seeds.
+    """Join the run: read the launcher's environment, choose the device, build the groups, set the
+    seeds.
 
     Args:
-        init_method: rendezvous as torch.distributed understands it; "env://" without a launcher is a world of one process.
-        seed: seeds torch, random and numpy alike on every rank, so that all ranks initialise the same model.
-        pipe_size, num_micro_batches: pipeline stages, -1 for no pipeline; its micro-batches, by default as many as stages.
+        init_method: rendezvous as torch.distributed understands it; "env://" without a launcher is
+            a world of one process.
+        seed: seeds torch, random and numpy alike on every rank, so that all ranks initialise the
+            same model.
+        pipe_size, num_micro_batches: pipeline stages, -1 for no pipeline; its micro-batches, by
+            default as many as stages.
         tp_size: ranks that share each tensor-parallel layer.
         zero_level: 2 or 3, the default of every Block.
         device: "cpu" or "cuda" to override the choice (CUDA where there is any).
         timeout: seconds a collective may wait for the other ranks.
-        reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8, loss_scale_*: see `Defaults`.
+        reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8, loss_scale_*: see
+        `Defaults`.
         compile: likewise; None is yes on CUDA where Triton and a C compiler are found.
 
     Raises:
         RuntimeError: on a second call.
-        ConfigurationError: when the sizes do not divide the world or an environment variable is malformed.
+        ConfigurationError: when the sizes do not divide the world or an environment variable is
+            malformed.
     """
     if _PROCESS.world is not None:
-        raise RuntimeError("init_distributed was called a second time: call it once, at the start of the program.")
+        raise RuntimeError(
+            "init_distributed was called a second time: call it once, at the start of the program."
+        )
     if not timeout > 0:
         raise ConfigurationError(f"timeout is {timeout!r}: expected a number of seconds.")
     number, size, local_rank, local_size = _place_in_launch()
     chosen = _pick_device(local_rank, device)
     defaults = Defaults(
-        zero_level=zero_level, reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype, num_buffers=num_buffers,
-        transport=transport, memory_limit=memory_limit, compile=_compiles(compile, chosen), fp8=fp8,
-        loss_scale_factor=loss_scale_factor, loss_scale_steps=loss_scale_steps,
-    )  # fmt: skip
+        zero_level=zero_level,
+        reduce_dtype=reduce_dtype,
+        accumulate_dtype=accumulate_dtype,
+        num_buffers=num_buffers,
+        transport=transport,
+        memory_limit=memory_limit,
+        compile=_compiles(compile, chosen),
+        fp8=fp8,
+        loss_scale_factor=loss_scale_factor,
+        loss_scale_steps=loss_scale_steps,
+    )
     topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
     micro_batches = _num_micro_batches(num_micro_batches, pipe_size)
     _join(init_method, number, size, chosen, timeout)
     _PROCESS.world = World(
-        rank=number, world_size=size, local_rank=local_rank, local_size=local_size, device=chosen, seed=seed,
-        mesh=build_mesh(topology), defaults=defaults, pipe_enabled=pipe_size > 0, num_micro_batches=micro_batches, timeout=timeout,
-    )  # fmt: skip
+        rank=number,
+        world_size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        device=chosen,
+        seed=seed,
+        mesh=build_mesh(topology),
+        defaults=defaults,
+        pipe_enabled=pipe_size > 0,
+        num_micro_batches=micro_batches,
+        timeout=timeout,
+    )
     seed_everything(seed)
     if not _PROCESS.registered:
         _PROCESS.registered = True
@@ -222,7 +287,10 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
 
 
 def shutdown() -> None:
-    """Leave the run: close what was opened. Called by itself at the end of the program; safe to call twice."""
+    """Leave the run: close what was opened.
+
+    Called by itself at the end of the program; safe to call twice.
+    """
     world, _PROCESS.world = _PROCESS.world, None
     if world is None:
         return
@@ -233,9 +301,16 @@ def shutdown() -> None:
 
 
 def _place_in_launch() -> tuple[int, int, int, int]:
-    """Rank and world size, rank and number of processes on this host, as the launcher has set them."""
+    """Rank and world size, rank and number of processes on this host, as the launcher has set
+    them.
+    """
     number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
-    return number, size, _environment_number("LOCAL_RANK", number), _environment_number("LOCAL_WORLD_SIZE", size)
+    return (
+        number,
+        size,
+        _environment_number("LOCAL_RANK", number),
+        _environment_number("LOCAL_WORLD_SIZE", size),
+    )
 
 
 def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
@@ -247,13 +322,19 @@ def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
     own = os.environ.get("CC")
     missing = toolchain.missing_for_gpu((own,) if own else toolchain.C_COMPILERS)
     if missing is not None:
-        warnings.warn(f"blocks run uncompiled: torch.compile needs {missing}, which was not found.", UserWarning, stacklevel=3)
+        warnings.warn(
+            f"blocks run uncompiled: torch.compile needs {missing}, which was not found.",
+            UserWarning,
+            stacklevel=3,
+        )
     return missing is None
 
 
 def _num_micro_batches(wanted: int | None, pipe_size: int) -> int:
     if wanted is not None and wanted < 1:
-        raise ConfigurationError(f"num_micro_batches is {wanted}: expected at least 1, or None for as many as stages.")
+        raise ConfigurationError(
+            f"num_micro_batches is {wanted}: expected at least 1, or None for as many as stages."
+        )
     return max(pipe_size, 1) if wanted is None else wanted
 
 
@@ -261,13 +342,18 @@ def _environment_number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.strip().lstrip("-").isdigit():
         raise ConfigurationError(
-            f"the environment variable {name} is {text!r}: expected a whole number; start the program with torchrun."
+            f"the environment variable {name} is {text!r}: expected a whole number; "
+            "start the program with torchrun."
         )
     return int(text)
 
 
 def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
-    kind = torch.device(wanted).type if wanted is not None else ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = (
+        torch.device(wanted).type
+        if wanted is not None
+        else ("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if kind == "cpu":
         return torch.device("cpu")
     if kind != "cuda":
@@ -275,32 +361,49 @@ def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.de
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigurationError(
-            f"local rank {local_rank} has no GPU of its own: this machine shows {count}; start at most {count} processes on it."
+            f"local rank {local_rank} has no GPU of its own: this machine shows "
+            f"{count}; start at most {count} processes on it."
         )
     return torch.device("cuda", local_rank)
 
 
 def _join(init_method: str, number: int, size: int, chosen: torch.device, timeout: float) -> None:
-    """Start torch.distributed. CPU tensors always travel by Gloo: agreements between ranks must not wait for the device."""
+    """Start torch.distributed.
+
+    CPU tensors always travel by Gloo: agreements between ranks must not wait for the device.
+    """
     cuda = chosen.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda:
         torch.cuda.set_device(chosen)
     limit = datetime.timedelta(seconds=timeout)
     if size == 1 and init_method == "env://":
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=limit,
+        )
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if init_method == "env://" and name not in os.environ:
-            raise ConfigurationError(f"WORLD_SIZE is {size} but {name} is not set: start the program with torchrun, which sets it.")
-    dist.init_process_group(backend, init_method=init_method, rank=number, world_size=size, timeout=limit)
+            raise ConfigurationError(
+                f"WORLD_SIZE is {size} but {name} is not set: start the program with "
+                "torchrun, which sets it."
+            )
+    dist.init_process_group(
+        backend, init_method=init_method, rank=number, world_size=size, timeout=limit
+    )
 
 
-def _leave_loudly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _leave_loudly(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print this rank's traceback at once and end the process at once.
 
-    An orderly interpreter exit would first wait for collectives that the other ranks never join; leaving now lets the
-    launcher stop them within seconds, with the guilty traceback printed first.
+    An orderly interpreter exit would first wait for collectives that the other ranks never join;
+    leaving now lets the launcher stop them within seconds, with the guilty traceback printed first.
     """
     world = _PROCESS.world
     lines = traceback.format_exception(kind, error, trace)

@@ -1,1 +1,3 @@
-"""Sharded parameters: the flat storages they live in, how these are gathered, and how gradients come back."""
+"""Sharded parameters: the flat storages they live in, how these are gathered, and how gradients
+come back.
+"""

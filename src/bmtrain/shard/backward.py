@@ -1,4 +1,6 @@
-"""What one backward pass leaves to do at its end: reductions to wait for, flags to agree on, `.grad` to show."""
+"""What one backward pass leaves to do at its end: reductions to wait for, flags to agree on,
+`.grad` to show.
+"""
 
 from __future__ import annotations
 
@@ -22,30 +24,47 @@ class OpenUse(Protocol):
     """A use of gathered parameters that backward has begun to read."""
 
     order: int  # of calls: later ones have higher numbers, and backward comes to them earlier
-    is_repeated: bool  # whether backward comes to it again and again, for the micro-batches of a pipelined pass
+    # whether backward comes to it again and again, for the micro-batches of a pipelined pass
+    is_repeated: bool
 
     @property
     def is_droppable(self) -> bool:
-        """Whether no gradient will end this use (all its parameters are frozen, say) and no code is running in it."""
+        """Whether no gradient will end this use (all its parameters are frozen, say) and no code is
+        running in it.
+        """
 
     def drop(self) -> None:
         """Let go of the full buffers."""
 
 
 def refuse_create_graph() -> None:
-    """ParameterError in a pass with create_graph=True that has come to a sharded parameter: its gradient would have no graph."""
+    """ParameterError in a pass with create_graph=True that has come to a sharded parameter: its
+    gradient would have no graph.
+    """
     if torch.is_grad_enabled():
         raise ParameterError(
-            "backward(create_graph=True) came to a sharded parameter, whose gradient is summed over ranks outside of any graph. "
-            "Take gradients of gradients with respect to inputs of the model, or to whole = param.gather() and compute with that."
+            "backward(create_graph=True) came to a sharded parameter, whose gradient "
+            "is summed over ranks outside of any graph. "
+            "Take gradients of gradients with respect to inputs of the model, or to "
+            "whole = param.gather() and compute with that."
         )
 
 
 class Backward:
-    """The current backward pass. Joined by gradients as they arrive; finished by autograd itself when the pass is over."""
+    """The current backward pass.
 
-    def __init__(self, transport: Transport, world: Axis, taping: Taping, on_finish: Callable[[], None]) -> None:
-        self._transport, self._world, self._taping, self._on_finish = transport, world, taping, on_finish
+    Joined by gradients as they arrive; finished by autograd itself when the pass is over.
+    """
+
+    def __init__(
+        self, transport: Transport, world: Axis, taping: Taping, on_finish: Callable[[], None]
+    ) -> None:
+        self._transport, self._world, self._taping, self._on_finish = (
+            transport,
+            world,
+            taping,
+            on_finish,
+        )
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are kept on this rank for now
         self._uses: list[OpenUse] = []
@@ -60,8 +79,13 @@ class Backward:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Backward passes inside keep gradients on this rank; the first one outside, or `flush`, reduces them all."""
-        self._taping.refuse("reduce_gradients=False keeps gradients back on the host's account: call backward without it")
+        """Backward passes inside keep gradients on this rank; the first one outside, or `flush`,
+        reduces them all.
+        """
+        self._taping.refuse(
+            "reduce_gradients=False keeps gradients back on the host's account: call "
+            "backward without it"
+        )
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -69,10 +93,17 @@ class Backward:
             self._deferring = before
 
     def begin_use(self, use: OpenUse) -> None:
-        """Backward reads `use` from now on; uses that it has left behind and that nothing will end are dropped."""
+        """Backward reads `use` from now on; uses that it has left behind and that nothing will end
+        are dropped.
+        """
         self._join()
-        # Not from inside a pipeline, which the stages enter one after the other: dropping may reduce gradients over all ranks.
-        left = [] if use.is_repeated else [u for u in self._uses if u.order > use.order and u.is_droppable]
+        # Not from inside a pipeline, which the stages enter one after the other: dropping may
+        # reduce gradients over all ranks.
+        left = (
+            []
+            if use.is_repeated
+            else [u for u in self._uses if u.order > use.order and u.is_droppable]
+        )
         for other in left:
             other.drop()
             self._uses.remove(other)
@@ -120,7 +151,10 @@ class Backward:
 
     def flush(self) -> None:
         """Reduce what `deferring` kept back, when no later backward pass did. Collective."""
-        self._taping.refuse("gradients were clipped or applied inside: call clip_grad_norm and step after the function")
+        self._taping.refuse(
+            "gradients were clipped or applied inside: call clip_grad_norm and step after "
+            "the function"
+        )
         self._waiting = [gradient for gradient in self._waiting if gradient.has_deferred]
         if self._waiting:
             self._flush_deferred()
@@ -142,7 +176,11 @@ class Backward:
 
     def _close(self) -> None:
         """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""
-        self._waiting += [gradient for gradient in self._gradients if gradient.has_deferred and gradient not in self._waiting]
+        self._waiting += [
+            gradient
+            for gradient in self._gradients
+            if gradient.has_deferred and gradient not in self._waiting
+        ]
         done = [gradient for gradient in self._gradients if not gradient.has_deferred]
         for gradient in self._gradients:
             gradient.is_open = False
@@ -159,20 +197,29 @@ class Backward:
             return
         if self._task != -1:
             self._refuse_hooks()
-            self.finish()  # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown now
+            # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown
+            # now
+            self.finish()
         self._task = task
         at_end_of_backward(self.finish)
 
     def _refuse_hooks(self) -> None:
-        """A hook would be called with a part of what the pass gives its parameter, and again with the rest."""
+        """A hook would be called with a part of what the pass gives its parameter, and again with
+        the rest.
+        """
         if any(gradient.has_hooks for gradient in self._gradients):
             raise ParameterError(
-                "a parameter with hooks got a gradient in a backward pass that runs another one inside, as reentrant checkpoints "
-                "and recomputed blocks with TorchScript do: give those blocks use_checkpoint=False, or change `.grad` later."
+                "a parameter with hooks got a gradient in a backward pass that runs "
+                "another one inside, as reentrant checkpoints "
+                "and recomputed blocks with TorchScript do: give those blocks "
+                "use_checkpoint=False, or change `.grad` later."
             )
 
     def abandon_if_dead(self) -> None:
-        """Forget a pass that an exception ended. Called outside of backward passes, where none can be open."""
+        """Forget a pass that an exception ended.
+
+        Called outside of backward passes, where none can be open.
+        """
         if self._task == -1 or in_backward():
             return
         self._task = -1
@@ -189,7 +236,8 @@ class Backward:
     def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:
         """For each slot of each gradient, whether any rank that shares it has touched it.
 
-        Ranks of one axis have the same gradients on it, in the same order; every rank takes the axes in the same order.
+        Ranks of one axis have the same gradients on it, in the same order; every rank takes the
+        axes in the same order.
         """
         by_axis: dict[str, list[Gradient]] = {}
         for gradient in gradients:
@@ -197,7 +245,15 @@ class Backward:
         agreed: dict[Gradient, list[bool]] = {}
         for name in sorted(by_axis):
             members = by_axis[name]
-            self._transport.ledger.note(members[0].axis, f"the end of a backward pass with {len(members)} gradients")
-            flags = iter(self._taping.any_rank([flag for gradient in members for flag in gradient.touched], members[0].axis))
-            agreed.update({gradient: [next(flags) for _ in gradient.touched] for gradient in members})
+            self._transport.ledger.note(
+                members[0].axis, f"the end of a backward pass with {len(members)} gradients"
+            )
+            flags = iter(
+                self._taping.any_rank(
+                    [flag for gradient in members for flag in gradient.touched], members[0].axis
+                )
+            )
+            agreed.update(
+                {gradient: [next(flags) for _ in gradient.touched] for gradient in members}
+            )
         return [agreed[gradient] for gradient in gradients]

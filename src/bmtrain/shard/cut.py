@@ -1,4 +1,7 @@
-"""How one tensor is cut into the slices of ranks, and how it is put together. Collectives on plain tensors, outside autograd."""
+"""How one tensor is cut into the slices of ranks, and how it is put together.
+
+Collectives on plain tensors, outside autograd.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,12 @@ from bmtrain.shard.placement import Placement
 class Cut:
     """The slices of one tensor: slot `index` of a layout.
 
-    Equal cuts give every rank the same elements, whichever storage they belong to; ranks agree on whether two cuts are equal.
+    Equal cuts give every rank the same elements, whichever storage they belong to; ranks agree on
+    whether two cuts are equal.
 
     Attributes:
-        shape: of the tensor; of a tensor-parallel one, of this tensor rank's part, with which programs compute.
+        shape: of the tensor; of a tensor-parallel one, of this tensor rank's part, with which
+            programs compute.
         whole_shape, split: of all parts, and which part this is.
         pieces: what each rank of the axis owns of the flattened tensor.
         placement: where the ranks that own slices are.
@@ -44,7 +49,16 @@ class Cut:
         """That of slot `index`."""
         slot = layout.slots[index]
         pieces = tuple(layout.piece(index, place) for place in range(layout.num_shards))
-        return cls(torch.Size(slot.shape), torch.Size(slot.whole_shape), slot.split, pieces, label, slot.name, placement, mesh)
+        return cls(
+            torch.Size(slot.shape),
+            torch.Size(slot.whole_shape),
+            slot.split,
+            pieces,
+            label,
+            slot.name,
+            placement,
+            mesh,
+        )
 
     @property
     def axis(self) -> Axis:
@@ -52,9 +66,13 @@ class Cut:
         return self.label.axis
 
     def note(self, what: str, axis: Axis) -> None:
-        """What comes next is `what` of this tensor: ranks that do the same with different ones have parted."""
+        """What comes next is `what` of this tensor: ranks that do the same with different ones have
+        parted.
+        """
         if axis.size > 1:
-            world.current().service(Ledger).note(axis, f"{what} of {self.name} in {self.label.text}")
+            world.current().service(Ledger).note(
+                axis, f"{what} of {self.name} in {self.label.text}"
+            )
 
     @functools.cached_property
     def piece(self) -> Piece:
@@ -73,10 +91,20 @@ class Cut:
     @functools.cached_property
     def _key(self) -> tuple[object, ...]:
         spans = tuple((piece.start, piece.stop) for piece in self.pieces)
-        return self.shape, self.whole_shape, None if self.split is None else self.split.dim, spans, self.axis.ranks, self.placement
+        return (
+            self.shape,
+            self.whole_shape,
+            None if self.split is None else self.split.dim,
+            spans,
+            self.axis.ranks,
+            self.placement,
+        )
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, 1-D, of a tensor of this shape. Differentiable; a view where it can be one."""
+        """This rank's slice, 1-D, of a tensor of this shape.
+
+        Differentiable; a view where it can be one.
+        """
         return x.reshape(-1)[self.piece.start : self.piece.stop]
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +129,11 @@ class Cut:
     def whole(self, local: torch.Tensor) -> torch.Tensor:
         """The same with the tensor-parallel split undone."""
         part = self.gathered(local)
-        return part if self.split is None else torch.cat(list(collectives.all_gather(part, self.mesh.tp)), self.split.dim)
+        return (
+            part
+            if self.split is None
+            else torch.cat(list(collectives.all_gather(part, self.mesh.tp)), self.split.dim)
+        )
 
     def _of_axis(self, local: torch.Tensor) -> torch.Tensor:
         if not self.placement.is_here(self.mesh):
@@ -113,4 +145,6 @@ class Cut:
         padded[: local.numel()] = local
         # Bytes travel: not every backend moves every dtype.
         rows = collectives.all_gather(padded.view(torch.uint8), self.axis).view(local.dtype)
-        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(self.shape)
+        return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(
+            self.shape
+        )

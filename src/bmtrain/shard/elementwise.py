@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 _ARITHMETIC = (
-    "abs absolute acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp "
-    "clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc exp exp2 expm1 fill float_power floor "
-    "floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt heaviside hypot isfinite isinf isnan isneginf "
-    "isposinf le lerp less less_equal lgamma log log10 log1p log2 logaddexp logical_and logical_not logical_or logical_xor "
-    "logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative nextafter not_equal positive pow "
-    "reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit silu sin sinc sinh softplus sqrt square sub "
+    "abs absolute acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not "
+    "bitwise_or bitwise_xor ceil clamp "
+    "clamp_max clamp_min clip copysign cos cosh deg2rad div divide eq erf erfc exp "
+    "exp2 expm1 fill float_power floor "
+    "floor_divide fmax fmin fmod frac ge gelu greater greater_equal gt heaviside hypot "
+    "isfinite isinf isnan isneginf "
+    "isposinf le lerp less less_equal lgamma log log10 log1p log2 logaddexp "
+    "logical_and logical_not logical_or logical_xor "
+    "logit lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative "
+    "nextafter not_equal positive pow "
+    "reciprocal relu remainder round rsqrt rsub sgn sigmoid sign signbit silu sin sinc "
+    "sinh softplus sqrt square sub "
     "subtract tan tanh threshold true_divide trunc where xlogy zero"
 )
 _OPERATORS = (
-    "__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __iadd__ __iand__ __idiv__ __ifloordiv__ __imod__ "
-    "__imul__ __invert__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__ __le__ __lt__ __mod__ __mul__ __ne__ __neg__ "
-    "__or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ __ror__ __rpow__ __rsub__ "
+    "__abs__ __add__ __and__ __div__ __eq__ __floordiv__ __ge__ __gt__ __iadd__ "
+    "__iand__ __idiv__ __ifloordiv__ __imod__ "
+    "__imul__ __invert__ __ior__ __ipow__ __isub__ __itruediv__ __ixor__ __le__ __lt__ "
+    "__mod__ __mul__ __ne__ __neg__ "
+    "__or__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rmod__ __rmul__ "
+    "__ror__ __rpow__ __rsub__ "
     "__rtruediv__ __rxor__ __sub__ __truediv__ __xor__"
 )
 _COPIES = (
-    "alias bfloat16 bool clone contiguous copy cpu cuda detach double empty_like float full_like half int long ones_like to type "
+    "alias bfloat16 bool clone contiguous copy cpu cuda detach double empty_like float "
+    "full_like half int long ones_like to type "
     "type_as zeros_like"
 )
 
-#: An element of the result depends on the elements of the operands at its place only. In-place ones have a "_" behind the name.
+# : An element of the result depends on the elements of the operands at its place only. In-place
+# ones have a "_" behind the name.
 ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_OPERATORS} {_COPIES}".split())
 
 #: Of lists of tensors: `_foreach_` and the name, as above.
@@ -67,11 +78,33 @@ ABOUT = frozenset(
 )
 
 #: Functions of another tensor, which ask this one for its shape, dtype or device only.
-SHAPED_LIKE = frozenset(["expand_as", "view_as", "reshape_as", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"])
+SHAPED_LIKE = frozenset(
+    [
+        "expand_as",
+        "view_as",
+        "reshape_as",
+        "new_empty",
+        "new_full",
+        "new_ones",
+        "new_tensor",
+        "new_zeros",
+    ]
+)
 
 #: They draw random numbers into a tensor, or are the functions of torch.nn.init.
 RANDOM = frozenset(
-    ["bernoulli_", "cauchy_", "dropout_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "rrelu_", "uniform_"]
+    [
+        "bernoulli_",
+        "cauchy_",
+        "dropout_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "rrelu_",
+        "uniform_",
+    ]
 )
 
 #: They need memory that holds the whole, which there is not.

@@ -1,4 +1,6 @@
-"""What all storages of a run share: streams, rings, the gather schedule and the current backward pass."""
+"""What all storages of a run share: streams, rings, the gather schedule and the current backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,26 @@ class Engine:
         self.device = world.device
         self.defaults = world.defaults
         self.mesh = world.mesh
-        self.transport = Transport(make_streams(world.device), world.service(PeerGroups), world.service(Ledger))
+        self.transport = Transport(
+            make_streams(world.device), world.service(PeerGroups), world.service(Ledger)
+        )
         self.schedule: Schedule[Residence] = Schedule()
         self.taping = world.service(Taping)
-        self.backward = Backward(self.transport, world.mesh.world, self.taping, self._end_of_backward)
-        # Ties gathered views to the graph; every gather may share it because nothing is ever accumulated into it. On the CPU it
-        # belongs to no stream: a graph of an earlier pass that is still alive must not tie a captured pass to that one's stream.
+        self.backward = Backward(
+            self.transport, world.mesh.world, self.taping, self._end_of_backward
+        )
+        # Ties gathered views to the graph; every gather may share it because nothing is ever
+        # accumulated into it. On the CPU it belongs to no stream: a graph of an earlier pass that
+        # is still alive must not tie a captured pass to that one's stream.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         self._rings: dict[tuple[int, torch.dtype], Ring] = {}
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
         world.service(Sameness)  # watches what takes over modules
-        self._steps = Steps(self.transport.ledger, world.mesh.world, self.backward.replicated, self._gradients)
+        self._steps = Steps(
+            self.transport.ledger, world.mesh.world, self.backward.replicated, self._gradients
+        )
         self._with_grad = True  # of the forward pass that was last begun
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
@@ -64,7 +73,9 @@ class Engine:
         self._gradients.add(gradient)
         residence.rename(gradient.label)
         shapes = " ".join(f"{slot.name} {slot.shape}" for slot in gradient.layout.slots)
-        self.transport.ledger.note(gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}")
+        self.transport.ledger.note(
+            gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}"
+        )
 
     @property
     def num_alive(self) -> int:
@@ -72,10 +83,11 @@ class Engine:
         return len(self._gradients)
 
     def acquire(self, residence: Residence, phase: Phase, *, with_grad: bool) -> torch.Tensor:
-        """The full buffer of `residence`, with the gather of its expected successor started behind it.
+        """The full buffer of `residence`, with the gather of its expected successor started behind
+        it.
 
-        Between forward passes with and without gradient parameters may change, as those of a teacher that follows its student do:
-        they are passes of their own (`with_grad`).
+        Between forward passes with and without gradient parameters may change, as those of a
+        teacher that follows its student do: they are passes of their own (`with_grad`).
         """
         self.backward.abandon_if_dead()
         if phase is Phase.FORWARD:
@@ -88,8 +100,9 @@ class Engine:
             self._with_grad = with_grad
         following = self.schedule.observe(residence, phase)
         full = residence.acquire(phase)
-        # Backward seldom gathers inside a pipeline (a graph that was retained). What follows may be outside, where the ranks of
-        # other stages do not come before they have got gradients from this one.
+        # Backward seldom gathers inside a pipeline (a graph that was retained). What follows may be
+        # outside, where the ranks of other stages do not come before they have got gradients from
+        # this one.
         if following is not None and not (residence.is_pipelined and phase is Phase.BACKWARD):
             following.prefetch(phase)
         return full
@@ -99,14 +112,19 @@ class Engine:
         self.backward.replicated.add(params)
 
     def rest(self) -> None:
-        """Between passes: nothing is under way, and no gathered value counts as known. Called alike on all ranks."""
+        """Between passes: nothing is under way, and no gathered value counts as known.
+
+        Called alike on all ranks.
+        """
         self.backward.abandon_if_dead()
         self.transport.streams.join()
         self.schedule.restart()
         self._begin_forward()
 
     def settle_gradients(self) -> list[tuple[Gradient | Replicated, tuple[bool, ...]]]:
-        """Between passes: all gradients move to the fixed places where passes leave them; which parameters have one."""
+        """Between passes: all gradients move to the fixed places where passes leave them; which
+        parameters have one.
+        """
         everything: list[Gradient | Replicated] = [self.backward.replicated, *self._gradients]
         return [(gradient, gradient.settle()) for gradient in everything]
 
@@ -119,7 +137,9 @@ class Engine:
         return sum(ring.num_buffers for ring in self._rings.values())
 
     def _compare_passes(self, residence: Residence) -> None:
-        """Where the host does not wait for gathers, hear at every pass what the other ranks have done up to the one before."""
+        """Where the host does not wait for gathers, hear at every pass what the other ranks have
+        done up to the one before.
+        """
         ledger = self.transport.ledger
         if residence.label is not None and not ledger.is_immediate and not self.taping.is_taping:
             ledger.compare_later(residence.label.axis)

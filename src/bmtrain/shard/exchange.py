@@ -1,4 +1,6 @@
-"""Sums of full gradients by copies into each other's memory: no collective, and no processor of the device but for the sum."""
+"""Sums of full gradients by copies into each other's memory: no collective, and no processor of the
+device but for the sum.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,14 @@ from bmtrain.distributed.streams import Streams
 from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
 
-# Bytes. Larger parts of a gradient are copied from where they are. Smaller ones are joined first: a copy costs the host as long as
-# the device takes to join so much.
+# Bytes. Larger parts of a gradient are copied from where they are. Smaller ones are joined first: a
+# copy costs the host as long as the device takes to join so much.
 LEAST_COPIED = 2**23
 
 
 class Exchange:
-    """Full gradients of one size, one after the other: every rank copies to each its part, and sums up what came from all.
+    """Full gradients of one size, one after the other: every rank copies to each its part, and sums
+    up what came from all.
 
     `send` and `sum` are called in turn, on the reduce stream.
 
@@ -33,25 +36,35 @@ class Exchange:
             own, self._memory = peers.allocate(numel, dtype)
             self._incoming = own.view(peers.axis.size, -1)  # by sender
             # For what this rank sends, with each of the ranks.
-            self._places = [part.view(peers.axis.size, -1)[peers.axis.index] for part in self._memory.parts]
+            self._places = [
+                part.view(peers.axis.size, -1)[peers.axis.index] for part in self._memory.parts
+            ]
         with streams.reducing():
             peers.barrier(REDUCTIONS)  # all have theirs
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Copy `parts`, flat and one behind the other this rank's full gradient (n * ranks,), to the ranks that sum them."""
+        """Copy `parts`, flat and one behind the other this rank's full gradient (n * ranks,), to
+        the ranks that sum them.
+        """
         axis = self._peers.axis
         shares = cut(joined(parts), axis.size)
-        self._streams.side_by_side([functools.partial(_copy, self._places[rank], shares[rank]) for rank in rotated(axis)])
+        self._streams.side_by_side(
+            [functools.partial(_copy, self._places[rank], shares[rank]) for rank in rotated(axis)]
+        )
 
     def sum(self, total: torch.Tensor, accumulate: bool) -> None:
-        """Add this rank's part of what all ranks have sent into `total` (n,), as `sum_parts` does."""
+        """Add this rank's part of what all ranks have sent into `total` (n,), as `sum_parts`
+        does.
+        """
         self._peers.barrier(REDUCTIONS)  # all has arrived
         sum_parts(total, self._incoming, accumulate=accumulate)
         self._peers.barrier(REDUCTIONS)  # all have summed: what comes next may be copied
 
 
 def rotated(axis: Axis) -> list[int]:
-    """All places of the axis from this rank's on: no rank's memory is used by all others at once."""
+    """All places of the axis from this rank's on: no rank's memory is used by all others at
+    once.
+    """
     return [(axis.index + step) % axis.size for step in range(axis.size)]
 
 

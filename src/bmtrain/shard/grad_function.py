@@ -10,13 +10,23 @@ from bmtrain.errors import ParameterError
 
 
 def gradients(  # noqa: PLR0913 (torch's arguments)
-    outputs: Any, inputs: Any, grad_outputs: Any = None, retain_graph: bool | None = None, create_graph: bool = False,
-    only_inputs: bool = True, allow_unused: bool | None = None, is_grads_batched: bool = False, materialize_grads: bool = False,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
-    """torch.autograd.grad with sharded parameters among the inputs: a backward pass that leaves `.grad` as it was."""
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """torch.autograd.grad with sharded parameters among the inputs: a backward pass that leaves
+    `.grad` as it was.
+    """
     if create_graph or is_grads_batched:
         raise ParameterError(
-            "torch.autograd.grad(create_graph=True) with respect to sharded parameters is not supported: take it with respect to "
+            "torch.autograd.grad(create_graph=True) with respect to sharded parameters "
+            "is not supported: take it with respect to "
             "whole = param.gather(), and compute with that."
         )
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
@@ -30,9 +40,13 @@ def gradients(  # noqa: PLR0913 (torch's arguments)
         for x, grad in zip(inputs, before, strict=True):
             x.grad = grad
     if materialize_grads:
-        found = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
+        found = [
+            torch.zeros_like(x) if grad is None else grad
+            for x, grad in zip(inputs, found, strict=True)
+        ]
     elif not allow_unused and any(grad is None for grad in found):
         raise ParameterError(
-            "one of the inputs of torch.autograd.grad was not used in the graph: pass allow_unused=True if it may be."
+            "one of the inputs of torch.autograd.grad was not used in the graph: pass "
+            "allow_unused=True if it may be."
         )
     return tuple(found)

@@ -1,4 +1,6 @@
-"""The gradient of one storage: this rank's part of the sum over ranks, and its views in the parameters' `.grad`."""
+"""The gradient of one storage: this rank's part of the sum over ranks, and its views in the
+parameters' `.grad`.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ from bmtrain.shard.slices import Slices
 from bmtrain.shard.transport import Outgoing, Transport
 from bmtrain.torch_internals import plain_functions
 
-# Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the host 50 us, and a small model waits
-# for its host.
+# Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the
+# host 50 us, and a small model waits for its host.
 LEAST_FREED = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
-    """Dtypes of a storage's gradient: of the parameters, on the wire and in the sum over micro-batches."""
+    """Dtypes of a storage's gradient: of the parameters, on the wire and in the sum over
+    micro-batches.
+    """
 
     dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -52,12 +56,13 @@ class Trained(Protocol):
 
 
 class Gradient:
-    """Collects full gradients of a storage during backward passes; afterwards each parameter's `.grad` is its slice.
+    """Collects full gradients of a storage during backward passes; afterwards each parameter's
+    `.grad` is its slice.
 
-    Life of one backward pass: `open` (look what the user left in `.grad`), `add` any number of times, then `close`.
-    Values of parameters whose `.grad` is None count as zero, so clearing gradients is as cheap as the user's loop makes it.
-    Memory of cleared gradients, if it is much, is free in the next forward pass, where activations take it, until gradients are
-    there again.
+    Life of one backward pass: `open` (look what the user left in `.grad`), `add` any number of
+    times, then `close`. Values of parameters whose `.grad` is None count as zero, so clearing
+    gradients is as cheap as the user's loop makes it. Memory of cleared gradients, if it is much,
+    is free in the next forward pass, where activations take it, until gradients are there again.
     """
 
     def __init__(
@@ -74,10 +79,13 @@ class Gradient:
         self._params: Sequence[weakref.ref[Trained]] = params  # filled later, with parameters
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
-        self._public: torch.Tensor | None = None  # the same in the parameters' dtype: what `.grad` shows
+        # the same in the parameters' dtype: what `.grad` shows
+        self._public: torch.Tensor | None = None
         self._views: list[Slices] = []  # of it
-        self._before: dict[int, torch.Tensor] = {}  # of parameters with hooks: what `.grad` showed before the pass
-        self._slices: list[tuple[int, torch.Tensor]] = []  # gradients of this rank's slices, to be added
+        # of parameters with hooks: what `.grad` showed before the pass
+        self._before: dict[int, torch.Tensor] = {}
+        # gradients of this rank's slices, to be added
+        self._slices: list[tuple[int, torch.Tensor]] = []
         self._keeps_slices = False  # for a later reduction
         self._versions: list[int] = []
         self._num_own = 0  # references, when no gradient is shown
@@ -85,13 +93,17 @@ class Gradient:
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
         self._empty = True
-        self._is_filled = False  # whether all of `_total` has been written since it was allocated, padding too
+        # whether all of `_total` has been written since it was allocated, padding too
+        self._is_filled = False
         self._stays = False  # a graph knows where it is
         self.is_open = False
 
     @property
     def flat(self) -> torch.Tensor | None:
-        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype. None where there is none."""
+        """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype.
+
+        None where there is none.
+        """
         return self._public
 
     @property
@@ -133,7 +145,10 @@ class Gradient:
         self._set_aside(grads)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> None:
-        """Add one full gradient, a tensor per slot or None for zeros. `defer` keeps it on this rank until a later call."""
+        """Add one full gradient, a tensor per slot or None for zeros.
+
+        `defer` keeps it on this rank until a later call.
+        """
         self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
         self._check_deferring(defer)
         grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
@@ -141,12 +156,18 @@ class Gradient:
             self._reduce(lambda: self._parts(grads), [grad for grad in grads if grad is not None])
             return
         full = torch.cat(self._parts(grads))
-        self._deferred = full.to(self.policy.accumulate_dtype) if self._deferred is None else self._deferred.add_(full)
+        self._deferred = (
+            full.to(self.policy.accumulate_dtype)
+            if self._deferred is None
+            else self._deferred.add_(full)
+        )
         if not defer:
             self.flush()
 
     def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
-        """Add the gradient of this rank's slice of slot `index`, which is summed over ranks already."""
+        """Add the gradient of this rank's slice of slot `index`, which is summed over ranks
+        already.
+        """
         self._check_deferring(defer)
         self._touched[index] = True
         self._slices.append((index, grad))
@@ -180,7 +201,9 @@ class Gradient:
             self._reduce(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
-        """End the pass: show the sum in `.grad` of parameters that got a gradient on any rank (`touched`) or had one before."""
+        """End the pass: show the sum in `.grad` of parameters that got a gradient on any rank
+        (`touched`) or had one before.
+        """
         self.is_open = False
         if self._total is None or self._public is None:
             return
@@ -205,12 +228,15 @@ class Gradient:
     def _check_deferring(self, defer: bool) -> None:
         if (defer or self.has_deferred) and self._hooked():
             raise ParameterError(
-                "a parameter with hooks got a gradient under reduce_gradients=False: hooks see the gradient of every pass, summed "
+                "a parameter with hooks got a gradient under reduce_gradients=False: "
+                "hooks see the gradient of every pass, summed "
                 "over ranks. Call backward without it."
             )
 
     def _set_aside(self, grads: Sequence[Slices | None]) -> None:
-        """Hooks see what a pass adds, not the sum: of parameters that have some, the sum begins at zero."""
+        """Hooks see what a pass adds, not the sum: of parameters that have some, the sum begins at
+        zero.
+        """
         for index in self._hooked():
             grad = grads[index]
             if grad is not None and self._total is not None:
@@ -219,7 +245,11 @@ class Gradient:
 
     def _hooked(self) -> set[int]:
         """Slots of parameters with hooks."""
-        return {index for index, ref in enumerate(self._params) if (param := ref()) is not None and param.has_hooks}
+        return {
+            index
+            for index, ref in enumerate(self._params)
+            if (param := ref()) is not None and param.has_hooks
+        }
 
     def _run_hooks(self, index: int, param: Trained, *, is_touched: bool) -> None:
         before = self._before.pop(index, None)
@@ -244,7 +274,8 @@ class Gradient:
         self._slices.clear()
 
     def settle(self) -> tuple[bool, ...]:
-        """Between passes: `.grad` moves to where `close` leaves it, for good, whatever the user has put there.
+        """Between passes: `.grad` moves to where `close` leaves it, for good, whatever the user has
+        put there.
 
         Returns which parameters have one.
         """
@@ -258,10 +289,17 @@ class Gradient:
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters are trained."""
         with plain_functions():
-            return tuple([param is not None and param.requires_grad for param in (reference() for reference in self._params)])
+            return tuple(
+                [
+                    param is not None and param.requires_grad
+                    for param in (reference() for reference in self._params)
+                ]
+            )
 
     def hide(self, given: Sequence[bool]) -> None:
-        """Take back what has been shown since `settle` returned `given`: no gradient was computed after all."""
+        """Take back what has been shown since `settle` returned `given`: no gradient was computed
+        after all.
+        """
         for reference, had in zip(self._params, given, strict=True):
             param = reference()
             if param is not None and not had:
@@ -273,19 +311,25 @@ class Gradient:
 
     def _grads(self) -> list[Slices | None]:
         """What `.grad` of the parameters shows."""
-        return [None if param is None else param.shown_grad for param in (reference() for reference in self._params)]
+        return [
+            None if param is None else param.shown_grad
+            for param in (reference() for reference in self._params)
+        ]
 
     def _part_from_readers(self, grads: list[Slices | None]) -> list[Slices | None]:
-        """Leave the memory to a program that has cleared gradients and kept them, and go on in other.
+        """Leave the memory to a program that has cleared gradients and kept them, and go on in
+        other.
 
-        Per-task gradients are taken so (`old = p.grad; p.grad = None`): the next pass would change them in silence.
+        Per-task gradients are taken so (`old = p.grad; p.grad = None`): the next pass would change
+        them in silence.
 
         Returns what `.grad` shows afterwards, of what it has shown before.
         """
         shown = list(map(operator.is_, grads, self._views))
         if self._public is None or self._total is None or self._stays or all(shown):
             return grads
-        if self._num_references() - 2 * sum(shown) <= self._num_own:  # `grads` and the parameters refer to what is shown
+        # `grads` and the parameters refer to what is shown
+        if self._num_references() - 2 * sum(shown) <= self._num_own:
             return grads
         old = self._total, self._public, self._views, self._versions
         with torch.inference_mode(False):
@@ -315,10 +359,14 @@ class Gradient:
         self._views = []
 
     def _allocate(self) -> None:
-        """Memory, unless there is some: zeros if the user's gradients fill it in part, else anything, for a sum will fill it."""
+        """Memory, unless there is some: zeros if the user's gradients fill it in part, else
+        anything, for a sum will fill it.
+        """
         if self._total is None:
             with torch.inference_mode(False):
-                self._total = torch.empty(self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device)
+                self._total = torch.empty(
+                    self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
+                )
             self._show_total(self._total)
             self._is_filled = False
         if not (self._empty or self._is_filled):
@@ -329,8 +377,12 @@ class Gradient:
         """Make what `.grad` shows of a new sum."""
         with torch.inference_mode(False):
             same = total.dtype == self.policy.dtype
-            self._public = public = total if same else torch.empty_like(total, dtype=self.policy.dtype)
-            self._views = [self._show(self._slice(public, index), index) for index in range(len(self._params))]
+            self._public = public = (
+                total if same else torch.empty_like(total, dtype=self.policy.dtype)
+            )
+            self._views = [
+                self._show(self._slice(public, index), index) for index in range(len(self._params))
+            ]
         self._versions = [-1] * len(self._params)
         self._num_own = self._num_references()
 
@@ -339,7 +391,9 @@ class Gradient:
         return flat[piece.begin : piece.end]
 
     def _take_over(self, index: int, grad: Slices) -> None:
-        """Make the sum equal to what the user left in `.grad`, if that is not what `close` put there."""
+        """Make the sum equal to what the user left in `.grad`, if that is not what `close` put
+        there.
+        """
         view = self._views[index].local
         untouched = grad is self._views[index] and view._version == self._versions[index]
         if untouched or self._total is None:
@@ -350,19 +404,25 @@ class Gradient:
             self._slice(self._total, index).copy_(view)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """One behind the other the full gradient (layout.numel,) in reduce_dtype, zeros in padding and in place of missing ones."""
+        """One behind the other the full gradient (layout.numel,) in reduce_dtype, zeros in padding
+        and in place of missing ones.
+        """
         zeros = functools.partial(torch.zeros, dtype=self.policy.reduce_dtype, device=self._device)
         parts, end = [], 0
         for slot, grad in zip(self.layout.slots, grads, strict=True):
             if slot.offset > end:
                 parts.append(zeros(slot.offset - end))
-            parts.append(zeros(slot.numel) if grad is None else _flat(grad, self.policy.reduce_dtype))
+            parts.append(
+                zeros(slot.numel) if grad is None else _flat(grad, self.policy.reduce_dtype)
+            )
             end = slot.end
         if self.layout.numel > end:
             parts.append(zeros(self.layout.numel - end))
         return parts
 
-    def _reduce(self, parts: Callable[[], list[torch.Tensor]], reads: Sequence[torch.Tensor]) -> None:
+    def _reduce(
+        self, parts: Callable[[], list[torch.Tensor]], reads: Sequence[torch.Tensor]
+    ) -> None:
         """Reduce the full gradient that `parts` makes, out of the tensors that it `reads`."""
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")

@@ -16,23 +16,33 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Hooked(Sharded):
-    """A sharded tensor whose gradient comes from the engine, not from autograd, and so do the calls of its hooks."""
+    """A sharded tensor whose gradient comes from the engine, not from autograd, and so do the calls
+    of its hooks.
+    """
 
     _hooks: collections.OrderedDict[int, Hook]
     _post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
-        """`hook(grad)` at the end of a backward pass, with the gradient of that pass, summed over ranks; it may return another."""
+        """`hook(grad)` at the end of a backward pass, with the gradient of that pass, summed over
+        ranks; it may return another.
+        """
         if not self.requires_grad:
-            raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
+            raise ParameterError(
+                "a hook was registered on a sharded parameter that does not require grad."
+            )
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
-        """`hook(param)` at the end of each backward pass that has given this parameter a gradient, when `.grad` has it."""
+        """`hook(param)` at the end of each backward pass that has given this parameter a gradient,
+        when `.grad` has it.
+        """
         if not self.requires_grad:
-            raise ParameterError("a hook was registered on a sharded parameter that does not require grad.")
+            raise ParameterError(
+                "a hook was registered on a sharded parameter that does not require grad."
+            )
         handle = RemovableHandle(self._post_hooks)
         self._post_hooks[handle.id] = hook
         return handle

@@ -16,7 +16,8 @@ from bmtrain.shard.whole import Whole
 
 
 def initialize(module: torch.nn.Module) -> None:
-    """Run every `init_method`, and `reset_parameters` of modules whose parameters were made on the meta device.
+    """Run every `init_method`, and `reset_parameters` of modules whose parameters were made on the
+    meta device.
 
     Every rank draws the full values from rank 0's random state and keeps its slice.
 
@@ -25,7 +26,8 @@ def initialize(module: torch.nn.Module) -> None:
     """
     done: set[DistributedParameter] = set()
     with _same_random_state():
-        module.apply(lambda owner: _reset(owner, done))  # children first, in the order of a plain constructor
+        # children first, in the order of a plain constructor
+        module.apply(lambda owner: _reset(owner, done))
         for name, param in module.named_parameters():
             if isinstance(param, DistributedParameter) and param not in done:
                 _run_init_method(name, param)
@@ -39,15 +41,20 @@ def _run_init_method(name: str, param: DistributedParameter) -> None:
         param.set_full(full)
     elif param.never_set:
         raise ParameterError(
-            f"parameter {name!r} was made on the meta device and has no values: give it an init_method, give its module a "
+            f"parameter {name!r} was made on the meta device and has no values: give "
+            "it an init_method, give its module a "
             "reset_parameters method, or load a checkpoint."
         )
 
 
 def _reset(owner: torch.nn.Module, done: set[DistributedParameter]) -> None:
-    """Let `owner` reset itself on full tensors if any of its own parameters has no values and no init_method."""
+    """Let `owner` reset itself on full tensors if any of its own parameters has no values and no
+    init_method.
+    """
     # A block stands for the module it wraps.
-    module = next(iter(owner.sharded_modules()))[1] if isinstance(owner, DistributedModule) else owner
+    module = (
+        next(iter(owner.sharded_modules()))[1] if isinstance(owner, DistributedModule) else owner
+    )
     reset = reset_method(module)
     waiting = [
         param
@@ -71,7 +78,9 @@ def reset_method(owner: torch.nn.Module) -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> Iterator[None]:
-    """Inside, the distributed parameters of `owner` and its children are full nn.Parameters: zeros where there were no values."""
+    """Inside, the distributed parameters of `owner` and its children are full nn.Parameters: zeros
+    where there were no values.
+    """
     places = [
         (module._parameters, name, param)
         for module in owner.modules()
@@ -99,7 +108,9 @@ def _full_copy(param: DistributedParameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
-    """All ranks draw what rank 0 would; a rank that had its own random state before gets it back."""
+    """All ranks draw what rank 0 would; a rank that had its own random state before gets it
+    back.
+    """
     current = world.current("init_parameters")
     own = seeding.get_random_state(current.device)
     shared = collectives.broadcast_object(own, 0, current.mesh.world)

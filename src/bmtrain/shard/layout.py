@@ -7,8 +7,8 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-# Slots start at multiples of this many elements: matrix kernels want 16-byte aligned operands, and shard borders that are
-# multiples of it keep every rank's slice aligned as well.
+# Slots start at multiples of this many elements: matrix kernels want 16-byte aligned operands, and
+# shard borders that are multiples of it keep every rank's slice aligned as well.
 ALIGNMENT = 64
 
 
@@ -32,8 +32,9 @@ class Split:
     def span(self, part: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
         """Where elements [start, stop) of the flattened part lie in the flattened whole.
 
-        Both are rows of a matrix, cut at `dim`. Returns (first, last, width): they lie in the rows [first, last), and a row of
-        the part has `width` elements, those from index * width on of a row of count * width.
+        Both are rows of a matrix, cut at `dim`. Returns (first, last, width): they lie in the rows
+        [first, last), and a row of the part has `width` elements, those from index * width on of a
+        row of count * width.
         """
         width = math.prod(part[self.dim :])
         return start // width, -(-stop // width), width
@@ -70,7 +71,8 @@ class Slot:
 class Piece:
     """What one rank owns of one parameter.
 
-    Elements [begin, end) of the rank's shard are elements [start, start + end - begin) of the flattened parameter.
+    Elements [begin, end) of the rank's shard are elements [start, start + end - begin) of the
+    flattened parameter.
     """
 
     begin: int
@@ -101,7 +103,10 @@ class Layout:
 
     @classmethod
     def build(
-        cls, shapes: Iterable[tuple[str, tuple[int, ...]]], num_shards: int, splits: Sequence[Split | None] | None = None
+        cls,
+        shapes: Iterable[tuple[str, tuple[int, ...]]],
+        num_shards: int,
+        splits: Sequence[Split | None] | None = None,
     ) -> Layout:
         """Place parameters one after another in the order given."""
         slots: list[Slot] = []

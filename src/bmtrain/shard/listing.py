@@ -11,8 +11,13 @@ from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
 
 
-def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on the CPU) for each parameter, one storage gathered at a time. Collective."""
+def full_values(
+    params: Iterator[tuple[str, torch.nn.Parameter]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor on the CPU) for each parameter, one storage gathered at a time.
+
+    Collective.
+    """
     by_storage: dict[Storage, list[tuple[str, int]]] = {}
     for name, param in params:
         if isinstance(param, DistributedParameter):
@@ -27,8 +32,12 @@ def full_values(params: Iterator[tuple[str, torch.nn.Parameter]]) -> Iterator[tu
         del whole, value  # before the next is gathered
 
 
-def grouped_parameters(module: torch.nn.Module) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """(group name, parameters) for each `group` given to the DistributedParameters of `module`; others are under None."""
+def grouped_parameters(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
+    """(group name, parameters) for each `group` given to the DistributedParameters of `module`;
+    others are under None.
+    """
     groups: dict[str | None, list[torch.nn.Parameter]] = {}
     for param in module.parameters():
         name = param.group if isinstance(param, DistributedParameter) else None

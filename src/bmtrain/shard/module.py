@@ -1,4 +1,6 @@
-"""DistributedModule: a module whose distributed parameters read as full tensors and save and load as such."""
+"""DistributedModule: a module whose distributed parameters read as full tensors and save and load
+as such.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,11 @@ from bmtrain.shard.window import Gathered, Window
 class DistributedModule(torch.nn.Module):
     """An nn.Module with distributed parameters that saves and loads them as full tensors.
 
-    Its attributes are the parameters: they can be frozen, written, hooked and tied, and are gathered by functions that compute
-    with them; inside a running Block they are the block's gathered views. `state_dict()` is collective and returns full tensors on
-    the CPU on every rank (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in place is
-    written into the model. `load_state_dict` takes full tensors.
+    Its attributes are the parameters: they can be frozen, written, hooked and tied, and are
+    gathered by functions that compute with them; inside a running Block they are the block's
+    gathered views. `state_dict()` is collective and returns full tensors on the CPU on every rank
+    (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in
+    place is written into the model. `load_state_dict` takes full tensors.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -32,13 +35,16 @@ class DistributedModule(torch.nn.Module):
             and not isinstance(value, torch.nn.Parameter)
         ):
             raise ParameterError(
-                f"cannot assign a tensor to the distributed parameter {name!r}: to tie two parameters, assign the parameter of the "
+                f"cannot assign a tensor to the distributed parameter {name!r}: to tie "
+                "two parameters, assign the parameter of the "
                 f"other module; to change its values, write them, module.{name}.data.copy_(values)."
             )
         super().__setattr__(name, value)
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """(prefix, module) of the modules whose distributed parameters this one saves and loads: itself."""
+        """(prefix, module) of the modules whose distributed parameters this one saves and loads:
+        itself.
+        """
         yield "", self
 
     def settle_buffers(self) -> None:
@@ -46,14 +52,19 @@ class DistributedModule(torch.nn.Module):
         return None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
-        """Full tensors on the CPU under plain names. Collective; arguments as in nn.Module.state_dict."""
+        """Full tensors on the CPU under plain names.
+
+        Collective; arguments as in nn.Module.state_dict.
+        """
         self.settle_buffers()
         keep = kwargs.pop("keep_vars", False)
         into = kwargs.get("destination")
         known = set(into) if into is not None else set()
         out: dict[str, Any] = super().state_dict(*args, keep_vars=True, **kwargs)
         fresh = [name for name in out if name not in known]
-        sharded = ((name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter))
+        sharded = (
+            (name, out[name]) for name in fresh if isinstance(out[name], DistributedParameter)
+        )
         for name, whole in full_values(sharded):
             value = whole.to(device_of_state_dicts())
             out[name] = Window.onto(value, Gathered(value, out[name], is_snapshot=True))
@@ -62,10 +73,18 @@ class DistributedModule(torch.nn.Module):
                 out[name] = out[name].detach()
         return out
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full tensors; each rank copies its slices. `assign=True` cannot work: the shards must stay where they are."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load full tensors; each rank copies its slices.
+
+        `assign=True` cannot work: the shards must stay where they are.
+        """
         if assign:
-            raise ParameterError("load_state_dict(assign=True) would replace the shards of a distributed module: use assign=False.")
+            raise ParameterError(
+                "load_state_dict(assign=True) would replace the shards of a distributed "
+                "module: use assign=False."
+            )
         return super().load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(
@@ -87,10 +106,13 @@ class DistributedModule(torch.nn.Module):
                     state_dict[key] = param.cut.part(value)
                 else:
                     error_msgs.append(
-                        f"size mismatch for {key}: the state has {tuple(value.shape)}, the model {tuple(param.cut.whole_shape)}."
+                        f"size mismatch for {key}: the state has {tuple(value.shape)}, "
+                        f"the model {tuple(param.cut.whole_shape)}."
                     )
                     state_dict[key] = param.detach()  # reported above
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _own_parameters(self) -> Iterator[tuple[str, DistributedParameter]]:
         for prefix, module in self.sharded_modules():
@@ -98,16 +120,25 @@ class DistributedModule(torch.nn.Module):
                 if isinstance(param, DistributedParameter):
                     yield prefix + name, param
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DistributedModule:
-        """Move or cast everything but the shards, which stay in their storage: a cast of those is an error."""
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> DistributedModule:
+        """Move or cast everything but the shards, which stay in their storage: a cast of those is
+        an error.
+        """
         hidden: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         for _, module in self.sharded_modules():
-            sharded = {name: param for name, param in module._parameters.items() if isinstance(param, DistributedParameter)}
+            sharded = {
+                name: param
+                for name, param in module._parameters.items()
+                if isinstance(param, DistributedParameter)
+            }
             for name, param in sharded.items():
                 probe = fn(param.local[:0])
                 if probe.dtype != param.dtype or probe.device != param.device:
                     raise ParameterError(
-                        f"parameter {name!r} is sharded as {param.dtype} on {param.device} and cannot become {probe.dtype} on "
+                        f"parameter {name!r} is sharded as {param.dtype} on "
+                        f"{param.device} and cannot become {probe.dtype} on "
                         f"{probe.device}: choose dtype and device before it is sharded."
                     )
             hidden.append((module, sharded))

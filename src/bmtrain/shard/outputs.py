@@ -14,7 +14,9 @@ from bmtrain.torch_internals import node_number
 
 
 def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
-    """`do` whenever backward comes to a tensor of `out` whose node has a number from `since` on: it is no argument passed on."""
+    """`do` whenever backward comes to a tensor of `out` whose node has a number from `since` on: it
+    is no argument passed on.
+    """
 
     def watch(x: torch.Tensor) -> torch.Tensor:
         if x.grad_fn is not None and node_number(x.grad_fn) >= since:
@@ -25,9 +27,11 @@ def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
 
 
 class _Tie(torch.autograd.Function):
-    """A copy of `x` whose backward pass goes on to the node that made `end` too, with no gradient for it.
+    """A copy of `x` whose backward pass goes on to the node that made `end` too, with no gradient
+    for it.
 
-    A copy, because torch refuses to write into views that a Function has made, and programs write into what a block returns.
+    A copy, because torch refuses to write into views that a Function has made, and programs write
+    into what a block returns.
     """
 
     @staticmethod
@@ -41,10 +45,12 @@ class _Tie(torch.autograd.Function):
 
 
 def tied_to(use: Use, views: Sequence[torch.Tensor], out: Any, arguments: Any, since: int) -> Any:
-    """`out`, from where backward finds the way to the gathers and the reductions of this call, as it does on the other ranks.
+    """`out`, from where backward finds the way to the gathers and the reductions of this call, as
+    it does on the other ranks.
 
-    On some ranks the outputs of a block may have been computed without its parameters: `return x if x.sum() > 0 else layer(x)`.
-    There nothing would gather for the backward pass or reduce, and the other ranks would wait.
+    On some ranks the outputs of a block may have been computed without its parameters: `return x if
+    x.sum() > 0 else layer(x)`. There nothing would gather for the backward pass or reduce, and the
+    other ranks would wait.
 
     Args:
         use, views: the parameters of the call.
@@ -69,8 +75,13 @@ def tied_to(use: Use, views: Sequence[torch.Tensor], out: Any, arguments: Any, s
     return map_tensors(lambda x: _Tie.apply(x, end) if id(x) in wanted else x, out)
 
 
-def _leads_to(end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.graph.Node], since: int) -> bool:
-    """Whether backward from `roots` comes to `end`. What was there before the call, and before `end`, cannot lead there."""
+def _leads_to(
+    end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.graph.Node], since: int
+) -> bool:
+    """Whether backward from `roots` comes to `end`.
+
+    What was there before the call, and before `end`, cannot lead there.
+    """
     oldest = min(since, node_number(end))
     seen, waiting = set(roots), collections.deque(roots)
     while waiting:

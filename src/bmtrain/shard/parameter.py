@@ -1,4 +1,6 @@
-"""DistributedParameter: a parameter of which this rank stores a slice of the flattened tensor, and which looks whole."""
+"""DistributedParameter: a parameter of which this rank stores a slice of the flattened tensor, and
+which looks whole.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _NATIVE_GRAD: Any = torch.Tensor.grad  # torch's descriptor
 
 
 class ParameterInitializer:
-    """An initialisation to run later: calling it with the full tensor runs `fn(tensor, *args, **kwargs)`."""
+    """An initialisation to run later: calling it with the full tensor runs `fn(tensor, *args,
+    **kwargs)`.
+    """
 
     def __init__(self, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         self.fn, self.args, self.kwargs = fn, args, kwargs
@@ -38,22 +42,26 @@ class ParameterInitializer:
 
 
 class DistributedParameter(Hooked, torch.nn.Parameter):
-    """An nn.Parameter of which this rank stores a slice of the flattened tensor, and which looks whole.
+    """An nn.Parameter of which this rank stores a slice of the flattened tensor, and which looks
+    whole.
 
-    Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is the slice. What a program does
-    with it is right or refused (see `Sharded`). `.grad` is of the same kind: the gradient summed over ranks.
+    Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is
+    the slice. What a program does with it is right or refused (see `Sharded`). `.grad` is of the
+    same kind: the gradient summed over ranks.
 
     Args:
-        data: the full tensor, on any device, the same on every rank; a meta tensor allocates only the slice. With `tp_mode`
-            this tensor rank's part of it.
+        data: the full tensor, on any device, the same on every rank; a meta tensor allocates only
+            the slice. With `tp_mode` this tensor rank's part of it.
         requires_grad: whether to train it.
         init_method: called with the whole tensor by `init_parameters`.
         group: a name under which `grouped_parameters` lists it.
-        tp_mode: whether the whole tensor is cut along `tp_split_dim` over the tensor-parallel ranks, in equal parts.
+        tp_mode: whether the whole tensor is cut along `tp_split_dim` over the tensor-parallel
+            ranks, in equal parts.
         tp_split_dim: the dim of that cut, from 0 on; -1 for none.
 
     Raises:
-        ParameterError: for data that is no tensor or not floating point, and a `tp_split_dim` that it does not have.
+        ParameterError: for data that is no tensor or not floating point, and a `tp_split_dim` that
+            it does not have.
     """
 
     _storage: Storage
@@ -83,21 +91,35 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @classmethod
     def unattached(
-        cls, data: torch.Tensor, requires_grad: bool = True, tp_mode: bool = False, tp_split_dim: int = -1
+        cls,
+        data: torch.Tensor,
+        requires_grad: bool = True,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
     ) -> DistributedParameter:
         """A parameter in a storage of its own, which does not know it yet: to be attached there."""
         current = world.current("DistributedParameter")
         if not isinstance(data, torch.Tensor):
             raise ParameterError(
-                f"DistributedParameter got {type(data).__name__}: expected a tensor, for example torch.empty(rows, columns)."
+                f"DistributedParameter got {type(data).__name__}: expected a tensor, "
+                "for example torch.empty(rows, columns)."
             )
         defaults = current.defaults
-        policy = ShardPolicy(zero_level=2, reduce_dtype=defaults.reduce_dtype, accumulate_dtype=defaults.accumulate_dtype)
+        policy = ShardPolicy(
+            zero_level=2,
+            reduce_dtype=defaults.reduce_dtype,
+            accumulate_dtype=defaults.accumulate_dtype,
+        )
         split = split_of(data, tp_split_dim, current.mesh.tp) if tp_mode else None
         storage = Storage(
-            current.service(Engine), [("parameter", data.shape)], data.dtype, policy,
-            placement=Placement(tensor_parallel=split is not None), splits=[split], adoptable=True,
-        )  # fmt: skip
+            current.service(Engine),
+            [("parameter", data.shape)],
+            data.dtype,
+            policy,
+            placement=Placement(tensor_parallel=split is not None),
+            splits=[split],
+            adoptable=True,
+        )
         storage.fill(0, data)
         param = cls.at(storage, 0, requires_grad)
         param._never_set = data.is_meta
@@ -108,7 +130,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         """The parameter of one slot of a storage."""
         cut = storage.cut(index)
         param = without_memory(cls, cut.shape, storage.shard, requires_grad=requires_grad)
-        param._aliases, param._hooks, param._post_hooks = {}, collections.OrderedDict(), collections.OrderedDict()
+        param._aliases, param._hooks, param._post_hooks = (
+            {},
+            collections.OrderedDict(),
+            collections.OrderedDict(),
+        )
         param._shown, param._init_method, param.group = None, None, None
         param._never_set = param._takes_whole_gradients = False
         param.move_to(storage, index)
@@ -117,8 +143,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def take_the_place_of(self, old: torch.nn.Parameter) -> DistributedParameter:
         """`old` lives on as a sharded parameter, with its attributes and hooks.
 
-        Returns the object that is to be used: `old` itself, which optimizers, lists and other modules may know, unless something
-        that cannot follow holds it (a graph, a weak reference); then this one.
+        Returns the object that is to be used: `old` itself, which optimizers, lists and other
+        modules may know, unless something that cannot follow holds it (a graph, a weak reference);
+        then this one.
         """
         for name, value in vars(old).items():
             if name not in vars(type(self)) and name not in vars(self):
@@ -140,7 +167,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         slot = storage.layout.slots[index]
         self._storage, self._index, self._shown = storage, index, None
         self._local, self._cut = storage.local(index), storage.cut(index)
-        self._original_shape, self._tp_original_shape = torch.Size(slot.shape), torch.Size(slot.whole_shape)
+        self._original_shape, self._tp_original_shape = (
+            torch.Size(slot.shape),
+            torch.Size(slot.whole_shape),
+        )
         for alias in self._living_aliases():
             alias._local, alias._cut = self._local, self._cut
 
@@ -148,22 +178,29 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def data(self) -> torch.Tensor:
         """The values outside of any graph: what is written there is written here.
 
-        Another tensor may be put there, whole or sharded: its values are taken, and tensors that were `.data` before keep theirs.
+        Another tensor may be put there, whole or sharded: its values are taken, and tensors that
+        were `.data` before keep theirs.
         """
         return self.alias()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if not isinstance(value, torch.Tensor) or value.dtype != self.dtype or value.shape != self.shape:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dtype != self.dtype
+            or value.shape != self.shape
+        ):
             raise ParameterError(
-                f"param.data of {tuple(self.shape)} {self.dtype} cannot become {described(value)}: cast or reshape it."
+                f"param.data of {tuple(self.shape)} {self.dtype} cannot become "
+                f"{described(value)}: cast or reshape it."
             )
         owner = value.owner if isinstance(value, Slices) else None
         if owner is self:
             return
         if isinstance(owner, DistributedParameter):
             raise ParameterError(
-                "param.data = other.data would tie two sharded parameters by their memory: tie them by assigning the parameter "
+                "param.data = other.data would tie two sharded parameters by their "
+                "memory: tie them by assigning the parameter "
                 "object to the second module, or copy the values, param.data.copy_(other.data)."
             )
         values = cut_like(value, self)
@@ -178,7 +215,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, summed over ranks: sharded as the parameter. Collective where `reduce_gradients=False` kept some back."""
+        """The gradient, summed over ranks: sharded as the parameter.
+
+        Collective where `reduce_gradients=False` kept some back.
+        """
         if self._storage.gradient.has_deferred:
             self._storage.engine.backward.flush()
         return self._shown
@@ -190,7 +230,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             self._shown = None
             return
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
-            raise ParameterError(f"param.grad got {described(value)}: expected a tensor of {self.dtype}.")
+            raise ParameterError(
+                f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
+            )
         self._shown = cut_like(value, self)
 
     @property
@@ -239,7 +281,8 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def differentiable_whole(self) -> torch.Tensor:
         if self._storage.placement.stage is None and len(self._storage.layout.slots) == 1:
             return self.gather()
-        return super().differentiable_whole()  # without the rest of its storage, which only some ranks may have
+        # without the rest of its storage, which only some ranks may have
+        return super().differentiable_whole()
 
     def read(self) -> torch.Tensor:
         self._expect_whole_gradients()
@@ -254,28 +297,46 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self._expect_whole_gradients()
 
     def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name, which torch uses for something else
-        """The full tensor, differentiable: its gradient is summed over ranks into this slice. Collective."""
+        """The full tensor, differentiable: its gradient is summed over ranks into this slice.
+
+        Collective.
+        """
         use = Use([self._storage])
         with use.running():
             view = use.open()[self._index]
             return view if self._storage.residence.survives_forward else view.clone()
 
     def gather_all(self) -> torch.Tensor:
-        """The whole tensor, `_tp_original_shape`: gathered, with the tensor-parallel split undone too. As `gather` otherwise."""
+        """The whole tensor, `_tp_original_shape`: gathered, with the tensor-parallel split undone
+        too. As `gather` otherwise.
+        """
         split = self._storage.layout.slots[self._index].split
         full = self.gather()
-        return full if split is None else torch.cat(list(autograd.all_gather(full, self._storage.engine.mesh.tp)), split.dim)
+        return (
+            full
+            if split is None
+            else torch.cat(list(autograd.all_gather(full, self._storage.engine.mesh.tp)), split.dim)
+        )
 
     def tp_gather(self) -> torch.Tensor:
-        """The slices of all tensor-parallel ranks, one after the other, 1-D: the split undone, the sharding kept. Collective."""
+        """The slices of all tensor-parallel ranks, one after the other, 1-D: the split undone, the
+        sharding kept. Collective.
+        """
         split = self._storage.layout.slots[self._index].split
         local = self.differentiable_local()
-        return local if split is None else autograd.all_gather(local, self._storage.engine.mesh.tp).view(-1)
+        return (
+            local
+            if split is None
+            else autograd.all_gather(local, self._storage.engine.mesh.tp).view(-1)
+        )
 
     def set_full(self, value: torch.Tensor) -> None:
         """Take this rank's slice of the whole tensor `value`."""
         if tuple(value.shape) != tuple(self._tp_original_shape):
-            raise ParameterError(f"a parameter of shape {tuple(self._tp_original_shape)} got values of shape {tuple(value.shape)}.")
+            raise ParameterError(
+                f"a parameter of shape {tuple(self._tp_original_shape)} got values of "
+                f"shape {tuple(value.shape)}."
+            )
         self.set_slice(self._cut.own_of_whole(value))
 
     def set_slice(self, values: torch.Tensor) -> None:
@@ -289,7 +350,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self._never_set = True
 
     def mark_written(self) -> None:
-        """The parameter has other values now. To be called by all who write it between gathers, alike on all ranks."""
+        """The parameter has other values now.
+
+        To be called by all who write it between gathers, alike on all ranks.
+        """
         self.count_write()
         self._storage.mark_written()
 
@@ -307,14 +371,17 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return found
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         if func is torch.autograd.grad:
             return gradients(*args, **(kwargs or {}))
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
-        """A custom function, or TorchScript, may be reading the parameter itself: its whole gradient, at torch's own `.grad`, is
-        to be summed over ranks."""
+        """A custom function, or TorchScript, may be reading the parameter itself: its whole
+        gradient, at torch's own `.grad`, is to be summed over ranks.
+        """
         if self._takes_whole_gradients or torch.is_grad_enabled() or not self.requires_grad:
             return
         self._takes_whole_gradients = True
@@ -328,7 +395,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             if isinstance(grad, Slices):
                 storage.engine.backward.add_slice(storage.gradient, param._index, grad.local)
             else:
-                own = [grad if index == param._index else None for index in range(len(storage.layout.slots))]
+                own = [
+                    grad if index == param._index else None
+                    for index in range(len(storage.layout.slots))
+                ]
                 storage.engine.backward.add(storage.gradient, own)
             return grad.new_zeros(()).expand(grad.shape)
 
@@ -343,7 +413,8 @@ class ParameterAlias(Sharded):
 
     @property
     def owner(self) -> Slices:
-        return self.param if self._local is self.param.local else self  # the parameter may have left this memory
+        # the parameter may have left this memory
+        return self.param if self._local is self.param.local else self
 
     def mark_written(self) -> None:
         if self.owner is self.param:
@@ -353,7 +424,10 @@ class ParameterAlias(Sharded):
 
 
 class _Slice(torch.autograd.Function):
-    """The slice of a parameter. Its gradient joins those that come over all ranks; autograd adds nothing to `.grad`."""
+    """The slice of a parameter.
+
+    Its gradient joins those that come over all ranks; autograd adds nothing to `.grad`.
+    """
 
     @staticmethod
     def forward(ctx: Any, param: DistributedParameter) -> torch.Tensor:
@@ -377,16 +451,25 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
     """Copy a storage with all its parameters; they stay together, as in the original."""
     shapes = [(slot.name, torch.Size(slot.shape)) for slot in source.layout.slots]
     target = Storage(
-        source.engine, shapes, source.dtype, source.policy,
-        placement=source.placement, splits=[slot.split for slot in source.layout.slots], adoptable=source.adoptable,
-    )  # fmt: skip
+        source.engine,
+        shapes,
+        source.dtype,
+        source.policy,
+        placement=source.placement,
+        splits=[slot.split for slot in source.layout.slots],
+        adoptable=source.adoptable,
+    )
     target.shard.copy_(source.shard)
     params = []
     for index, old in enumerate(source.params):
         trainable = old is not None and old.requires_grad
         new = DistributedParameter.at(target, index, trainable)
         if isinstance(old, DistributedParameter):
-            new._init_method, new.group, new._never_set = copy.copy(old._init_method), old.group, old._never_set
+            new._init_method, new.group, new._never_set = (
+                copy.copy(old._init_method),
+                old.group,
+                old._never_set,
+            )
             for name in set(vars(old)) - set(vars(new)):
                 vars(new)[name] = copy.deepcopy(vars(old)[name], memo)
             memo[id(old)] = new
@@ -396,5 +479,7 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
 
 
 def computed_with(x: torch.Tensor) -> torch.Tensor:
-    """What a layer computes with: the gathered tensor of a distributed parameter, this rank's part of a tensor-parallel one."""
+    """What a layer computes with: the gathered tensor of a distributed parameter, this rank's part
+    of a tensor-parallel one.
+    """
     return x.gather() if isinstance(x, DistributedParameter) else x

@@ -19,30 +19,38 @@ from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
-# Elements of a tensor that are looked at; all of smaller ones. More would cost seconds with large models on the CPU.
+# Elements of a tensor that are looked at; all of smaller ones. More would cost seconds with large
+# models on the CPU.
 NUM_SAMPLED = 2**16
 _SEED = (
-    "All ranks must bring the same: build the model with the same seed (bmtrain.init_distributed sets it) and load the same files "
+    "All ranks must bring the same: build the model with the same seed "
+    "(bmtrain.init_distributed sets it) and load the same files "
     "on all ranks, or make it on the meta device and load it afterwards."
 )
 
 
-# Modules of torch's that take over the parameters of the module that they hold, and what this library does instead.
+# Modules of torch's that take over the parameters of the module that they hold, and what this
+# library does instead.
 _ITSELF = (
-    "the model is sharded and its gradients are summed over the ranks already (OptimManager divides by their number): use it as it "
+    "the model is sharded and its gradients are summed over the ranks already "
+    "(OptimManager divides by their number): use it as it "
     "is, without that wrapper"
 )
 _STRANGERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": _ITSELF,
     "torch.nn.parallel.data_parallel.DataParallel": _ITSELF + ", with one process per GPU",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _ITSELF,
-    "torch._dynamo.eval_frame.OptimizedModule": "blocks are compiled one by one: bmtrain.init_distributed(compile=True), "
-    "Block(compile=True) or block.compile() instead of torch.compile(model)",
+    "torch._dynamo.eval_frame.OptimizedModule": "blocks are compiled one by one: "
+    "bmtrain.init_distributed(compile=True), Block(compile=True) or block.compile() "
+    "instead of torch.compile(model)",
 }
 
 
 class Sameness:
-    """Whether the models of all ranks are known to be the same. One per run, reached by `world.service(Sameness)`."""
+    """Whether the models of all ranks are known to be the same.
+
+    One per run, reached by `world.service(Sameness)`.
+    """
 
     def __init__(self, world: World) -> None:
         self._axis = world.mesh.world
@@ -52,7 +60,9 @@ class Sameness:
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
-        """Parameters that are sharded inside have been compared, or will get values that are the same everywhere."""
+        """Parameters that are sharded inside have been compared, or will get values that are the
+        same everywhere.
+        """
         before, self._is_known = self._is_known, True
         try:
             yield
@@ -60,17 +70,25 @@ class Sameness:
             self._is_known = before
 
     def check(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """RanksPartedError on all ranks unless these have the same names, shapes, dtypes and values everywhere. Collective.
+        """RanksPartedError on all ranks unless these have the same names, shapes, dtypes and values
+        everywhere. Collective.
 
-        Values are compared by a checksum, of large tensors (above 65536 elements) of a sample: it finds another seed or another
-        file, not one element.
+        Values are compared by a checksum, of large tensors (above 65536 elements) of a sample: it
+        finds another seed or another file, not one element.
         """
         if not self._is_known and self._axis.size > 1:
-            check_same("the parameters to be sharded differ between the ranks", [*params], self._axis, _SEED)
+            check_same(
+                "the parameters to be sharded differ between the ranks",
+                [*params],
+                self._axis,
+                _SEED,
+            )
 
 
 def watch_calls(model: torch.nn.Module) -> None:
-    """Ranks compare at every call of `model`: one that has gathered nothing in the last would not notice that others have."""
+    """Ranks compare at every call of `model`: one that has gathered nothing in the last would not
+    notice that others have.
+    """
     if _note_call not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_note_call)
 
@@ -83,36 +101,55 @@ def _note_call(model: torch.nn.Module, args: Any) -> None:
 
 
 def check_same_state(state: Mapping[str, Any], names: Iterable[str]) -> None:
-    """RanksPartedError on all ranks unless the entries `names` of a state dict are the same everywhere. Collective.
+    """RanksPartedError on all ranks unless the entries `names` of a state dict are the same
+    everywhere. Collective.
 
     To be called before anything of `state` is copied into the model, on all ranks.
     """
     if world.is_initialized() and world.world_size() > 1:
         axis = world.current().mesh.world
         found = [(name, state[name]) for name in names if name in state]
-        check_same("load_state_dict got states that differ between the ranks", found, axis, "Load the same file on all ranks.")
+        check_same(
+            "load_state_dict got states that differ between the ranks",
+            found,
+            axis,
+            "Load the same file on all ranks.",
+        )
 
 
 def check_same(what: str, entries: Sequence[tuple[str, Any]], axis: Axis, cure: str) -> None:
-    """RanksPartedError on all ranks unless all have the same names and values, in the same order. Collective."""
+    """RanksPartedError on all ranks unless all have the same names and values, in the same order.
+
+    Collective.
+    """
     own = [f"{name}: {_described(value)}" for name, value in entries]
     digests = collectives.gather_objects(zlib.crc32("\n".join(own).encode()), axis)
     if len(set(digests)) == 1:
         return
     told: list[list[str]] = collectives.gather_objects(own, axis)
-    place = next(i for i in range(max(map(len, told))) if len({texts[i] if i < len(texts) else "" for texts in told}) > 1)
+    place = next(
+        i
+        for i in range(max(map(len, told)))
+        if len({texts[i] if i < len(texts) else "" for texts in told}) > 1
+    )
     shown: dict[str, list[str]] = {}
     for rank, texts in zip(axis.ranks, told, strict=True):
         shown.setdefault(texts[place] if place < len(texts) else "no more", []).append(str(rank))
     deeds = "; ".join(f"on rank {', '.join(ranks)} {text}" for text, ranks in shown.items())
-    raise RanksPartedError(f"{what}. The first difference is number {place}: {deeds}. Nothing has been changed. {cure}")
+    raise RanksPartedError(
+        f"{what}. The first difference is number {place}: {deeds}. Nothing has been changed. {cure}"
+    )
 
 
 def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.parameter.UninitializedParameter):
+    if not isinstance(value, torch.Tensor) or isinstance(
+        value, torch.nn.parameter.UninitializedParameter
+    ):
         return type(value).__name__
     frozen = ", frozen" if isinstance(value, torch.nn.Parameter) and not value.requires_grad else ""
-    gradient = "" if not value.is_leaf or value.grad is None else f", gradient {_checksum(value.grad)}"
+    gradient = (
+        "" if not value.is_leaf or value.grad is None else f", gradient {_checksum(value.grad)}"
+    )
     return f"shape {tuple(value.shape)}, {value.dtype}, values {_checksum(value)}{gradient}{frozen}"
 
 
@@ -122,11 +159,17 @@ def _checksum(x: torch.Tensor) -> str:
     if x.is_meta or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized:
         return f"of a {type(x).__name__} on {x.device.type}"
     sample = evenly_spaced(x, NUM_SAMPLED).cpu().contiguous()
-    return f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}" if sample.numel() else "none"
+    return (
+        f"{zlib.crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
+        if sample.numel()
+        else "none"
+    )
 
 
 def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """ParameterError where a module that is sharded is given to one that would broadcast, shard or trace it as if it were whole."""
+    """ParameterError where a module that is sharded is given to one that would broadcast, shard or
+    trace it as if it were whole.
+    """
     for kind in type(holder).__mro__:
         cure = _STRANGERS.get(f"{kind.__module__}.{kind.__qualname__}")
         if cure is not None and module is not None and any(map(_is_sharded, module.parameters())):

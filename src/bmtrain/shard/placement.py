@@ -15,7 +15,8 @@ from bmtrain.shard.layout import Split
 class Placement:
     """Every element of every storage is owned by exactly one rank of the run.
 
-    tensor_parallel: each tensor rank has another part of the parameters, sharded over the ranks that have the same part.
+    tensor_parallel: each tensor rank has another part of the parameters, sharded over the ranks
+    that have the same part.
         Other parameters are sharded over tensor ranks too.
     stage: the pipeline stage that holds the storage; None for one that all stages use.
     """
@@ -25,7 +26,9 @@ class Placement:
 
     def axis(self, mesh: Mesh) -> Axis:
         """The ranks of this rank's stage over which the storage is sharded, if it is here."""
-        return mesh.shard_axis(tensor_parallel=self.tensor_parallel, pipelined=self.stage is not None)
+        return mesh.shard_axis(
+            tensor_parallel=self.tensor_parallel, pipelined=self.stage is not None
+        )
 
     def is_here(self, mesh: Mesh) -> bool:
         """Whether this rank owns a shard."""
@@ -41,6 +44,7 @@ def split_of(data: torch.Tensor, dim: int, tp: Axis) -> Split | None:
         return None
     if not 0 <= dim < data.dim():
         raise ParameterError(
-            f"tp_split_dim is {dim} for a parameter of shape {tuple(data.shape)}: expected 0 to {data.dim() - 1}, or -1 for none."
+            f"tp_split_dim is {dim} for a parameter of shape {tuple(data.shape)}: "
+            f"expected 0 to {data.dim() - 1}, or -1 for none."
         )
     return Split(dim, tp.index, tp.size)

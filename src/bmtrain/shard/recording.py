@@ -19,8 +19,8 @@ EnterMicroBatch = Callable[[int], contextlib.AbstractContextManager[None]]
 class Position:
     """Which part of a run records a tensor.
 
-    segment: the run is cut where a pipelined pass begins and where it ends, so passes are the odd segments.
-    stage: place of the recording layers in the pipeline; 0 outside of passes.
+    segment: the run is cut where a pipelined pass begins and where it ends, so passes are the odd
+    segments. stage: place of the recording layers in the pipeline; 0 outside of passes.
     micro_batch: which rows of the pass; 0 outside of passes.
     """
 
@@ -37,7 +37,10 @@ class Listener(Protocol):
 
 
 class Recorder:
-    """Hands recorded tensors to the listeners. One per run, reached by `world.service(Recorder)`."""
+    """Hands recorded tensors to the listeners.
+
+    One per run, reached by `world.service(Recorder)`.
+    """
 
     def __init__(self, world: World) -> None:
         self.position = Position()
@@ -58,14 +61,17 @@ class Recorder:
             self._listeners.remove(listener)
 
     def record(self, x: torch.Tensor, name: str, group: str | None) -> None:
-        """Tell the listeners. What runs inside a backward pass is recomputation: its forward pass has told them already."""
+        """Tell the listeners. What runs inside a backward pass is recomputation: its forward pass
+        has told them already.
+        """
         if self.is_listening and not in_backward():
             for listener in self._listeners:
                 listener.record(x, name, group, self.position)
 
     @contextlib.contextmanager
     def pipelined_pass(self, stage: int) -> Iterator[EnterMicroBatch]:
-        """Inside, the layers of `stage` run once per micro-batch, and what they record counts as one pass over all rows.
+        """Inside, the layers of `stage` run once per micro-batch, and what they record counts as
+        one pass over all rows.
 
         Gives a function to be called for each piece of work, in any order and as often as needed:
 

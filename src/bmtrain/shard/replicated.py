@@ -1,4 +1,6 @@
-"""Ordinary parameters, which every rank has whole: their gradients are summed over ranks at the end of a backward pass."""
+"""Ordinary parameters, which every rank has whole: their gradients are summed over ranks at the end
+of a backward pass.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,21 @@ class Replicated:
     knows = __contains__
 
     def retire(self, param: torch.nn.Parameter) -> None:
-        """`param` has been replaced by a sharded parameter: whoever trains it from now on trains nothing."""
+        """`param` has been replaced by a sharded parameter: whoever trains it from now on trains
+        nothing.
+        """
         key = id(param)
         self._retired[key] = weakref.ref(param, lambda _: self._retired.pop(key, None) and None)
 
     def refuse_retired(self, params: Iterable[torch.Tensor]) -> None:
-        """ParameterError if sharded parameters have taken the place of some of `params`, which an optimizer trains."""
+        """ParameterError if sharded parameters have taken the place of some of `params`, which an
+        optimizer trains.
+        """
         for param in params if self._retired else ():
             if id(param) in self._retired:
                 raise ParameterError(
-                    f"an optimizer has a parameter of shape {tuple(param.shape)} that was replaced when its model was sharded: "
+                    f"an optimizer has a parameter of shape {tuple(param.shape)} that "
+                    "was replaced when its model was sharded: "
                     "make the optimizer after bmtrain.BMTrainModelWrapper or Block."
                 )
 
@@ -63,7 +70,8 @@ class Replicated:
             if self._world.size > 1:
                 collectives.broadcast_(param.data, 0, self._world)
                 trainable = param.requires_grad
-                param.requires_grad_(True)  # a frozen parameter takes no hook, and may be trained later
+                # a frozen parameter takes no hook, and may be trained later
+                param.requires_grad_(True)
                 param.register_hook(self._collector(weakref.ref(param)))
                 param.requires_grad_(trainable)
 
@@ -71,41 +79,62 @@ class Replicated:
         """Add the sums over ranks of what has arrived to `.grad`.
 
         Raises:
-            ParameterError: if one of the parameters has hooks, which have seen this rank's part only.
+            ParameterError: if one of the parameters has hooks, which have seen this rank's part
+                only.
         """
         params = [reference() for reference in self._params]
         for param in params if self._world.size > 1 else ():
             _refuse_hooks(param)
         incoming = [None if param is None else self._incoming.get(id(param)) for param in params]
-        kinds = [(grad is not None and not grad.is_sparse, grad is not None and grad.is_sparse) for grad in incoming]
+        kinds = [
+            (grad is not None and not grad.is_sparse, grad is not None and grad.is_sparse)
+            for grad in incoming
+        ]
         flags = iter(self._taping.any_rank([flag for kind in kinds for flag in kind], self._world))
-        for param, grad, (is_dense, is_sparse) in zip(params, incoming, zip(flags, flags, strict=True), strict=True):
+        for param, grad, (is_dense, is_sparse) in zip(
+            params, incoming, zip(flags, flags, strict=True), strict=True
+        ):
             if param is None or not (is_dense or is_sparse):
                 continue
-            total = self._total(torch.zeros_like(param, requires_grad=False) if grad is None else grad, keeps_rows=not is_dense)
+            total = self._total(
+                torch.zeros_like(param, requires_grad=False) if grad is None else grad,
+                keeps_rows=not is_dense,
+            )
             param.grad = total if param.grad is None else _plus_(param.grad, total)
         self._incoming.clear()
 
     def _total(self, grad: torch.Tensor, *, keeps_rows: bool) -> torch.Tensor:
         """The sum over ranks; with `keeps_rows` sparse, of the rows that any rank has."""
-        total = collectives.all_reduce(grad.to_dense().contiguous() if grad.is_sparse else grad.contiguous(), "sum", self._world)
+        total = collectives.all_reduce(
+            grad.to_dense().contiguous() if grad.is_sparse else grad.contiguous(),
+            "sum",
+            self._world,
+        )
         if not keeps_rows:
             return total
         has_row = torch.zeros(len(total), dtype=torch.uint8, device=total.device)
         if grad.is_sparse:
             has_row[grad.coalesce().indices()[0]] = 1
         rows = collectives.all_reduce(has_row, "max", self._world).nonzero().view(1, -1)
-        return torch.sparse_coo_tensor(rows, total[rows[0]], total.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            rows, total[rows[0]], total.shape, is_coalesced=True, check_invariants=False
+        )
 
     def discard(self) -> None:
         """Forget what a pass that failed has left."""
         self._incoming.clear()
 
     def settle(self) -> tuple[bool, ...]:
-        """Between passes: each `.grad` moves to a place of its own that stays the same; which parameters have one."""
+        """Between passes: each `.grad` moves to a place of its own that stays the same; which
+        parameters have one.
+        """
         for reference in self._params[len(self._places) :]:
             param = reference()
-            self._places.append(torch.empty(0, device="cpu") if param is None else torch.zeros_like(param, requires_grad=False))
+            self._places.append(
+                torch.empty(0, device="cpu")
+                if param is None
+                else torch.zeros_like(param, requires_grad=False)
+            )
         self.fix()
         return tuple(param.grad is not None for param in self)
 
@@ -114,13 +143,17 @@ class Replicated:
         return tuple(param.requires_grad for param in self)
 
     def hide(self, given: Sequence[bool]) -> None:
-        """Take back what has been shown since `settle` returned `given`: no gradient was computed after all."""
+        """Take back what has been shown since `settle` returned `given`: no gradient was computed
+        after all.
+        """
         for param, had in zip(self, given, strict=True):
             if not had:
                 param.grad = None
 
     def fix(self) -> None:
-        """After a pass: gradients that autograd has put elsewhere move to the places that `settle` made."""
+        """After a pass: gradients that autograd has put elsewhere move to the places that `settle`
+        made.
+        """
         for reference, place in zip(self._params, self._places, strict=False):
             param = reference()
             if param is not None and param.grad is not None and param.grad is not place:
@@ -128,15 +161,20 @@ class Replicated:
                 param.grad = place
 
     def show(self) -> None:
-        """Make every gradient that a replay has written visible again: those that are visible now, whenever it is called."""
+        """Make every gradient that a replay has written visible again: those that are visible now,
+        whenever it is called.
+        """
         shown = [(param, param.grad) for param in self if param.grad is not None]
         self._taping.now_and_after_replays(lambda: _show(shown))
 
-    def _collector(self, reference: weakref.ref[torch.nn.Parameter]) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+    def _collector(
+        self, reference: weakref.ref[torch.nn.Parameter]
+    ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
         def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
             if grad is None:  # the node was passed, but nothing on this rank used the parameter
                 return None
-            # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass, the same on every rank.
+            # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
+            # the same on every rank.
             self._join()
             key = id(reference())
             before = self._incoming.get(key)
@@ -157,8 +195,10 @@ def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
     post_hooks = getattr(param, "_post_accumulate_grad_hooks", None) or ()
     if param is not None and (len(hooks) > 1 or post_hooks):
         raise ParameterError(
-            f"a parameter of shape {tuple(param.shape)} outside of blocks has a hook: it sees the gradient of this rank alone, "
-            "before the sum over ranks. Wrap the model (bmtrain.BMTrainModelWrapper), whose parameters' hooks get the sum, or "
+            f"a parameter of shape {tuple(param.shape)} outside of blocks has a hook: "
+            "it sees the gradient of this rank alone, "
+            "before the sum over ranks. Wrap the model (bmtrain.BMTrainModelWrapper), "
+            "whose parameters' hooks get the sum, or "
             "change `.grad` after backward."
         )
 

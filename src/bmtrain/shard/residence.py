@@ -19,9 +19,13 @@ Version = Callable[[], int]
 
 
 class Residence(ABC):
-    """Gathers one shard on demand. `acquire` and `release` come in pairs; several holders share one full buffer."""
+    """Gathers one shard on demand.
 
-    #: whether the full buffer stays from forward to backward; otherwise saved tensors must be packed and gathered again
+    `acquire` and `release` come in pairs; several holders share one full buffer.
+    """
+
+    # : whether the full buffer stays from forward to backward; otherwise saved tensors must be
+    # packed and gathered again
     survives_forward: bool = True
     #: whether only the ranks of one pipeline stage have it
     is_pipelined: bool = False
@@ -58,8 +62,9 @@ class Residence(ABC):
     def forget(self) -> None:
         """Parameters may change now: values that nobody holds are worth nothing.
 
-        Called at the same places of the program on every rank. Whether to gather must never depend on what can differ between
-        ranks: versions of parameters (a rank whose slice is empty sees no change), or which old graphs are still alive.
+        Called at the same places of the program on every rank. Whether to gather must never depend
+        on what can differ between ranks: versions of parameters (a rank whose slice is empty sees
+        no change), or which old graphs are still alive.
         """
 
 
@@ -90,8 +95,10 @@ class Absent(Residence):
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         raise ParameterError(
-            "this parameter belongs to another stage of the pipeline and has no values on this rank: use it through the "
-            "PipelineTransformerBlockList, or read it with bmtrain.save, state_dict() or bmtrain.inspect."
+            "this parameter belongs to another stage of the pipeline and has no values "
+            "on this rank: use it through the "
+            "PipelineTransformerBlockList, or read it with bmtrain.save, state_dict() "
+            "or bmtrain.inspect."
         )
 
     def release(self, full: torch.Tensor) -> None:
@@ -130,24 +137,38 @@ class Kept(Residence):
             self._full = None
 
     def forget(self) -> None:
-        # Holders keep the tensor itself; here it must not be found again. Nobody may have waited for its gather yet.
+        # Holders keep the tensor itself; here it must not be found again. Nobody may have waited
+        # for its gather yet.
         self._transport.streams.compute_waits(self._ready)
         self._full, self._num_holders = None, 0
 
     def _load(self, phase: Phase) -> torch.Tensor:
         if self._full is None:
             self._full, self.version = self._source.new_full(self._axis.size), self._version()
-            self._ready = self._transport.gather(self._full, self._source, self._axis, None, self.place(phase))
+            self._ready = self._transport.gather(
+                self._full, self._source, self._axis, None, self.place(phase)
+            )
         return self._full
 
 
 class Ringed(Residence):
-    """ZeRO-3: a turn in a ring of buffers. After release the values stay until another storage takes the buffer."""
+    """ZeRO-3: a turn in a ring of buffers.
+
+    After release the values stay until another storage takes the buffer.
+    """
 
     survives_forward = False
 
-    def __init__(self, source: Source, transport: Transport, axis: Axis, version: Version, ring: Ring) -> None:
-        self._source, self._transport, self._axis, self._version, self._ring = source, transport, axis, version, ring
+    def __init__(
+        self, source: Source, transport: Transport, axis: Axis, version: Version, ring: Ring
+    ) -> None:
+        self._source, self._transport, self._axis, self._version, self._ring = (
+            source,
+            transport,
+            axis,
+            version,
+            ring,
+        )
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -167,7 +188,9 @@ class Ringed(Residence):
             buffer.held = True
             return
         self._buffer, self.version = self._ring.take(self), self._version()
-        self._ready = self._transport.gather(self._buffer.tensor, self._source, self._axis, self._buffer.free, self.place(phase))
+        self._ready = self._transport.gather(
+            self._buffer.tensor, self._source, self._axis, self._buffer.free, self.place(phase)
+        )
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)
@@ -184,7 +207,8 @@ class Ringed(Residence):
 
     def forget(self) -> None:
         if self._num_holders == 0:
-            self._transport.streams.compute_waits(self._ready)  # nobody else may have, and the memory may go
+            # nobody else may have, and the memory may go
+            self._transport.streams.compute_waits(self._ready)
             self._give_back()
             self._buffer = None
 

@@ -11,18 +11,22 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Phase(enum.Enum):
-    """Forward passes and backward passes (with the recomputation inside them) have orders of their own."""
+    """Forward passes and backward passes (with the recomputation inside them) have orders of their
+    own.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Schedule(Generic[Item]):
-    """Learns which item is gathered after which, per phase; before it knows, backward is forward reversed.
+    """Learns which item is gathered after which, per phase; before it knows, backward is forward
+    reversed.
 
-    A wrong guess costs one gather, once: a successor that did not come is forgotten. Items met again within one pass start a
-    new pass, so that the last item of one forward is never followed by the first of the next: parameters may change in
-    between. Items are kept alive on purpose: all ranks must guess alike, whenever each of them drops a model.
+    A wrong guess costs one gather, once: a successor that did not come is forgotten. Items met
+    again within one pass start a new pass, so that the last item of one forward is never followed
+    by the first of the next: parameters may change in between. Items are kept alive on purpose: all
+    ranks must guess alike, whenever each of them drops a model.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""What torch's functions do with sharded tensors: on slices where that is all it takes, else on gathered whole tensors."""
+"""What torch's functions do with sharded tensors: on slices where that is all it takes, else on
+gathered whole tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.cut import Cut
-from bmtrain.shard.slices import Slices, check_alike, communicate, is_vector_order, look_whole, norm, total
+from bmtrain.shard.slices import (
+    Slices,
+    check_alike,
+    communicate,
+    is_vector_order,
+    look_whole,
+    norm,
+    total,
+)
 from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
 from bmtrain.torch_internals import is_collective, plain_functions
@@ -22,11 +32,13 @@ Kwargs = dict[str, Any]
 
 
 class Sharded(Slices):
-    """This rank's slice of the flattened tensor that looks whole: shape, dim, numel, dtype and device are the whole's.
+    """This rank's slice of the flattened tensor that looks whole: shape, dim, numel, dtype and
+    device are the whole's.
 
-    Element-wise functions run on the slices; norms and sums are a local reduction and one collective; every other function gathers
-    its sharded arguments, differentiably, and runs on whole tensors. So a program computes what it computes in one process, or is
-    refused (ParameterError); all ranks must run it.
+    Element-wise functions run on the slices; norms and sums are a local reduction and one
+    collective; every other function gathers its sharded arguments, differentiably, and runs on
+    whole tensors. So a program computes what it computes in one process, or is refused
+    (ParameterError); all ranks must run it.
     """
 
     @classmethod
@@ -34,19 +46,26 @@ class Sharded(Slices):
         return Sharded
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
         return run(func, args, kwargs or {})
 
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`func(*args, **kwargs)`, some of whose tensors are sharded, as one process computes it. Collective if it needs values."""
+    """`func(*args, **kwargs)`, some of whose tensors are sharded, as one process computes it.
+
+    Collective if it needs values.
+    """
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _access(func, name, args)
     if name in elementwise.OF_MEMORY:
         raise ParameterError(
-            f"{name} of a sharded tensor: no memory holds all of it on one rank. Take param.gather(), a whole copy, or "
-            "param.local, this rank's slice; a module whose kernels read memory can be made a bmtrain.Block."
+            f"{name} of a sharded tensor: no memory holds all of it on one rank. Take "
+            "param.gather(), a whole copy, or "
+            "param.local, this rank's slice; a module whose kernels read memory can be "
+            "made a bmtrain.Block."
         )
     if name in elementwise.ABOUT or func is torch.autograd.backward:
         return _natively(func, args, kwargs)
@@ -73,13 +92,19 @@ def _access(func: Any, name: str, args: Args) -> Any:
         return on_wholes(func, args, {})
     if name == "__get__" and attribute == "_version":
         return args[0].num_written
-    if name == "__set__" and attribute == "grad" and isinstance(args[1], torch.Tensor) and not isinstance(args[1], Slices):
+    if (
+        name == "__set__"
+        and attribute == "grad"
+        and isinstance(args[1], torch.Tensor)
+        and not isinstance(args[1], Slices)
+    ):
         args = (args[0], cut_like(args[1], args[0]))
     return _natively(func, args, {})
 
 
 def cut_like(value: torch.Tensor, like: Slices) -> Slices:
-    """This rank's slice of `value`, a whole tensor or one that is sharded in another way, cut as `like`; without a graph.
+    """This rank's slice of `value`, a whole tensor or one that is sharded in another way, cut as
+    `like`; without a graph.
 
     Raises:
         ParameterError: for another shape, and for values that differ between ranks.
@@ -87,7 +112,10 @@ def cut_like(value: torch.Tensor, like: Slices) -> Slices:
     if isinstance(value, Slices) and value.cut.is_like(like.cut):
         return value
     if value.shape != like.shape:
-        raise ParameterError(f"got a tensor of shape {tuple(value.shape)} for a parameter of shape {tuple(like.shape)}.")
+        raise ParameterError(
+            f"got a tensor of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(like.shape)}."
+        )
     whole = value.whole() if isinstance(value, Slices) else _plain(value.detach())
     whole = whole if whole.layout is torch.strided else whole.to_dense()
     if not isinstance(value, Slices):
@@ -97,7 +125,11 @@ def cut_like(value: torch.Tensor, like: Slices) -> Slices:
 
 def described(value: object) -> str:
     """For messages."""
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return (
+        f"{tuple(value.shape)} {value.dtype}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
@@ -105,14 +137,18 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_leaf(x: torch.Tensor) -> None:
-    """ParameterError where autograd would raise in one process: `x` is about to be changed in place."""
+    """ParameterError where autograd would raise in one process: `x` is about to be changed in
+    place.
+    """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ParameterError(
-            "a sharded tensor that requires grad is changed in place: do it under torch.no_grad() or on param.data."
+            "a sharded tensor that requires grad is changed in place: do it under "
+            "torch.no_grad() or on param.data."
         )
 
 
-# On slices ------------------------------------------------------------------------------------------------------------------------
+# On slices
+# --------------------------------------------------------------------------------------------------
 
 
 def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
@@ -123,7 +159,8 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(like, Slices) or "out" in kwargs or not all(_fits(x, like) for x in tensors):
         return NotImplemented
     if not writes and not all(isinstance(x, Slices) for x in tensors):
-        return NotImplemented  # an ordinary operand may come from this rank's rows: slices would be of different results
+        # an ordinary operand may come from this rank's rows: slices would be of different results
+        return NotImplemented
     if writes:
         refuse_leaf(like)
     _check_operands(name, [x for x in (*args, *kwargs.values()) if x is not like], like.cut)
@@ -141,10 +178,11 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
-    """What sharded tensors are computed with on slices is the same on all ranks, or they hear of it.
+    """What sharded tensors are computed with on slices is the same on all ranks, or they hear of
+    it.
 
-    Tensors are compared at once. Numbers are noted, and compared with what comes next; one that lies on a GPU is not looked at,
-    since the host would wait for it.
+    Tensors are compared at once. Numbers are noted, and compared with what comes next; one that
+    lies on a GPU is not looked at, since the host would wait for it.
     """
     if cut.axis.size == 1:
         return
@@ -159,16 +197,22 @@ def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
 
 
 def _fits(x: torch.Tensor, like: Slices) -> bool:
-    """Whether this rank has what it needs of `x`, an operand beside `like`. The same on all ranks."""
+    """Whether this rank has what it needs of `x`, an operand beside `like`.
+
+    The same on all ranks.
+    """
     if isinstance(x, Slices):
         return x.shape == like.shape
-    # A 0-dim parameter is stored as a slice of one dim, which counts for more in the choice of the result's dtype.
+    # A 0-dim parameter is stored as a slice of one dim, which counts for more in the choice of the
+    # result's dtype.
     same_dtype = like.dim() > 0 or x.dtype == like.dtype or not x.is_floating_point()
     return same_dtype and not x.is_sparse and _broadcasts(x.shape, like.shape)
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+    return len(shape) <= len(to) and all(
+        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
+    )
 
 
 def _own(x: torch.Tensor, like: Slices) -> torch.Tensor:
@@ -193,20 +237,32 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         return _norms(args, kwargs)
     is_known = base in elementwise.ELEMENTWISE or name in elementwise.FUSED or name == _UNSCALE
     likes = _likes(args)
-    columns = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == len(likes)]
+    columns = [
+        x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple) and len(x) == len(likes)
+    ]
     rows_fit = all(
         _fits(x, like) if isinstance(like, Slices) else not isinstance(x, Slices)
         for column in columns
         for x, like in zip(column, likes, strict=True)
         if isinstance(x, torch.Tensor)
     )
-    if not is_known or not rows_fit or any(x.requires_grad and torch.is_grad_enabled() for x in tensors_of((args, kwargs))):
+    if (
+        not is_known
+        or not rows_fit
+        or any(x.requires_grad and torch.is_grad_enabled() for x in tensors_of((args, kwargs)))
+    ):
         return NotImplemented
     keys = set(map(id, columns))
     operands: list[Any] = []  # of the sharded tensors
     for value in (*args[1:], *kwargs.values()):
-        operands += [x for x, like in zip(value, likes, strict=True) if isinstance(like, Slices)] if id(value) in keys else [value]
-    if not name.endswith("_") and any(isinstance(x, torch.Tensor) and not isinstance(x, Slices) for x in operands):
+        operands += (
+            [x for x, like in zip(value, likes, strict=True) if isinstance(like, Slices)]
+            if id(value) in keys
+            else [value]
+        )
+    if not name.endswith("_") and any(
+        isinstance(x, torch.Tensor) and not isinstance(x, Slices) for x in operands
+    ):
         return NotImplemented
     first = next((x for x in likes if isinstance(x, Slices)), None)
     if first is not None and name != _UNSCALE:
@@ -216,17 +272,31 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         if id(value) not in keys:
             return value
         pairs = zip(value, likes, strict=True)
-        return [_own(x, like) if isinstance(x, torch.Tensor) and isinstance(like, Slices) else x for x, like in pairs]
+        return [
+            _own(x, like) if isinstance(x, torch.Tensor) and isinstance(like, Slices) else x
+            for x, like in pairs
+        ]
 
-    out = func(*[own(value) for value in args], **{key: own(value) for key, value in kwargs.items()})
+    out = func(
+        *[own(value) for value in args], **{key: own(value) for key, value in kwargs.items()}
+    )
     if name.endswith("_"):
-        written = [x for x in tensors_of(args) if isinstance(x, Slices)] if name in elementwise.FUSED else likes
+        written = (
+            [x for x in tensors_of(args) if isinstance(x, Slices)]
+            if name in elementwise.FUSED
+            else likes
+        )
         for x in {id(x.owner): x for x in written if isinstance(x, Slices)}.values():
             x.mark_written()
         if name == _UNSCALE:  # every rank hears of what one has found
-            collectives.all_reduce_(args[1], "max", next(x for x in likes if isinstance(x, Slices)).cut.mesh.world)
+            collectives.all_reduce_(
+                args[1], "max", next(x for x in likes if isinstance(x, Slices)).cut.mesh.world
+            )
         return None if out is None else likes
-    return [look_whole(x, like.cut, Sharded) if isinstance(like, Slices) else x for x, like in zip(out, likes, strict=True)]
+    return [
+        look_whole(x, like.cut, Sharded) if isinstance(like, Slices) else x
+        for x, like in zip(out, likes, strict=True)
+    ]
 
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -242,7 +312,8 @@ def _norms(args: Args, kwargs: Kwargs) -> Any:
     return [torch.linalg.vector_norm(x, order, dtype=kwargs.get("dtype")) for x in args[0]]
 
 
-# On wholes ------------------------------------------------------------------------------------------------------------------------
+# On wholes
+# --------------------------------------------------------------------------------------------------
 
 
 def gathered(x: Slices) -> torch.Tensor:
@@ -256,7 +327,8 @@ def ordinary(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = False) -> Any:
-    """Any function, on gathered tensors. What it writes into one is copied back; results that share its memory are windows.
+    """Any function, on gathered tensors. What it writes into one is copied back; results that share
+    its memory are windows.
 
     Args:
         same_on_all: it draws random numbers into a tensor: all ranks take rank 0's.
@@ -265,7 +337,9 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     sharded = {id(x): x for x in tensors if isinstance(x, Slices)}
     wholes = {key: x.whole_of_parts() if same_on_all else gathered(x) for key, x in sharded.items()}
     # Functions of lists do not count what they write.
-    writes_lists = getattr(func, "__name__", "").startswith(("_foreach_", "_fused_", "_amp_")) and func.__name__.endswith("_")
+    writes_lists = getattr(func, "__name__", "").startswith(
+        ("_foreach_", "_fused_", "_amp_")
+    ) and func.__name__.endswith("_")
     before = {key: -1 if writes_lists else whole._version for key, whole in wholes.items()}
     own = {id(x): wholes.get(id(x), x) for x in tensors}
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
@@ -281,7 +355,9 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     return map_tensors(functools.partial(_as_result, sharded, wholes), out)
 
 
-def _as_result(sharded: Mapping[int, Slices], wholes: Mapping[int, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+def _as_result(
+    sharded: Mapping[int, Slices], wholes: Mapping[int, torch.Tensor], out: torch.Tensor
+) -> torch.Tensor:
     for key, whole in wholes.items():
         if out is whole:
             return sharded[key]
@@ -290,13 +366,21 @@ def _as_result(sharded: Mapping[int, Slices], wholes: Mapping[int, torch.Tensor]
     return out
 
 
-# Functions that are none of these -------------------------------------------------------------------------------------------------
+# Functions that are none of these
+# --------------------------------------------------------------------------------------------------
 
 
 def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    given = {**dict(zip(("x", "order", "dim", "keepdim", "out", "dtype"), args, strict=False)), **kwargs}
+    given = {
+        **dict(zip(("x", "order", "dim", "keepdim", "out", "dtype"), args, strict=False)),
+        **kwargs,
+    }
     x, order = given.get("x"), given.get("order", given.get("p", given.get("ord")))
-    if not isinstance(x, Slices) or (x.requires_grad and torch.is_grad_enabled()) or not x.is_floating_point():
+    if (
+        not isinstance(x, Slices)
+        or (x.requires_grad and torch.is_grad_enabled())
+        or not x.is_floating_point()
+    ):
         return NotImplemented
     if any(given.get(key) not in (None, False) for key in ("dim", "keepdim", "out", "dtype")):
         return NotImplemented
@@ -320,7 +404,9 @@ def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
 
     if func.__name__.startswith("new_") or not isinstance(args[0], Slices):
-        own = {id(x): stand_in(x) if isinstance(x, Slices) else x for x in tensors_of((args, kwargs))}
+        own = {
+            id(x): stand_in(x) if isinstance(x, Slices) else x for x in tensors_of((args, kwargs))
+        }
         return func(*_mapped(args, own), **_mapped(kwargs, own))
     return NotImplemented
 
@@ -338,17 +424,30 @@ def _initial(func: Any, args: Args, kwargs: Kwargs) -> Any:
 def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """One dim stays one dim."""
     x = args[0] if args else None
-    is_flat = isinstance(x, Slices) and x.dim() == 1 and args[1:] in ((), (-1,), ((-1,),)) and not kwargs
+    is_flat = (
+        isinstance(x, Slices) and x.dim() == 1 and args[1:] in ((), (-1,), ((-1,),)) and not kwargs
+    )
     return x if is_flat else NotImplemented
 
 
 def _as_itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`x.view_as(x)`: how torch finds the node that adds up a leaf's gradient, to hang hooks there. A sharded leaf's never runs."""
+    """`x.view_as(x)`: how torch finds the node that adds up a leaf's gradient, to hang hooks there.
+
+    A sharded leaf's never runs.
+    """
     x = args[0]
-    if len(args) == 2 and x is args[1] and x.is_leaf and x.requires_grad and torch.is_grad_enabled():
+    if (
+        len(args) == 2
+        and x is args[1]
+        and x.is_leaf
+        and x.requires_grad
+        and torch.is_grad_enabled()
+    ):
         raise ParameterError(
-            f"{func.__name__} of a sharded parameter with itself: hooks of its node in the graph would never be called. Take "
-            "param.register_hook, which is given the gradient, or param.register_post_accumulate_grad_hook."
+            f"{func.__name__} of a sharded parameter with itself: hooks of its node in "
+            "the graph would never be called. Take "
+            "param.register_hook, which is given the gradient, or "
+            "param.register_post_accumulate_grad_hook."
         )
     return NotImplemented
 
@@ -364,10 +463,16 @@ def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
         names = ("input", "weight", "offsets", "max_norm", "norm_type")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     weight, max_norm = given.get("weight"), given.get("max_norm")
-    if max_norm is None or not isinstance(weight, Slices) or not isinstance(given.get("input"), torch.Tensor):
+    if (
+        max_norm is None
+        or not isinstance(weight, Slices)
+        or not isinstance(given.get("input"), torch.Tensor)
+    ):
         return NotImplemented
     with torch.no_grad():
-        torch.embedding_renorm_(weight, given["input"].contiguous().view(-1), max_norm, given.get("norm_type", 2.0))
+        torch.embedding_renorm_(
+            weight, given["input"].contiguous().view(-1), max_norm, given.get("norm_type", 2.0)
+        )
     place = names.index("max_norm")
     args = (*args[:place], None, *args[place + 1 :]) if len(args) > place else args
     return on_wholes(func, args, {key: value for key, value in kwargs.items() if key != "max_norm"})
@@ -379,7 +484,11 @@ _SPECIAL: dict[str, Callable[[Any, Args, Kwargs], Any]] = {
     **dict.fromkeys(elementwise.SHAPED_LIKE, _shaped_like),
     **dict.fromkeys(elementwise.RANDOM, _random),
     **dict.fromkeys(("reshape", "view", "flatten", "ravel"), _flat),
-    **{name: _initial for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")},
+    **{
+        name: _initial
+        for name in vars(torch.nn.init)
+        if name.endswith("_") and not name.startswith("_")
+    },
     **dict.fromkeys(("embedding", "embedding_bag"), _embedding),
     **dict.fromkeys(("view_as", "expand_as"), _as_itself),
     **dict.fromkeys(("numpy", "__array__"), _numpy),

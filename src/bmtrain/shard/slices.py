@@ -1,6 +1,7 @@
 """A tensor of which this rank stores a slice, and which looks whole; its place in autograd's graph.
 
-Gradients follow the rule of differentiable collectives: the loss of the run is the sum of all ranks' losses.
+Gradients follow the rule of differentiable collectives: the loss of the run is the sum of all
+ranks' losses.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from bmtrain.torch_internals import (
 
 
 class Slices(torch.Tensor):
-    """This rank's slice of the flattened tensor, with the shape of the whole. `Sharded` says what functions do with it.
+    """This rank's slice of the flattened tensor, with the shape of the whole. `Sharded` says what
+    functions do with it.
 
-    To torch it is a tensor without memory: code that does not know of slices cannot read or write one by mistake.
+    To torch it is a tensor without memory: code that does not know of slices cannot read or write
+    one by mistake.
     """
 
     _local: torch.Tensor  # (numel of the slice,), without a graph
@@ -50,7 +53,10 @@ class Slices(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's slice of the flattened tensor, 1-D, without a graph. What is written into it is written into the tensor."""
+        """This rank's slice of the flattened tensor, 1-D, without a graph.
+
+        What is written into it is written into the tensor.
+        """
         return self._local
 
     @property
@@ -60,7 +66,9 @@ class Slices(torch.Tensor):
 
     @property
     def shown_grad(self) -> Any:
-        """What `.grad` shows now, without waiting for what is kept back; None of what is no parameter."""
+        """What `.grad` shows now, without waiting for what is kept back; None of what is no
+        parameter.
+        """
         return None
 
     @property
@@ -81,7 +89,9 @@ class Slices(torch.Tensor):
         return self.kind()(self._local, self._cut)
 
     def differentiable_local(self) -> torch.Tensor:
-        """The slice as part of the graph: its gradient is that of the slice, summed over the ranks' losses."""
+        """The slice as part of the graph: its gradient is that of the slice, summed over the ranks'
+        losses.
+        """
         out: torch.Tensor = _Slice.apply(self)
         return out
 
@@ -91,7 +101,9 @@ class Slices(torch.Tensor):
         return out
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, a copy outside of any graph; of a tensor-parallel one, this tensor rank's part. Collective."""
+        """The whole tensor, a copy outside of any graph; of a tensor-parallel one, this tensor
+        rank's part. Collective.
+        """
         with torch.inference_mode(False), torch.no_grad():
             return self._cut.gathered(self._local)
 
@@ -104,7 +116,10 @@ class Slices(torch.Tensor):
             return self._cut.whole(self._local)
 
     def mark_written(self) -> None:
-        """The tensor has other values than it had. Called alike on all ranks, whether they own elements of it or not."""
+        """The tensor has other values than it had.
+
+        Called alike on all ranks, whether they own elements of it or not.
+        """
         self._num_written += 1
 
     @property
@@ -118,7 +133,8 @@ class Slices(torch.Tensor):
         return self.owner._num_written
 
     def take_whole(self, whole: torch.Tensor) -> None:
-        """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts. Collective.
+        """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts.
+        Collective.
 
         Raises:
             ParameterError: for another shape, and for values that differ between ranks.
@@ -131,7 +147,8 @@ class Slices(torch.Tensor):
         is_part = whole.shape == self._cut.shape
         if not is_part and whole.shape != self._cut.whole_shape:
             raise ParameterError(
-                f"a sharded tensor of shape {tuple(self._cut.shape)} cannot become one of shape {tuple(whole.shape)}."
+                f"a sharded tensor of shape {tuple(self._cut.shape)} cannot become one "
+                f"of shape {tuple(whole.shape)}."
             )
         with torch.no_grad():
             self._local.copy_(self._cut.own(whole) if is_part else self._cut.own_of_whole(whole))
@@ -141,7 +158,8 @@ class Slices(torch.Tensor):
         """Needs no other rank."""
         piece = self._cut.piece
         return (
-            f"{type(self).__name__}(shape={tuple(self._cut.shape)}, dtype={self._local.dtype}, device='{self._local.device}', "
+            f"{type(self).__name__}(shape={tuple(self._cut.shape)}, "
+            f"dtype={self._local.dtype}, device='{self._local.device}', "
             f"local=elements {piece.start} to {piece.stop})"
         )
 
@@ -157,13 +175,16 @@ class Slices(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParameterError(
-            f"a {type(self).__name__} is one slice of a tensor and cannot be pickled: use bmtrain.save or model.state_dict() for a "
+            f"a {type(self).__name__} is one slice of a tensor and cannot be pickled: "
+            "use bmtrain.save or model.state_dict() for a "
             "model, OptimManager.state_dict(gather_opt=True) for optimizers."
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up gradients, and little else."""
+        """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up
+        gradients, and little else.
+        """
         if is_collective(func):
             return communicate(func, args, kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -172,17 +193,31 @@ class Slices(torch.Tensor):
             for x in sharded:
                 x.expect_gradients_of_torch()
         cut = sharded[0].cut
-        # A number may come of this rank's rows, in backward of its loss: what that makes of slices is of different results.
+        # A number may come of this rank's rows, in backward of its loss: what that makes of slices
+        # is of different results.
         is_backward, writes = in_backward(), is_mutable(func)
-        fits = all(x.cut.is_like(cut) if isinstance(x, Slices) else x.dim() == 0 and writes and not is_backward for x in tensors)
+        fits = all(
+            x.cut.is_like(cut)
+            if isinstance(x, Slices)
+            else x.dim() == 0 and writes and not is_backward
+            for x in tensors
+        )
         if not fits or not (torch.Tag.pointwise in func.tags or func in _COPIES):
             if writes:
-                raise ParameterError(f"{func} was called with a sharded tensor by code that cannot take one: pass param.gather().")
+                raise ParameterError(
+                    f"{func} was called with a sharded tensor by code that cannot take "
+                    "one: pass param.gather()."
+                )
             if func in _SUMS and is_backward:  # of a rank's own gradient and one of all ranks
-                raise ParameterError("a sharded tensor was used by TorchScript and by Python: give one of them param.gather().")
-            if sharded[0].is_cuda and not is_backward:  # later calls are fused: they would read its memory
+                raise ParameterError(
+                    "a sharded tensor was used by TorchScript and by Python: give one of "
+                    "them param.gather()."
+                )
+            # later calls are fused: they would read its memory
+            if sharded[0].is_cuda and not is_backward:
                 raise _cannot_be_fused(func)
-            # TorchScript, and what else does not ask `__torch_function__`: it computes with whole tensors.
+            # TorchScript, and what else does not ask `__torch_function__`: it computes with whole
+            # tensors.
             wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))
             return func(*wholes[0], **wholes[1])
         locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
@@ -192,16 +227,22 @@ class Slices(torch.Tensor):
 
 
 def communicate(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of torch.distributed, on whole tensors. What it leaves in them is written into the slices.
+    """A collective of torch.distributed, on whole tensors. What it leaves in them is written into
+    the slices.
 
     Raises:
-        ParameterError: for messages from rank to rank, and for results that differ between ranks, of which each would keep its
-            slice.
+        ParameterError: for messages from rank to rank, and for results that differ between ranks,
+            of which each would keep its slice.
     """
     name = func.__name__
     if any(word in name for word in ("send", "recv", "p2p")):
-        raise ParameterError(f"{name} of a sharded tensor: all ranks call whole = param.gather(), then those concerned send that.")
-    sharded = list({id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Slices)}.values())
+        raise ParameterError(
+            f"{name} of a sharded tensor: all ranks call whole = param.gather(), then "
+            "those concerned send that."
+        )
+    sharded = list(
+        {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Slices)}.values()
+    )
     wholes: dict[int, torch.Tensor] = {}
     for x in sharded:
         x.cut.note(name, x.cut.mesh.world)
@@ -215,28 +256,44 @@ def communicate(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-_COPIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default)
+_COPIES = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+)
 
 
 def check_alike(whole: torch.Tensor, cut: Cut) -> None:
-    """ParameterError on all ranks unless they bring the same `whole`, of which each takes its slice. Collective."""
+    """ParameterError on all ranks unless they bring the same `whole`, of which each takes its
+    slice. Collective.
+    """
     if any(differ([whole], cut.axis)):  # not all stages of a pipeline write what one of them does
         raise ParameterError(
-            f"a sharded tensor of shape {tuple(cut.shape)} was given values that differ between ranks, of which each would keep "
-            "its slice. Compute them from the same rows and random numbers on all ranks, or sum them over ranks first."
+            f"a sharded tensor of shape {tuple(cut.shape)} was given values that "
+            "differ between ranks, of which each would keep "
+            "its slice. Compute them from the same rows and random numbers on all "
+            "ranks, or sum them over ranks first."
         )
 
 
-def without_memory(kind: type[Any], shape: torch.Size, like: torch.Tensor, *, requires_grad: bool = False) -> Any:
-    """A tensor of class `kind`. Kernels that read its memory get a RuntimeError: on a GPU a null pointer ends the process."""
-    out = make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad)
+def without_memory(
+    kind: type[Any], shape: torch.Size, like: torch.Tensor, *, requires_grad: bool = False
+) -> Any:
+    """A tensor of class `kind`.
+
+    Kernels that read its memory get a RuntimeError: on a GPU a null pointer ends the process.
+    """
+    out = make_wrapper_subclass(
+        kind, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+    )
     throw_on_data_ptr(out)
     return out
 
 
 def _cannot_be_fused(func: Any) -> ParameterError:
     text = (
-        f"{func} was called with a sharded tensor outside of blocks by TorchScript or C++ code, whose kernels on a GPU cannot take "
+        f"{func} was called with a sharded tensor outside of blocks by TorchScript or "
+        "C++ code, whose kernels on a GPU cannot take "
         "one: pass param.gather(), or make the module a block."
     )
     warn(text)  # TorchScript says where an error came from, but not what it said
@@ -244,11 +301,15 @@ def _cannot_be_fused(func: Any) -> ParameterError:
 
 
 def refuse_transforms() -> None:
-    """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded parameters along."""
+    """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded
+    parameters along.
+    """
     if in_transform():
         raise ParameterError(
-            "a sharded parameter was used inside of a transform of torch.func (grad, vmap, jvp and the like): take whole = "
-            "param.gather() of the parameters outside, and compute with those, or use torch.autograd."
+            "a sharded parameter was used inside of a transform of torch.func (grad, "
+            "vmap, jvp and the like): take whole = "
+            "param.gather() of the parameters outside, and compute with those, or use "
+            "torch.autograd."
         )
 
 
@@ -258,14 +319,22 @@ def local_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(x: torch.Tensor) -> int:
-    """The address of the memory that `x` is a view of; 0 for a sharded tensor, which has none of its own, and a sparse one."""
-    return 0 if isinstance(x, Slices) or x.layout is not torch.strided else x.untyped_storage().data_ptr()
+    """The address of the memory that `x` is a view of; 0 for a sharded tensor, which has none of
+    its own, and a sparse one.
+    """
+    return (
+        0
+        if isinstance(x, Slices) or x.layout is not torch.strided
+        else x.untyped_storage().data_ptr()
+    )
 
 
 def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
     """The sharded tensor of these slices, in the graph if they are."""
     out: Slices = (
-        _Look.apply(local, cut, kind) if local.requires_grad and torch.is_grad_enabled() else kind(_without_graph(local), cut)
+        _Look.apply(local, cut, kind)
+        if local.requires_grad and torch.is_grad_enabled()
+        else kind(_without_graph(local), cut)
     )
     return out
 
@@ -289,7 +358,8 @@ class _Look(torch.autograd.Function):
             return None, None, None
         if isinstance(grad, Slices):
             return grad.differentiable_local() if grad.requires_grad else grad.local, None, None
-        # Code that knows nothing of slices has computed with this tensor: the gradient is whole, of this rank's loss alone.
+        # Code that knows nothing of slices has computed with this tensor: the gradient is whole, of
+        # this rank's loss alone.
         return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None, None
 
 
@@ -308,7 +378,10 @@ class _Slice(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The whole tensor of slices. Every rank computes with all of it: gradients are summed over ranks, and cut."""
+    """The whole tensor of slices.
+
+    Every rank computes with all of it: gradients are summed over ranks, and cut.
+    """
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -319,11 +392,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        # Stages of a pipeline may have a gradient where others have none: all take part in the sum, or none does.
+        # Stages of a pipeline may have a gradient where others have none: all take part in the sum,
+        # or none does.
         ctx.cut.note("gradient", ctx.cut.users)
         if not any(largest([float(grad is not None)], ctx.cut.users)):
             return None, None
-        grad = torch.zeros(ctx.cut.shape, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
+        grad = (
+            torch.zeros(ctx.cut.shape, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
+        )
         return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None
 
 
@@ -333,7 +409,8 @@ def norm(x: Slices, order: float) -> torch.Tensor:
     local = x.local.to(wide)
     own = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
     x.cut.note("norm", x.cut.mesh.world)
-    everyone = collectives.all_gather(own, x.cut.mesh.world)  # every element is owned by exactly one rank of the run
+    # every element is owned by exactly one rank of the run
+    everyone = collectives.all_gather(own, x.cut.mesh.world)
     return torch.linalg.vector_norm(everyone, order).to(x.dtype)
 
 

@@ -1,4 +1,6 @@
-"""Steps of optimizers, torch's too: all ranks take the same, and none with gradients that nobody has summed."""
+"""Steps of optimizers, torch's too: all ranks take the same, and none with gradients that nobody
+has summed.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,26 @@ class Steps:
     """Watches the steps of all optimizers of this process, for as long as it is alive.
 
     Args:
-        ledger: gets a note of each step: ranks that do not all take one have different parameters from then on.
+        ledger: gets a note of each step: ranks that do not all take one have different parameters
+            from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
-        sharded: all that is sharded in this run; while there is nothing, ordinary parameters are nobody's business.
+        sharded: all that is sharded in this run; while there is nothing, ordinary parameters are
+            nobody's business.
     """
 
-    def __init__(self, ledger: Ledger, axis: Axis, replicated: Replicated, sharded: Collection[object]) -> None:
-        self._ledger, self._axis, self._replicated, self._sharded = ledger, axis, replicated, sharded
-        self._alone: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Alone] = weakref.WeakKeyDictionary()
+    def __init__(
+        self, ledger: Ledger, axis: Axis, replicated: Replicated, sharded: Collection[object]
+    ) -> None:
+        self._ledger, self._axis, self._replicated, self._sharded = (
+            ledger,
+            axis,
+            replicated,
+            sharded,
+        )
+        self._alone: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Alone] = (
+            weakref.WeakKeyDictionary()
+        )
         own = weakref.ref(self)  # torch keeps the hook for ever: it must not keep the run
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -47,8 +60,9 @@ class Steps:
         """A step is about to be taken.
 
         Raises:
-            ParameterError: if beside sharded parameters the optimizer has ordinary ones that every rank would train by itself, or
-                some that were replaced when their model was sharded: it would train nothing.
+            ParameterError: if beside sharded parameters the optimizer has ordinary ones that every
+                rank would train by itself, or some that were replaced when their model was sharded:
+                it would train nothing.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
@@ -59,56 +73,89 @@ class Steps:
         if any(isinstance(param, Slices) for param in params):
             self._ledger.enter(self._axis, _described(optimizer, params), is_on_host=False)
             if alone:
-                raise _not_summed(optimizer, alone[0], "its gradient is that of this rank's rows alone")
+                raise _not_summed(
+                    optimizer, alone[0], "its gradient is that of this rank's rows alone"
+                )
         elif alone and self._sharded:
             self._compare(optimizer, alone)
 
     def _compare(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Gradients of ordinary parameters are alike on all ranks, if all train the same model; settings too.
+        """Gradients of ordinary parameters are alike on all ranks, if all train the same model;
+        settings too.
 
-        They are where DistributedDataParallel has summed them, and where a model beside is trained on the same rows everywhere. To
-        compare them the host waits: in steps 1, 2, 4, 8, ..., and each until it was not zero. Where a layer behind it begins with
-        zeros, the first gradients of a parameter say nothing.
+        They are where DistributedDataParallel has summed them, and where a model beside is trained
+        on the same rows everywhere. To compare them the host waits: in steps 1, 2, 4, 8, ..., and
+        each until it was not zero. Where a layer behind it begins with zeros, the first gradients
+        of a parameter say nothing.
         """
         state = self._alone.setdefault(optimizer, _Alone())
         state.num_steps += 1
         self._ledger.note(self._axis, _described(optimizer, params))
         is_due = state.num_steps & (state.num_steps - 1) == 0
-        looked_at = [param for param in params if param.grad is not None and (is_due or id(param) not in state.seen)]
+        looked_at = [
+            param
+            for param in params
+            if param.grad is not None and (is_due or id(param) not in state.seen)
+        ]
         if not looked_at:
             return
         grads = [param.grad for param in looked_at if param.grad is not None]
         for param, is_other in zip(looked_at, differ(grads, self._axis), strict=True):
             if is_other:
-                raise _not_summed(optimizer, param, "its gradient differs between ranks, and there are sharded parameters beside")
-        unseen = [(id(param), grad) for param, grad in zip(looked_at, grads, strict=True) if id(param) not in state.seen]
+                raise _not_summed(
+                    optimizer,
+                    param,
+                    "its gradient differs between ranks, and there are sharded parameters beside",
+                )
+        unseen = [
+            (id(param), grad)
+            for param, grad in zip(looked_at, grads, strict=True)
+            if id(param) not in state.seen
+        ]
         state.seen.update(key for key, grad in unseen if look(grad)[0] > 0)
 
 
 @dataclasses.dataclass
 class _Alone:
-    """An optimizer of ordinary parameters alone: its steps, and by identity those that had a gradient which was not zero."""
+    """An optimizer of ordinary parameters alone: its steps, and by identity those that had a
+    gradient which was not zero.
+    """
 
     num_steps: int = 0
     seen: set[int] = dataclasses.field(default_factory=set)
 
 
 def _is_ordinary(x: torch.Tensor) -> bool:
-    """No sharded parameter, and none of another library that computes with it in its own way, as FSDP2 does with DTensors."""
+    """No sharded parameter, and none of another library that computes with it in its own way, as
+    FSDP2 does with DTensors.
+    """
     return type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _described(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> str:
-    """What all ranks must have in common: each updates slices of the same parameters by its own settings."""
-    settings = [[(name, value) for name, value in group.items() if isinstance(value, _PLAIN)] for group in optimizer.param_groups]
-    rates = dict.fromkeys(group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int))
+    """What all ranks must have in common: each updates slices of the same parameters by its own
+    settings.
+    """
+    settings = [
+        [(name, value) for name, value in group.items() if isinstance(value, _PLAIN)]
+        for group in optimizer.param_groups
+    ]
+    rates = dict.fromkeys(
+        group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int)
+    )
     with plain_functions():
         trained = [x.requires_grad for x in params]
     # The stages of a pipeline have gradients of their own.
-    given = [x.shown_grad is not None for x in params if isinstance(x, Slices) and x.cut.placement.stage is None]
+    given = [
+        x.shown_grad is not None
+        for x in params
+        if isinstance(x, Slices) and x.cut.placement.stage is None
+    ]
     digest = zlib.crc32(bytes([*trained, *given]), zlib.crc32(repr(settings).encode()))
     return (
-        f"a step of {type(optimizer).__name__} (lr {', '.join(map(str, [*rates][:4]))}; {sum(given)} gradients, {sum(trained)} of "
+        f"a step of {type(optimizer).__name__} (lr "
+        f"{', '.join(map(str, [*rates][:4]))}; {sum(given)} gradients, {sum(trained)} "
+        "of "
         f"{len(params)} parameters trained; all settings {digest:08x})"
     )
 
@@ -118,7 +165,9 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 def _not_summed(optimizer: torch.optim.Optimizer, param: torch.Tensor, why: str) -> ParameterError:
     return ParameterError(
-        f"{type(optimizer).__name__} has an ordinary parameter of shape {tuple(param.shape)}; {why}. Give the optimizer to an "
-        "OptimManager (add_optimizer) before the first backward pass: it sums such gradients over ranks. Or wrap the whole model "
+        f"{type(optimizer).__name__} has an ordinary parameter of shape "
+        f"{tuple(param.shape)}; {why}. Give the optimizer to an "
+        "OptimManager (add_optimizer) before the first backward pass: it sums such "
+        "gradients over ranks. Or wrap the whole model "
         "(bmtrain.BMTrainModelWrapper)."
     )

@@ -26,7 +26,9 @@ from bmtrain.shard.transport import Source
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPolicy:
-    """How a storage is sharded and in which dtypes its gradient travels; None means the parameters' dtype."""
+    """How a storage is sharded and in which dtypes its gradient travels; None means the parameters'
+    dtype.
+    """
 
     zero_level: int = 3
     reduce_dtype: torch.dtype | None = None
@@ -41,11 +43,13 @@ class Storage:
 
     Args:
         engine: of the run.
-        shapes: name and shape of each parameter; of a tensor-parallel one, the shape of this tensor rank's part.
+        shapes: name and shape of each parameter; of a tensor-parallel one, the shape of this tensor
+            rank's part.
         dtype: of all of them.
         policy, placement: how and where they are sharded.
         splits: of tensor-parallel parameters, one per shape.
-        adoptable: whether it was made for one parameter by itself, which a block may move into a storage of its own.
+        adoptable: whether it was made for one parameter by itself, which a block may move into a
+            storage of its own.
     """
 
     def __init__(
@@ -61,41 +65,60 @@ class Storage:
     ) -> None:
         if not dtype.is_floating_point:
             raise ParameterError(
-                f"parameter {shapes[0][0]!r} has dtype {dtype}: only floating point is sharded; register it as a buffer."
+                f"parameter {shapes[0][0]!r} has dtype {dtype}: only floating point is "
+                "sharded; register it as a buffer."
             )
         self.engine, self.dtype, self.policy = engine, dtype, policy
         self.placement, self.adoptable = placement, adoptable
         self.axis = placement.axis(engine.mesh)
         self.is_here = placement.is_here(engine.mesh)
-        self.layout = Layout.build([(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits)
+        self.layout = Layout.build(
+            [(name, tuple(shape)) for name, shape in shapes], self.axis.size, splits
+        )
         label = engine.new_label(self.axis, [name for name, _ in shapes])
-        self._cuts = [Cut.of(self.layout, i, label, placement, engine.mesh) for i in range(len(self.layout.slots))]
-        # Where nothing of the storage is, or a block may take it over, there is nothing for other ranks to read.
+        self._cuts = [
+            Cut.of(self.layout, i, label, placement, engine.mesh)
+            for i in range(len(self.layout.slots))
+        ]
+        # Where nothing of the storage is, or a block may take it over, there is nothing for other
+        # ranks to read.
         numel = self.layout.shard_numel if self.is_here else 0
-        self.shard, source = engine.transport.new_shard(numel, dtype, self.axis, shared=self.is_here and not adoptable)
+        self.shard, source = engine.transport.new_shard(
+            numel, dtype, self.axis, shared=self.is_here and not adoptable
+        )
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._leaves: list[torch.Tensor] | None = None
         wire = GradientPolicy(
-            dtype=dtype, reduce_dtype=policy.reduce_dtype or dtype, accumulate_dtype=policy.accumulate_dtype or dtype
+            dtype=dtype,
+            reduce_dtype=policy.reduce_dtype or dtype,
+            accumulate_dtype=policy.accumulate_dtype or dtype,
         )
         self.gradient = Gradient(
-            self.layout, self._params, wire, engine.device, engine.transport, label,
+            self.layout,
+            self._params,
+            wire,
+            engine.device,
+            engine.transport,
+            label,
             functools.partial(_looking_whole, self._cuts),
-        )  # fmt: skip
+        )
         self.residence = self._make_residence(source)
         self.residence.is_pipelined = placement.stage is not None
         engine.register(self.residence, self.gradient)
 
     def _make_residence(self, source: Source) -> Residence:
         engine, axis = self.engine, self.axis
-        version = functools.partial(_version_of, weakref.ref(self))  # a residence may outlive its storage
+        # a residence may outlive its storage
+        version = functools.partial(_version_of, weakref.ref(self))
         if not self.is_here:
             return Absent()
         if axis.size == 1:
             return Alias(source)
         if self.policy.zero_level == 2:
             return Kept(source, engine.transport, axis, version)
-        return Ringed(source, engine.transport, axis, version, engine.ring(self.layout.numel, self.dtype))
+        return Ringed(
+            source, engine.transport, axis, version, engine.ring(self.layout.numel, self.dtype)
+        )
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Name the parameter objects of all slots, in order. They live here."""
@@ -116,14 +139,19 @@ class Storage:
         return self.shard[piece.begin : piece.end]
 
     def fill(self, index: int, value: torch.Tensor) -> None:
-        """Copy this rank's part of the full tensor `value` into the shard; a meta tensor leaves NaN, to be seen if never set."""
+        """Copy this rank's part of the full tensor `value` into the shard; a meta tensor leaves
+        NaN, to be seen if never set.
+        """
         if value.is_meta:
             self.local(index).fill_(float("nan"))
         else:
             self.local(index).copy_(self.slice_of(index, value))
 
     def mark_written(self) -> None:
-        """Parameters have other values than they had: what has been gathered early is old. To be called alike on all ranks."""
+        """Parameters have other values than they had: what has been gathered early is old.
+
+        To be called alike on all ranks.
+        """
         self.residence.forget()
         self.engine.transport.fence()
 
@@ -133,7 +161,9 @@ class Storage:
         return value.detach().reshape(-1)[piece.start : piece.stop]
 
     def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part, 1-D, of a tensor of slot `index`'s whole shape, tensor-parallel split undone."""
+        """This rank's part, 1-D, of a tensor of slot `index`'s whole shape, tensor-parallel split
+        undone.
+        """
         return self.cut(index).own_of_whole(value.detach())
 
     def version(self) -> int:
@@ -147,10 +177,16 @@ class Storage:
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
         """The full buffer's tensors, one per slot."""
         start = full.storage_offset()
-        return [full.as_strided(slot.shape, slot.stride, start + slot.offset) for slot in self.layout.slots]
+        return [
+            full.as_strided(slot.shape, slot.stride, start + slot.offset)
+            for slot in self.layout.slots
+        ]
 
     def leaves(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The same, as leaves of any graph. One rank keeps them: its full buffer is always the shard."""
+        """The same, as leaves of any graph.
+
+        One rank keeps them: its full buffer is always the shard.
+        """
         if self.axis.size > 1:
             return self.views(full)
         if self._leaves is None:
@@ -158,7 +194,10 @@ class Storage:
         return self._leaves
 
     def gather(self) -> torch.Tensor:
-        """A new full buffer (layout.numel,), outside autograd and schedule. Collective, in other stages of a pipeline too."""
+        """A new full buffer (layout.numel,), outside autograd and schedule.
+
+        Collective, in other stages of a pipeline too.
+        """
         return self.gather_like(self.shard)
 
     def gather_like(self, shard: torch.Tensor) -> torch.Tensor:
@@ -170,7 +209,9 @@ class Storage:
             transport = self.engine.transport
             transport.fence()
             transport.streams.compute_waits(
-                transport.gather(full, Source(shard), self.axis, None, f"values of {self.gradient.label.text}")
+                transport.gather(
+                    full, Source(shard), self.axis, None, f"values of {self.gradient.label.text}"
+                )
             )
         if self.placement.stage is not None:
             collectives.broadcast_(full, self.placement.stage, self.engine.mesh.pipe)

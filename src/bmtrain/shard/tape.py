@@ -1,4 +1,6 @@
-"""What Python does in a pass that a CUDA graph repeats: the device's work is in the graph, the host's is written down here."""
+"""What Python does in a pass that a CUDA graph repeats: the device's work is in the graph, the
+host's is written down here.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
 Work = Callable[[], object]
-# For a part of a pass that is computed twice, a context for each time: both draw the same random numbers.
+# For a part of a pass that is computed twice, a context for each time: both draw the same random
+# numbers.
 Draws = Iterator[contextlib.AbstractContextManager[object]]
 Entry = TypeVar("Entry")
 _OTHER_PASS = "the pass used other parameters than the one before it"
@@ -28,9 +31,10 @@ class NotCapturableError(RuntimeError):
 class Tape:
     """The host's part of one pass.
 
-    before: work that comes before each replay; after: work that comes after it.
-    answers: what ranks told each other in the pass: flags of this rank, and those of any rank.
-    places: for numbers that the host gives the device in each pass. Made outside of a capture: memory that is allocated in one
+    before: work that comes before each replay; after: work that comes after it. answers: what ranks
+    told each other in the pass: flags of this rank, and those of any rank. places: for numbers that
+    the host gives the device in each pass. Made outside of a capture: memory that is allocated in
+    one
         may have served something else earlier in it, and would be overwritten in replays.
     num_twice: parts of the pass that were computed twice.
     """
@@ -44,10 +48,12 @@ class Tape:
 
 
 class Taping:
-    """Whether a pass is being captured, and what it leaves for the replays. One per run: `world.service(Taping)`.
+    """Whether a pass is being captured, and what it leaves for the replays. One per run:
+    `world.service(Taping)`.
 
-    A pass is rehearsed before it is captured, and what the ranks agreed on in the rehearsal holds for the graph: while one is
-    captured nothing runs on the device, so that ranks that waited for each other could only learn what they know already.
+    A pass is rehearsed before it is captured, and what the ranks agreed on in the rehearsal holds
+    for the graph: while one is captured nothing runs on the device, so that ranks that waited for
+    each other could only learn what they know already.
     """
 
     def __init__(self, world: World) -> None:
@@ -88,7 +94,9 @@ class Taping:
             self._rehearsal = None
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
-        """`value()`, as it is in each pass: in a graph a 0-dim fp32 tensor on `device`, filled before each replay."""
+        """`value()`, as it is in each pass: in a graph a 0-dim fp32 tensor on `device`, filled
+        before each replay.
+        """
         tape, rehearsal = self._tape, self._rehearsal
         if tape is None:
             return value()
@@ -107,7 +115,10 @@ class Taping:
             self._tape.after.append(work)
 
     def now_or_after_replays(self, work: Work) -> None:
-        """Do `work` now, unless this pass is being captured: then after each replay. For work that needs values on the host."""
+        """Do `work` now, unless this pass is being captured: then after each replay.
+
+        For work that needs values on the host.
+        """
         if self._tape is not None and self.is_capturing:
             self._tape.after.append(work)
         else:
@@ -120,7 +131,8 @@ class Taping:
     def draws(self) -> Draws:
         """The contexts of the next part of the pass that is computed twice.
 
-        Outside of captures they do nothing: there the state of a generator can be read, and set again.
+        Outside of captures they do nothing: there the state of a generator can be read, and set
+        again.
         """
         if self._tape is not None:
             self._tape.num_twice += 1

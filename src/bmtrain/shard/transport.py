@@ -17,7 +17,8 @@ from bmtrain.distributed.streams import Streams
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.exchange import Exchange, rotated
 
-# Smaller shards are left to collectives: mapping each other's memory takes whole pages of 2 MiB, and some milliseconds.
+# Smaller shards are left to collectives: mapping each other's memory takes whole pages of 2 MiB,
+# and some milliseconds.
 SMALLEST_SHARED_BYTES = 2**16
 
 
@@ -31,7 +32,8 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A full gradient to be sent: `parts` makes flat tensors that are it, one behind the other, from what it `reads`.
+    """A full gradient to be sent: `parts` makes flat tensors that are it, one behind the other,
+    from what it `reads`.
 
     dtype: that in which it travels, of the parts too.
     """
@@ -44,15 +46,18 @@ class Outgoing:
 class Source:
     """The shard that is gathered, without keeping it alive.
 
-    A residence is part of the order of gathers that all ranks share, and so may outlive its storage on the ranks that drop a
-    model first. There it still takes its turn in a gather that others have begun, with zeros that nobody will read.
+    A residence is part of the order of gathers that all ranks share, and so may outlive its storage
+    on the ranks that drop a model first. There it still takes its turn in a gather that others have
+    begun, with zeros that nobody will read.
 
     Args:
         shard: (numel,), this rank's.
         peers, memory: where the other ranks' shards can be read; None if a collective gathers.
     """
 
-    def __init__(self, shard: torch.Tensor, peers: Peers | None = None, memory: PeerMemory | None = None) -> None:
+    def __init__(
+        self, shard: torch.Tensor, peers: Peers | None = None, memory: PeerMemory | None = None
+    ) -> None:
         self._shard = weakref.ref(shard)
         self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
         self.peers, self._memory = peers, memory
@@ -63,11 +68,18 @@ class Source:
     def get(self) -> torch.Tensor:
         """The shard (numel,), or zeros once it is gone."""
         shard = self._shard()
-        return torch.zeros(self.numel, dtype=self._dtype, device=self._device) if shard is None else shard
+        return (
+            torch.zeros(self.numel, dtype=self._dtype, device=self._device)
+            if shard is None
+            else shard
+        )
 
     @property
     def memory(self) -> PeerMemory | None:
-        """All ranks' shards, to be copied; None once this rank's is gone. Mapped for as long as the caller keeps it."""
+        """All ranks' shards, to be copied; None once this rank's is gone.
+
+        Mapped for as long as the caller keeps it.
+        """
         return self._memory
 
     def new_full(self, num_shards: int) -> torch.Tensor:
@@ -86,7 +98,10 @@ class Source:
 
 
 class Transport:
-    """Gathers and reductions of a run, over any axis. At most two full gradients are alive at a time."""
+    """Gathers and reductions of a run, over any axis.
+
+    At most two full gradients are alive at a time.
+    """
 
     MAX_REDUCTIONS = 2
 
@@ -95,15 +110,22 @@ class Transport:
         self._reductions: collections.deque[Pending] = collections.deque()
         self._filling: Pending | None = None
         self._fence = True
-        self._num_joined: collections.Counter[tuple[tuple[int, ...], int]] = collections.Counter()  # by axis and full size
+        # by axis and full size
+        self._num_joined: collections.Counter[tuple[tuple[int, ...], int]] = collections.Counter()
         self._exchanges: dict[tuple[tuple[int, ...], int, torch.dtype], Exchange] = {}
 
     def fence(self) -> None:
-        """Shards may have been written on the compute stream: the next gather, and so all after it, waits for those writes."""
+        """Shards may have been written on the compute stream: the next gather, and so all after it,
+        waits for those writes.
+        """
         self._fence = True
 
-    def new_shard(self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool) -> tuple[torch.Tensor, Source]:
-        """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read if `shared`. Collective."""
+    def new_shard(
+        self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool
+    ) -> tuple[torch.Tensor, Source]:
+        """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read
+        if `shared`. Collective.
+        """
         big = shared and numel * dtype.itemsize >= SMALLEST_SHARED_BYTES
         peers = self._peer_groups.of(axis) if big else None
         if peers is None:
@@ -114,12 +136,18 @@ class Transport:
         return shard, Source(shard, peers, memory)
 
     def gather(
-        self, full: torch.Tensor, source: Source, axis: Axis, free: torch.Event | None, place: str = ""
+        self,
+        full: torch.Tensor,
+        source: Source,
+        axis: Axis,
+        free: torch.Event | None,
+        place: str = "",
     ) -> torch.Event | None:
-        """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis, once the event `free` of the last
-        reader has passed.
+        """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis, once the
+        event `free` of the last reader has passed.
 
-        Memory just allocated has no such event: its last reader may be anything issued so far on the compute stream.
+        Memory just allocated has no such event: its last reader may be anything issued so far on
+        the compute stream.
 
         Args:
             place: what is gathered and where in the program, for messages.
@@ -143,31 +171,44 @@ class Transport:
         parts = () if memory is None else memory.parts
         peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
         pieces = full.chunk(axis.size)
-        self.streams.side_by_side([functools.partial(pieces[rank].copy_, parts[rank]) for rank in rotated(axis) if parts])
+        self.streams.side_by_side(
+            [functools.partial(pieces[rank].copy_, parts[rank]) for rank in rotated(axis) if parts]
+        )
         peers.barrier(GATHERS)  # as after a collective, nobody reads this rank's shard any more
 
     def expect(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
-        """Full gradients (numel,) of this dtype will be reduced: what sums them by copies is made now, if it is not there.
+        """Full gradients (numel,) of this dtype will be reduced: what sums them by copies is made
+        now, if it is not there.
 
-        Collective, and so before any backward pass, where one rank that runs out of memory would leave the others waiting. Only
-        sizes that several storages share have it, as it keeps its memory: to the end of the run, for ranks drop their models at
-        different times.
+        Collective, and so before any backward pass, where one rank that runs out of memory would
+        leave the others waiting. Only sizes that several storages share have it, as it keeps its
+        memory: to the end of the run, for ranks drop their models at different times.
         """
         key = (axis.ranks, numel, dtype)
-        peers = self._peer_groups.of(axis) if self._num_joined[axis.ranks, numel] > 1 and key not in self._exchanges else None
+        peers = (
+            self._peer_groups.of(axis)
+            if self._num_joined[axis.ranks, numel] > 1 and key not in self._exchanges
+            else None
+        )
         if peers is not None:
             self._exchanges[key] = Exchange(self.streams, peers, numel, dtype)
 
-    def reduce(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool) -> None:
-        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over ranks of `gradient` (n * ranks,).
+    def reduce(
+        self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool
+    ) -> None:
+        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over
+        ranks of `gradient` (n * ranks,).
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to do different things. What is reduced has been noted before.
+            RanksPartedError: on all ranks, if they are known to do different things. What is
+                reduced has been noted before.
         """
         if axis.size == 1:
             self._keep(total, gradient, accumulate)
             return
-        self.ledger.enter(axis, f"reduction of {total.numel()} elements for every rank", is_on_host=False)
+        self.ledger.enter(
+            axis, f"reduction of {total.numel()} elements for every rank", is_on_host=False
+        )
         self._make_room()
         exchange = self._exchanges.get((axis.ranks, total.numel() * axis.size, gradient.dtype))
         if exchange is None:
@@ -179,8 +220,11 @@ class Transport:
             exchange.sum(total, accumulate)
             self._reductions.append(Pending([], self.streams.mark_current()))
 
-    def _reduce_by_collective(self, total: torch.Tensor, gradient: Outgoing, axis: Axis, accumulate: bool) -> None:
-        # Made here, where memory belongs to the compute stream; filled beside it, where memory is the bottleneck and not products.
+    def _reduce_by_collective(
+        self, total: torch.Tensor, gradient: Outgoing, axis: Axis, accumulate: bool
+    ) -> None:
+        # Made here, where memory belongs to the compute stream; filled beside it, where memory is
+        # the bottleneck and not products.
         full = torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device)
         with self.streams.reducing():
             torch.cat(gradient.parts(), out=full)
@@ -200,7 +244,9 @@ class Transport:
             self.streams.compute_waits(self._reductions.popleft().event)
 
     def _make_room(self) -> None:
-        """The caching allocator may hand memory that has been let go to compute kernels: they wait for its last use here."""
+        """The caching allocator may hand memory that has been let go to compute kernels: they wait
+        for its last use here.
+        """
         if self._filling is not None:
             self.streams.compute_waits(self._filling.event)
             self._filling = None

@@ -39,15 +39,22 @@ def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
         return fn(out)
     if kind in _NO_TENSORS:
         return out
-    if kind in (tuple, list, dict):  # every call of a block meets these: torch's trees take ten times as long
+    # every call of a block meets these: torch's trees take ten times as long
+    if kind in (tuple, list, dict):
         values = out.values() if kind is dict else out
         mapped = [map_tensors(fn, value) for value in values]
         if all(map(operator.is_, mapped, values)):
             return out
         return dict(zip(out, mapped, strict=True)) if kind is dict else kind(mapped)
     if dataclasses.is_dataclass(out) and not isinstance(out, type):
-        fields = [(field.name, getattr(out, field.name)) for field in dataclasses.fields(out) if field.init]
-        changed = {name: new for name, value in fields if (new := map_tensors(fn, value)) is not value}
+        fields = [
+            (field.name, getattr(out, field.name))
+            for field in dataclasses.fields(out)
+            if field.init
+        ]
+        changed = {
+            name: new for name, value in fields if (new := map_tensors(fn, value)) is not value
+        }
         return dataclasses.replace(out, **changed) if changed else out
     leaves, spec = tree_flatten(out)
     is_leaf = len(leaves) == 1 and leaves[0] is out

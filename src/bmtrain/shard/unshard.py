@@ -1,4 +1,6 @@
-"""The spine: full parameters out of shards going forward, full gradients into shards coming back."""
+"""The spine: full parameters out of shards going forward, full gradients into shards coming
+back.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,34 @@ from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.schedule import Phase
 from bmtrain.shard.slices import memory_of, refuse_transforms
 from bmtrain.shard.storage import Storage
-from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward, plain_functions, will_run
+from bmtrain.torch_internals import (
+    at_end_of_backward,
+    backward_pass,
+    in_backward,
+    plain_functions,
+    will_run,
+)
 
 
 class Unshard(torch.autograd.Function):
-    """Gathered views of the slots of some storages. Backward reduces the gradients of all of them at once.
+    """Gathered views of the slots of some storages. Backward reduces the gradients of all of them
+    at once.
 
-    Full parameters are not leaves of the graph: autograd has nothing to accumulate and nothing keeps a full buffer alive. The
-    sharded parameters are inputs, so that `backward(inputs=[parameter])` finds its way here; they get no gradient from autograd.
+    Full parameters are not leaves of the graph: autograd has nothing to accumulate and nothing
+    keeps a full buffer alive. The sharded parameters are inputs, so that
+    `backward(inputs=[parameter])` finds its way here; they get no gradient from autograd.
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, leaf: torch.Tensor, *params: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, use: Use, leaf: torch.Tensor, *params: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         ctx.use, ctx.params_given = use, [param is not None for param in params]
         ctx.set_materialize_grads(False)
         views = use.views()
-        ctx.mark_non_differentiable(*(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable))
+        ctx.mark_non_differentiable(
+            *(view for view, trainable in zip(views, use.trainable, strict=True) if not trainable)
+        )
         return tuple(views)
 
     @staticmethod
@@ -42,14 +56,18 @@ class Unshard(torch.autograd.Function):
             found = iter(nodes)
             owners = [next(found) if is_given else None for is_given in ctx.params_given]
             wanted = [node is not None and will_run(node) for node in owners]
-            grads = tuple([grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)])
+            grads = tuple(
+                [grad if is_wanted else None for grad, is_wanted in zip(grads, wanted, strict=True)]
+            )
         ctx.use.end(grads)
         return (None, None, *[None for _ in ctx.params_given])
 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A saved tensor that is part of a full buffer: where to find it once the buffer is gathered again."""
+    """A saved tensor that is part of a full buffer: where to find it once the buffer is gathered
+    again.
+    """
 
     storage: Storage
     dtype: torch.dtype
@@ -58,7 +76,8 @@ class Packed:
     offset: int
 
 
-# Gives a module the tensors of a use, one per slot of all storages, and returns what takes them back.
+# Gives a module the tensors of a use, one per slot of all storages, and returns what takes them
+# back.
 Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
 
 
@@ -67,10 +86,12 @@ def _nothing() -> None:
 
 
 class Loan:
-    """Full tensors of a use in the hands of code that runs during backward: recomputation inside a module, hooks of the user.
+    """Full tensors of a use in the hands of code that runs during backward: recomputation inside a
+    module, hooks of the user.
 
-    They are leaves: a backward pass inside the pass, as reentrant checkpointing runs one, leaves its gradients on them. The pass
-    alone keeps the loan alive, which therefore ends with the pass however that ends.
+    They are leaves: a backward pass inside the pass, as reentrant checkpointing runs one, leaves
+    its gradients on them. The pass alone keeps the loan alive, which therefore ends with the pass
+    however that ends.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
@@ -86,7 +107,8 @@ class Loan:
         """Take the tensors back; returns the gradients that were left on them."""
         tensors, self._tensors = self._tensors, ()
         if tensors:
-            # The pass keeps this object to its end: what gives back knows the tensors, and would keep their memory as long.
+            # The pass keeps this object to its end: what gives back knows the tensors, and would
+            # keep their memory as long.
             give_back, self._give_back = self._give_back, _nothing
             give_back()
         grads = [tensor.grad for tensor in tensors]
@@ -100,9 +122,11 @@ class Loan:
 
 
 class Use:
-    """One call of a module that reads some storages: holds their full buffers while anything may read them.
+    """One call of a module that reads some storages: holds their full buffers while anything may
+    read them.
 
-    The same object serves the forward pass, its recomputation and its backward pass, and dies with the graph.
+    The same object serves the forward pass, its recomputation and its backward pass, and dies with
+    the graph.
     """
 
     def __init__(self, storages: Sequence[Storage]) -> None:
@@ -120,12 +144,22 @@ class Use:
         self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
         self._versions = [storage.version() for storage in storages]
         with plain_functions():  # a tenth of the time, for each parameter at each call
-            self.trainable = [param is not None and param.requires_grad for storage in storages for param in storage.params]
+            self.trainable = [
+                param is not None and param.requires_grad
+                for storage in storages
+                for param in storage.params
+            ]
 
     @property
     def is_droppable(self) -> bool:
-        """Backward has left this use for good, no gradient will end it, and no module is running in it."""
-        return not (any(self.trainable) and self._has_end) and not self._running and not self.is_repeated
+        """Backward has left this use for good, no gradient will end it, and no module is running in
+        it.
+        """
+        return (
+            not (any(self.trainable) and self._has_end)
+            and not self._running
+            and not self.is_repeated
+        )
 
     @property
     def is_shared_by_ranks(self) -> bool:
@@ -138,7 +172,9 @@ class Use:
         return any(not storage.residence.survives_forward for storage in self._storages)
 
     def open(self) -> list[torch.Tensor]:
-        """Gather and return one view per slot of all storages, tied to the graph where gradients are wanted."""
+        """Gather and return one view per slot of all storages, tied to the graph where gradients
+        are wanted.
+        """
         if not self._storages:
             return []
         if not (torch.is_grad_enabled() and any(self.trainable)):
@@ -149,21 +185,37 @@ class Use:
         for storage, _ in self._trained():
             storage.gradient.expect()
         engine = self._storages[0].engine
-        # A captured pass must not meet the streams that autograd remembers of parameters which are in older graphs.
-        params = [] if engine.taping.is_taping else [param for storage in self._storages for param in storage.params]
+        # A captured pass must not meet the streams that autograd remembers of parameters which are
+        # in older graphs.
+        params = (
+            []
+            if engine.taping.is_taping
+            else [param for storage in self._storages for param in storage.params]
+        )
         views = list(Unshard.apply(self, engine.leaf, *params))
         if self._is_together:
             self._tied = views
         return views
 
     def open_apart(self) -> list[torch.Tensor]:
-        """The same as leaves of a graph of their own, for a recomputation that takes their gradients itself."""
-        return [view.detach().requires_grad_(flag) for view, flag in zip(self.views(), self.trainable, strict=True)]
+        """The same as leaves of a graph of their own, for a recomputation that takes their
+        gradients itself.
+        """
+        return [
+            view.detach().requires_grad_(flag)
+            for view, flag in zip(self.views(), self.trainable, strict=True)
+        ]
 
-    def select(self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]) -> list[torch.Tensor]:
-        """Those of the views that are at `positions` among the slots of `storages`, which are this use's."""
+    def select(
+        self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Those of the views that are at `positions` among the slots of `storages`, which are this
+        use's.
+        """
         if storages is not self._storages:  # a use that several calls share
-            raise RuntimeError("the parameters of a block changed while its calls were made together")
+            raise RuntimeError(
+                "the parameters of a block changed while its calls were made together"
+            )
         return [views[position] for position in positions]
 
     def views(self) -> list[torch.Tensor]:
@@ -182,7 +234,9 @@ class Use:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Calls inside are one to the graph: autograd adds up their gradients and ends the use once."""
+        """Calls inside are one to the graph: autograd adds up their gradients and ends the use
+        once.
+        """
         self._is_together = self.is_repeated = True
         try:
             with self.running():
@@ -200,21 +254,26 @@ class Use:
                 self._check_versions()
                 storage.engine.backward.begin_use(self)
             full = storage.engine.acquire(
-                storage.residence, Phase.BACKWARD if backward else Phase.FORWARD, with_grad=self._with_grad
+                storage.residence,
+                Phase.BACKWARD if backward else Phase.FORWARD,
+                with_grad=self._with_grad,
             )
             gathered = storage.residence.version
             if gathered is not None and gathered != storage.version():
                 storage.residence.release(full)
                 raise StaleParameterError(
-                    f"parameters ({_names(storage)}) were written in place in the middle of a forward pass, after their gather had "
-                    "begun: set them with param.set_full(...) or load_state_dict, which start it again, or write between passes."
+                    f"parameters ({_names(storage)}) were written in place in the "
+                    "middle of a forward pass, after their gather had "
+                    "begun: set them with param.set_full(...) or load_state_dict, "
+                    "which start it again, or write between passes."
                 )
             self._full[storage] = full
             self._written[storage] = _version(full)
         return full
 
     def lend(self, bind: Bind, end: torch.autograd.graph.Node | None) -> None:
-        """Backward has come to this call: its module gets full parameters until all its gradients are computed.
+        """Backward has come to this call: its module gets full parameters until all its gradients
+        are computed.
 
         Args:
             bind: gives the module the tensors.
@@ -224,9 +283,12 @@ class Use:
             return
         self._check_versions()
         self._storages[0].engine.backward.begin_use(self)
-        # No gradient gets past a checkpoint that runs a backward pass of its own: then nothing may lead to the end.
+        # No gradient gets past a checkpoint that runs a backward pass of its own: then nothing may
+        # lead to the end.
         self._has_end = end is not None and will_run(end)
-        tensors = [leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))]
+        tensors = [
+            leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))
+        ]
         for tensor, trainable in zip(tensors, self.trainable, strict=True):
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
@@ -272,9 +334,13 @@ class Use:
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         for storage, own in self._trained():
-            with plain_functions():  # frozen since the forward pass: autograd adds no gradient then, either
+            # frozen since the forward pass: autograd adds no gradient then, either
+            with plain_functions():
                 wanted = [param is None or param.requires_grad for param in storage.params]
-            found = [grad if is_wanted else None for grad, is_wanted in zip(grads[own], wanted, strict=True)]
+            found = [
+                grad if is_wanted else None
+                for grad, is_wanted in zip(grads[own], wanted, strict=True)
+            ]
             storage.engine.backward.add(storage.gradient, found)
 
     def _trained(self) -> Iterator[tuple[Storage, slice]]:
@@ -286,16 +352,22 @@ class Use:
                 yield storage, own
 
     def check_unchanged(self) -> None:
-        """ParameterError if a full buffer has been written to: it is a copy, and what was written would be lost."""
+        """ParameterError if a full buffer has been written to: it is a copy, and what was written
+        would be lost.
+        """
         for storage, full in self._full.items():
             if _version(full) != self._written[storage]:
                 raise ParameterError(
-                    f"the forward pass changed a parameter ({_names(storage)}) in place, which would be lost: inside it parameters "
-                    "are gathered copies. Change them between passes; what changes in a pass is a buffer."
+                    f"the forward pass changed a parameter ({_names(storage)}) in "
+                    "place, which would be lost: inside it parameters "
+                    "are gathered copies. Change them between passes; what changes in "
+                    "a pass is a buffer."
                 )
 
     def packing(self) -> contextlib.AbstractContextManager[object]:
-        """Saved tensors inside the body do not keep released buffers alive: they are found again by place."""
+        """Saved tensors inside the body do not keep released buffers alive: they are found again by
+        place.
+        """
         if all(storage.residence.survives_forward for storage in self._storages):
             return contextlib.nullcontext()
         owners = {
@@ -308,7 +380,9 @@ class Use:
             storage = owners.get(memory_of(tensor))
             if storage is None:
                 return tensor
-            return Packed(storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+            return Packed(
+                storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+            )
 
         return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
 
@@ -329,7 +403,8 @@ class Use:
         for storage, version in zip(self._storages, self._versions, strict=True):
             if storage.version() != version:
                 raise StaleParameterError(
-                    f"parameters ({_names(storage)}) were changed in place after the forward pass that this backward pass belongs "
+                    f"parameters ({_names(storage)}) were changed in place after the "
+                    "forward pass that this backward pass belongs "
                     "to: call backward before the optimizer's step, or run the forward pass again."
                 )
 

@@ -1,4 +1,6 @@
-"""Whole tensors out of all ranks that own parts of them, outside autograd: for files, inspection and initial values."""
+"""Whole tensors out of all ranks that own parts of them, outside autograd: for files, inspection
+and initial values.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from bmtrain.shard.storage import Storage
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`. Collective.
+    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`.
+    Collective.
 
-    Of a distributed parameter, its gradient or another tensor that is sharded: the whole tensor. Ranks may have different numbers
-    of rows; the other dims and the dtype must agree. 0-dim tensors give one row each.
+    Of a distributed parameter, its gradient or another tensor that is sharded: the whole tensor.
+    Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors
+    give one row each.
 
     Raises:
         ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
@@ -22,21 +26,27 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
 
 
 class Whole:
-    """The tensors of all slots of a storage: gathered over ranks, tensor-parallel splits undone, on every rank.
+    """The tensors of all slots of a storage: gathered over ranks, tensor-parallel splits undone, on
+    every rank.
 
     Collective over the run, wherever the storage lives.
 
     Args:
         storage: whose slots.
-        shard: this rank's values, (shard_numel,) of any dtype on the rank's device, laid out as the storage's shard, which is
-            the default; on ranks where the storage is not, an empty tensor of that dtype.
+        shard: this rank's values, (shard_numel,) of any dtype on the rank's device, laid out as the
+            storage's shard, which is the default; on ranks where the storage is not, an empty
+            tensor of that dtype.
     """
 
     def __init__(self, storage: Storage, shard: torch.Tensor | None = None) -> None:
         self._storage = storage
         full = storage.gather() if shard is None else storage.gather_like(shard)
         tp = storage.engine.mesh.tp
-        self._parts = collectives.all_gather(full, tp) if storage.placement.tensor_parallel else full.unsqueeze(0)
+        self._parts = (
+            collectives.all_gather(full, tp)
+            if storage.placement.tensor_parallel
+            else full.unsqueeze(0)
+        )
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """The whole tensor of slot `index`; a view of the gathered buffer unless it was split."""

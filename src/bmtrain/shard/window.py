@@ -1,4 +1,6 @@
-"""Window: a gathered tensor, or a view of one, through which a program may write into the sharded tensor behind it."""
+"""Window: a gathered tensor, or a view of one, through which a program may write into the sharded
+tensor behind it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import torch
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
 from bmtrain.shard import elementwise
-from bmtrain.torch_internals import is_collective, plain_functions, tree_leaves, tree_map_only, version_of, wait_for
+from bmtrain.torch_internals import (
+    is_collective,
+    plain_functions,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+    wait_for,
+)
 
 
 class Behind(Protocol):
@@ -45,7 +54,10 @@ class Gathered:
             raise _stale("was read")
 
     def write_back(self) -> None:
-        """Copy what was written into `whole` to where it comes from. StaleParameterError for old values."""
+        """Copy what was written into `whole` to where it comes from.
+
+        StaleParameterError for old values.
+        """
         if self._behind.num_written != self._num_written:
             raise _stale("was written to")
         self._behind.take_whole(self.whole)
@@ -53,15 +65,18 @@ class Gathered:
 
 
 class Window(torch.Tensor):
-    """Whole values of a sharded tensor. What is computed from them is an ordinary tensor; views of them are windows too.
+    """Whole values of a sharded tensor. What is computed from them is an ordinary tensor; views of
+    them are windows too.
 
-    In one process a view of a parameter shares its memory. Here the whole is a copy: what is written into a window is copied to
-    the slice behind it, and a window onto values that have changed since is refused.
+    In one process a view of a parameter shares its memory. Here the whole is a copy: what is
+    written into a window is copied to the slice behind it, and a window onto values that have
+    changed since is refused.
 
     Raises:
-        StaleParameterError: when the values behind it have been changed in other ways since it was made. A snapshot, as
-            state_dict() gives them, can still be read then, but not written.
-        ParameterError: when a window that has a graph is written, as in one process the parameter itself could not be.
+        StaleParameterError: when the values behind it have been changed in other ways since it was
+            made. A snapshot, as state_dict() gives them, can still be read then, but not written.
+        ParameterError: when a window that has a graph is written, as in one process the parameter
+            itself could not be.
     """
 
     _gathered: Gathered  # this is a view of it
@@ -77,10 +92,16 @@ class Window(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        windows = list({id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Window)}.values())
+        windows = list(
+            {id(x): x for x in tree_leaves((args, kwargs)) if isinstance(x, Window)}.values()
+        )
         for window in windows:
             window._gathered.check_read()
-        if not all(issubclass(kind, Window) or kind is torch.nn.Parameter for kind in types if kind is not torch.Tensor):
+        if not all(
+            issubclass(kind, Window) or kind is torch.nn.Parameter
+            for kind in types
+            if kind is not torch.Tensor
+        ):
             # Another class has its say, with ordinary tensors in the place of these.
             with plain_functions():
                 plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
@@ -93,7 +114,11 @@ class Window(torch.Tensor):
                 out = func(*args, **kwargs)
         with plain_functions():
             may_write = is_collective(func)
-            written = [w for w, version in zip(windows, before, strict=True) if may_write or version_of(w) != version]
+            written = [
+                w
+                for w, version in zip(windows, before, strict=True)
+                if may_write or version_of(w) != version
+            ]
             uncounted = written_uncounted(func, args, kwargs)
             written += [window for window in windows if any(window is x for x in uncounted)]
         if may_write:
@@ -124,13 +149,16 @@ class Window(torch.Tensor):
             has_graph = self.requires_grad and torch.is_grad_enabled()
         if has_graph:
             raise ParameterError(
-                "a view of a sharded parameter that requires grad was changed in place: use torch.no_grad() or param.data."
+                "a view of a sharded parameter that requires grad was changed in "
+                "place: use torch.no_grad() or param.data."
             )
         self._gathered.write_back()
 
 
 def written_uncounted(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What a function writes in inference mode, where no version counter says so: by its name, and its `out`."""
+    """What a function writes in inference mode, where no version counter says so: by its name, and
+    its `out`.
+    """
     if not torch.is_inference_mode_enabled():
         return []
     out = kwargs.get("out")
@@ -139,7 +167,8 @@ def written_uncounted(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def as_copy(array: Any) -> Any:
-    """A numpy array of gathered values. On a CPU it would share memory with the tensor: whoever writes into it gets an error.
+    """A numpy array of gathered values. On a CPU it would share memory with the tensor: whoever
+    writes into it gets an error.
 
     From a GPU it would come as a copy in one process too, to be written as the program likes.
     """
@@ -150,13 +179,16 @@ def as_copy(array: Any) -> Any:
 
 def _stale(what: str) -> StaleParameterError:
     return StaleParameterError(
-        f"a view or state dict of a sharded parameter {what} after the parameter had changed: it holds a copy of earlier values. "
+        f"a view or state dict of a sharded parameter {what} after the parameter had "
+        "changed: it holds a copy of earlier values. "
         "Take the view, or state_dict(), again."
     )
 
 
 def _shown(windows: Sequence[Window], out: torch.Tensor) -> torch.Tensor:
-    """What the program gets in place of the result `out`: a window, if it shares memory with one."""
+    """What the program gets in place of the result `out`: a window, if it shares memory with
+    one.
+    """
     with plain_functions():
         if isinstance(out, Window) and any(out is window for window in windows):
             return out

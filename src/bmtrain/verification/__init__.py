@@ -1,4 +1,6 @@
-"""Verification of a user's program: some steps in one plain process and on ranks, compared tensor by tensor."""
+"""Verification of a user's program: some steps in one plain process and on ranks, compared tensor
+by tensor.
+"""
 
 from bmtrain.verification.compare import Difference, Report
 from bmtrain.verification.program import Program

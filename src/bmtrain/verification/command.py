@@ -17,15 +17,33 @@ BAD_INPUT = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.epilog = (
-        "Exit status: 0 nothing differs, 1 a tensor differs, 2 the program cannot be verified, 3 ranks refuse it, 4 a rank failed."
+        "Exit status: 0 nothing differs, 1 a tensor differs, 2 the program cannot be "
+        "verified, 3 ranks refuse it, 4 a rank failed."
     )
-    parser.add_argument("program", metavar="MODULE:FUNCTION", help="a function that returns a bmtrain.verify.Program")
-    parser.add_argument("--ranks", type=int, default=2, help="processes to start (2); under torchrun those that there are")
+    parser.add_argument(
+        "program",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns a bmtrain.verify.Program",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="processes to start (2); under torchrun those that there are",
+    )
     parser.add_argument("--steps", type=int, default=3, help="steps of training (3)")
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--seed", type=int, default=0, help="of all generators (0)")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each of the two runs (300)")
-    parser.add_argument("--zero-level", type=int, default=3, choices=(2, 3), help="2 keeps gathered parameters until backward (3)")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for each of the two runs (300)"
+    )
+    parser.add_argument(
+        "--zero-level",
+        type=int,
+        default=3,
+        choices=(2, 3),
+        help="2 keeps gathered parameters until backward (3)",
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
     parser.add_argument("--pp", type=int, default=-1, help="pipeline stages (none)")
     parser.add_argument("--slack", type=float, default=1.0, help="factor for all tolerances (1)")
@@ -34,13 +52,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Verify, print the outcome on one rank, return the exit status."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` does: under other starters modules are looked for here, too
+        # as `python -m` does: under other starters modules are looked for here, too
+        sys.path.insert(0, "")
     try:
         report = verify(
-            arguments.program, ranks=arguments.ranks, steps=arguments.steps, device=arguments.device, seed=arguments.seed,
-            timeout=arguments.timeout, zero_level=arguments.zero_level, tp_size=arguments.tp, pipe_size=arguments.pp,
+            arguments.program,
+            ranks=arguments.ranks,
+            steps=arguments.steps,
+            device=arguments.device,
+            seed=arguments.seed,
+            timeout=arguments.timeout,
+            zero_level=arguments.zero_level,
+            tp_size=arguments.tp,
+            pipe_size=arguments.pp,
             slack=arguments.slack,
-        )  # fmt: skip
+        )
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -1,4 +1,7 @@
-"""The processes of a verification: a plain one, and ranks. Each is started anew and imports the program itself."""
+"""The processes of a verification: a plain one, and ranks.
+
+Each is started anew and imports the program itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from bmtrain.verification.program import Program, load_program
 from bmtrain.verification.record import Record
 from bmtrain.verification.running import Settings, run_on_ranks, run_reference
 
-REFUSALS = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception))
+REFUSALS = tuple(
+    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
+)
 GRACE_S = 5.0  # how long the other ranks may go on after one has failed
 
 Source = str | Callable[[], Program]
@@ -41,7 +46,9 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a process is told: `rank` is None for the plain one, `meeting` a file by which the ranks find each other."""
+    """What a process is told: `rank` is None for the plain one, `meeting` a file by which the ranks
+    find each other.
+    """
 
     source: Source
     settings: Settings
@@ -57,7 +64,9 @@ def reference_of(source: Source, settings: Settings) -> Record:
     """
     (outcome,) = _run([_Job(source, settings)], settings)
     if outcome.record is None:
-        raise ConfigurationError(outcome.refusal or f"the program fails in one plain process already:\n{outcome.failure}")
+        raise ConfigurationError(
+            outcome.refusal or f"the program fails in one plain process already:\n{outcome.failure}"
+        )
     return outcome.record
 
 
@@ -65,7 +74,9 @@ def on_ranks(source: Source, settings: Settings) -> list[Outcome]:
     """What `settings.ranks` new processes of this host end with, in rank order."""
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         meeting = pathlib.Path(folder, "meeting").as_uri()
-        return _run([_Job(source, settings, rank, meeting) for rank in range(settings.ranks)], settings)
+        return _run(
+            [_Job(source, settings, rank, meeting) for rank in range(settings.ranks)], settings
+        )
 
 
 def _run(jobs: Sequence[_Job], settings: Settings) -> list[Outcome]:
@@ -88,8 +99,12 @@ def _run(jobs: Sequence[_Job], settings: Settings) -> list[Outcome]:
             pipe.close()
 
 
-def _collect(running: Sequence[tuple[SpawnProcess, connection.Connection]], deadline: float) -> list[Outcome]:
-    """The outcomes that arrive in time; the first failure leaves the other ranks a moment to say theirs."""
+def _collect(
+    running: Sequence[tuple[SpawnProcess, connection.Connection]], deadline: float
+) -> list[Outcome]:
+    """The outcomes that arrive in time; the first failure leaves the other ranks a moment to say
+    theirs.
+    """
     found: dict[int, Outcome] = {}
     waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(running)}
     while waiting and (left := deadline - time.monotonic()) > 0:
@@ -98,7 +113,9 @@ def _collect(running: Sequence[tuple[SpawnProcess, connection.Connection]], dead
             found[rank] = _received(running[rank])
             if found[rank].record is None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-    late = Outcome(failure="it did not end in time: it waits for another rank, or the timeout is too short")
+    late = Outcome(
+        failure="it did not end in time: it waits for another rank, or the timeout is too short"
+    )
     return [found.get(rank, late) for rank in range(len(running))]
 
 
@@ -108,8 +125,14 @@ def _received(member: tuple[SpawnProcess, connection.Connection]) -> Outcome:
         outcome = pickle.loads(pipe.recv_bytes())
     except EOFError:
         process.join(GRACE_S)
-        return Outcome(failure=f"the process ended with exit code {process.exitcode}", when=time.monotonic())
-    return outcome if isinstance(outcome, Outcome) else Outcome(failure=f"the process sent {outcome!r}")
+        return Outcome(
+            failure=f"the process ended with exit code {process.exitcode}", when=time.monotonic()
+        )
+    return (
+        outcome
+        if isinstance(outcome, Outcome)
+        else Outcome(failure=f"the process sent {outcome!r}")
+    )
 
 
 def _child(job: _Job, pipe: connection.Connection) -> None:
@@ -120,7 +143,9 @@ def _child(job: _Job, pipe: connection.Connection) -> None:
     try:
         outcome = Outcome(record=_work(job))
     except REFUSALS as error:
-        outcome = Outcome(refusal=f"{type(error).__name__}: {error}" if job.rank is not None else str(error))
+        outcome = Outcome(
+            refusal=f"{type(error).__name__}: {error}" if job.rank is not None else str(error)
+        )
     except Exception:  # whatever it is, the process that waits must hear of it
         outcome = Outcome(failure=traceback.format_exc(), when=time.monotonic())
     # Tensors go as values: the memory of a process that has ended is nobody's.

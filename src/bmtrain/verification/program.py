@@ -1,4 +1,6 @@
-"""What is verified: a model, its batches, its loss and its optimizer, as one object that a function of the user's returns."""
+"""What is verified: a model, its batches, its loss and its optimizer, as one object that a function
+of the user's returns.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,20 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 class Program:
     """A model and how it is trained.
 
-    model: makes it, plain or of this library's modules, from the seed that was set before: the same values each time.
-    batches: one per step, repeated if there are more steps: tensors in any nesting, rows first.
-    loss: `loss(model, batch)` is the scalar to train on. With split batches it must be a mean over rows (of equal parts).
-    optimizer: `optimizer(params)`, torch's or the library's; by default AdamW with a learning rate of 0.001.
-    step: in place of `loss`, a whole step: `step(trainer, model, batch)` returns the loss to compare. It calls
-        `trainer.zero_grad()`, `backward(loss, reduce_gradients=True)`, `clip_grad_norm(max_norm)` and `step()`.
-    shard: how the model is sharded on ranks; by default `BMTrainModelWrapper`. Not called in one process.
-    batch: "split": every rank has its part of the rows; "same": all have the whole batch, as a program that draws random numbers
+    model: makes it, plain or of this library's modules, from the seed that was set before: the same
+    values each time. batches: one per step, repeated if there are more steps: tensors in any
+    nesting, rows first. loss: `loss(model, batch)` is the scalar to train on. With split batches it
+    must be a mean over rows (of equal parts). optimizer: `optimizer(params)`, torch's or the
+    library's; by default AdamW with a learning rate of 0.001. step: in place of `loss`, a whole
+    step: `step(trainer, model, batch)` returns the loss to compare. It calls
+        `trainer.zero_grad()`, `backward(loss, reduce_gradients=True)`, `clip_grad_norm(max_norm)`
+        and `step()`.
+    shard: how the model is sharded on ranks; by default `BMTrainModelWrapper`. Not called in one
+    process. batch: "split": every rank has its part of the rows; "same": all have the whole batch,
+    as a program that draws random numbers
         (dropout) needs; or a function `(batch, rank, ranks)` that returns a rank's part.
-    clip: largest norm of the gradients, for programs without a `step` of their own; None does not clip.
+    clip: largest norm of the gradients, for programs without a `step` of their own; None does not
+    clip.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -48,17 +54,30 @@ class Program:
 
     def __post_init__(self) -> None:
         if (self.loss is None) == (self.step is None):
-            raise ConfigurationError("a Program has either a loss, loss(model, batch), or a step, step(trainer, model, batch).")
-        wanted = {"model": self.model, "optimizer": self.optimizer, "shard": self.shard, "loss or step": self.loss or self.step}
+            raise ConfigurationError(
+                "a Program has either a loss, loss(model, batch), or a step, step(trainer, "
+                "model, batch)."
+            )
+        wanted = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "shard": self.shard,
+            "loss or step": self.loss or self.step,
+        }
         for name, value in wanted.items():
             if not callable(value) or isinstance(value, torch.nn.Module | torch.optim.Optimizer):
                 raise ConfigurationError(
-                    f"the {name} of a Program is of type {type(value).__name__}: expected a function that makes it anew."
+                    f"the {name} of a Program is of type {type(value).__name__}: "
+                    "expected a function that makes it anew."
                 )
         if not isinstance(self.batches, Sequence) or not len(self.batches):
-            raise ConfigurationError("the batches of a Program must be a sequence with at least one batch.")
+            raise ConfigurationError(
+                "the batches of a Program must be a sequence with at least one batch."
+            )
         if not callable(self.batch) and self.batch not in BATCH_MODES:
-            raise ConfigurationError(f"batch is {self.batch!r}: expected one of {', '.join(BATCH_MODES)}, or a function.")
+            raise ConfigurationError(
+                f"batch is {self.batch!r}: expected one of {', '.join(BATCH_MODES)}, or a function."
+            )
 
     def run_step(self, trainer: Trainer, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """One step of training; the loss."""
@@ -90,10 +109,14 @@ def _part(batch: Any, mode: str | Callable[[Any, int, int], Any], rank: int, ran
     rows = {x.shape[0] for x in leaves}
     if len(rows) != 1 or next(iter(rows)) % ranks:
         raise ConfigurationError(
-            f"a batch whose tensors have {sorted(rows)} rows cannot be split over {ranks} ranks: expected one number that they "
-            'divide; or give batch="same", or a function (batch, rank, ranks) that returns a rank\'s part.'
+            f"a batch whose tensors have {sorted(rows)} rows cannot be split over "
+            f"{ranks} ranks: expected one number that they "
+            'divide; or give batch="same", or a function (batch, rank, ranks) that '
+            "returns a rank's part."
         )
-    return tree_map(lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x, batch)
+    return tree_map(
+        lambda x: x.chunk(ranks)[rank] if isinstance(x, torch.Tensor) and x.dim() else x, batch
+    )
 
 
 def load_program(source: str | Callable[[], Program]) -> Program:
@@ -106,7 +129,8 @@ def load_program(source: str | Callable[[], Program]) -> Program:
     program = function()
     if not isinstance(program, Program):
         raise ConfigurationError(
-            f"{_name(source)} returned an object of type {type(program).__name__}: expected a bmtrain.verify.Program."
+            f"{_name(source)} returned an object of type {type(program).__name__}: "
+            "expected a bmtrain.verify.Program."
         )
     return program
 
@@ -114,12 +138,16 @@ def load_program(source: str | Callable[[], Program]) -> Program:
 def _find(text: str) -> Callable[[], Program]:
     module_name, colon, path = text.partition(":")
     if not colon or not module_name or not path:
-        raise ConfigurationError(f"{text!r} names no function: expected module:function, such as my_package.checks:program.")
+        raise ConfigurationError(
+            f"{text!r} names no function: expected module:function, such as "
+            "my_package.checks:program."
+        )
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{text!r}: there is no module {error.name!r}; modules are looked for from the current folder and on PYTHONPATH."
+            f"{text!r}: there is no module {error.name!r}; modules are looked for from "
+            "the current folder and on PYTHONPATH."
         ) from error
     for part in path.split("."):
         found = getattr(found, part, None)
@@ -135,7 +163,8 @@ def check_source(source: Any) -> None:
     name = getattr(source, "__qualname__", "")
     if not callable(source) or not name or "<" in name:
         raise ConfigurationError(
-            f"verify got {_name(source)}: expected a function at the top of a module, or its name as module:function: each process "
+            f"verify got {_name(source)}: expected a function at the top of a module, "
+            "or its name as module:function: each process "
             "that it starts has to import it."
         )
 

@@ -50,7 +50,10 @@ class Record:
     coarsest: float = 0.0
 
     def add(self, step: int, kind: Kind, name: str, value: Any) -> None:
-        """Keep a copy on the CPU; numbers become tensors. A name that comes again within a step gets a number."""
+        """Keep a copy on the CPU; numbers become tensors.
+
+        A name that comes again within a step gets a number.
+        """
         key, again = Key(step, kind, name), 1
         while key in self.values:
             again += 1
@@ -79,10 +82,23 @@ class Record:
         """The state of torch's and of Python's generator."""
         for name, state in seeding.get_random_state(device).items():
             self.add(step, Kind.RANDOM, name, state)
-        self.add(step, Kind.RANDOM, "python", torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu"))
+        self.add(
+            step,
+            Kind.RANDOM,
+            "python",
+            torch.tensor(random.getstate()[1], dtype=torch.int64, device="cpu"),
+        )
 
-    def add_states(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:
-        """The state of an optimizer by the names of its parameters; `state` has whole tensors by their numbers."""
+    def add_states(
+        self,
+        step: int,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: dict[int, Any],
+    ) -> None:
+        """The state of an optimizer by the names of its parameters; `state` has whole tensors by
+        their numbers.
+        """
         names = {id(param): name for name, param in model.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
@@ -103,7 +119,9 @@ class Record:
 
 def _in_shape(value: torch.Tensor | float, shape: torch.Size) -> torch.Tensor | float:
     """The library's Adam keeps the states of ordinary parameters flat."""
-    is_flat = isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    is_flat = (
+        isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == shape.numel()
+    )
     return value.reshape(shape) if isinstance(value, torch.Tensor) and is_flat else value
 
 
@@ -113,6 +131,9 @@ def whole_shape(param: torch.nn.Parameter) -> torch.Size:
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name, whole gradient or None) of every parameter. Collective: ranks must have gradients of the same parameters."""
+    """(name, whole gradient or None) of every parameter.
+
+    Collective: ranks must have gradients of the same parameters.
+    """
     for name, param in model.named_parameters():
         yield name, param.grad.whole_of_parts() if isinstance(param.grad, Slices) else param.grad

@@ -46,7 +46,8 @@ class Settings:
 
 
 def run_reference(program: Program, settings: Settings) -> Record:
-    """The steps in this process alone, with the whole batch. Twice: a program that does not repeat itself is no reference.
+    """The steps in this process alone, with the whole batch. Twice: a program that does not repeat
+    itself is no reference.
 
     A model or optimizer of this library's that needs a run gets one of one rank.
 
@@ -54,19 +55,25 @@ def run_reference(program: Program, settings: Settings) -> Record:
         ConfigurationError: for a program that cannot be verified, and says why.
     """
     for step in range(min(settings.steps, len(program.batches))):
-        program.batch_of(step, settings.ranks - 1, settings.ranks, torch.device("cpu"))  # refuses what cannot be split
+        # refuses what cannot be split
+        program.batch_of(step, settings.ranks - 1, settings.ranks, torch.device("cpu"))
     try:
         first = _run_plain(program, settings)
     except NotInitializedError:
-        world.init_distributed(seed=settings.seed, device=settings.device, **_without_parallelism(settings.init))
+        world.init_distributed(
+            seed=settings.seed, device=settings.device, **_without_parallelism(settings.init)
+        )
         first = _run_plain(program, settings)
-    again = first_difference(first, [_run_plain(program, settings)], settings.device, settings.slack)
+    again = first_difference(
+        first, [_run_plain(program, settings)], settings.device, settings.slack
+    )
     if again is not None:
         raise ConfigurationError(_not_repeatable(again))
     drawn = first.drawn()
     if drawn is not None and program.batch == "split" and settings.ranks > 1:
         raise ConfigurationError(
-            f"step {drawn.step} draws random numbers ({drawn.name} generator), which ranks with rows of their own draw otherwise "
+            f"step {drawn.step} draws random numbers ({drawn.name} generator), which "
+            "ranks with rows of their own draw otherwise "
             'than one process: give the Program batch="same", or turn dropout off.'
         )
     return first
@@ -77,10 +84,16 @@ def run_on_ranks(program: Program, settings: Settings) -> Record:
     device = world.device()
     seed_everything(settings.seed)
     model = program.shard(_made(program))
-    unset = [name for name, param in model.named_parameters() if isinstance(param, DistributedParameter) and param.never_set]
+    unset = [
+        name
+        for name, param in model.named_parameters()
+        if isinstance(param, DistributedParameter) and param.never_set
+    ]
     if unset:
         raise ConfigurationError(
-            f"parameters without values: {', '.join(unset[:3])}{' and others' if len(unset) > 3 else ''}. The model function must "
+            "parameters without values: "
+            f"{', '.join(unset[:3])}{' and others' if len(unset) > 3 else ''}. The "
+            "model function must "
             "set them, by bmtrain.init_parameters(model) where bmtrain.is_initialized()."
         )
     record = Record()
@@ -119,7 +132,9 @@ class _Notes:
     def norm(self, norm: torch.Tensor) -> None:
         self.record.add(self.number, Kind.NORM, "", norm)
 
-    def end_of_step(self, trainer: Trainer, loss: torch.Tensor | None, device: torch.device) -> None:
+    def end_of_step(
+        self, trainer: Trainer, loss: torch.Tensor | None, device: torch.device
+    ) -> None:
         if loss is not None:
             self.record.add(self.number, Kind.LOSS, "", self.loss_of_all(loss))
         self.record.add_random(self.number, device)
@@ -127,37 +142,62 @@ class _Notes:
         self.record.add_states(self.number, self.model, trainer.optimizer, trainer.state())
 
 
-def _steps(program: Program, settings: Settings, trainer: Trainer, notes: _Notes, place: tuple[int, int, torch.device]) -> None:
+def _steps(
+    program: Program,
+    settings: Settings,
+    trainer: Trainer,
+    notes: _Notes,
+    place: tuple[int, int, torch.device],
+) -> None:
     rank, ranks, device = place
     notes.end_of_step(trainer, None, device)
     for step in range(settings.steps):
         notes.number = step + 1
         loss = program.run_step(trainer, notes.model, program.batch_of(step, rank, ranks, device))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigurationError(f"the step returned {type(loss).__name__}: expected its loss, a scalar tensor.")
+            raise ConfigurationError(
+                f"the step returned {type(loss).__name__}: expected its loss, a scalar tensor."
+            )
         notes.end_of_step(trainer, loss, device)
 
 
 def _made(program: Program) -> torch.nn.Module:
     model = program.model()
     if not isinstance(model, torch.nn.Module):
-        raise ConfigurationError(f"the model function returned {type(model).__name__}: expected a torch.nn.Module.")
+        raise ConfigurationError(
+            f"the model function returned {type(model).__name__}: expected a torch.nn.Module."
+        )
     return model
 
 
 def _not_repeatable(found: Difference) -> str:
     if found.key.step == 0:
         return (
-            f"the model function makes another model each time ({found}): it must build a new one, and draw its first values from "
+            f"the model function makes another model each time ({found}): it must "
+            "build a new one, and draw its first values from "
             "torch's generators, which are seeded before."
         )
-    return f"the program does not repeat itself in one process ({found}): nothing can be compared with it."
+    return (
+        f"the program does not repeat itself in one process ({found}): nothing can be "
+        "compared with it."
+    )
 
 
 def _terms(program: Program, model: torch.nn.Module) -> int:
-    """Of how many numbers the longest sum consists: all numbers of a batch for a gradient, a row of a matrix for an activation."""
-    batches = [x.numel() for batch in program.batches for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
-    rows = [param.numel() // param.shape[0] for param in model.parameters() if param.dim() > 1 and param.numel()]
+    """Of how many numbers the longest sum consists: all numbers of a batch for a gradient, a row of
+    a matrix for an activation.
+    """
+    batches = [
+        x.numel()
+        for batch in program.batches
+        for x in tree_leaves(batch)
+        if isinstance(x, torch.Tensor)
+    ]
+    rows = [
+        param.numel() // param.shape[0]
+        for param in model.parameters()
+        if param.dim() > 1 and param.numel()
+    ]
     return max([1, *batches, *rows])
 
 
@@ -168,4 +208,8 @@ def _coarsest(model: torch.nn.Module) -> float:
 
 def _without_parallelism(init: dict[str, Any]) -> dict[str, Any]:
     """One rank has no other to share a layer with."""
-    return {name: value for name, value in init.items() if name not in {"tp_size", "pipe_size", "num_micro_batches", "init_method"}}
+    return {
+        name: value
+        for name, value in init.items()
+        if name not in {"tp_size", "pipe_size", "num_micro_batches", "init_method"}
+    }

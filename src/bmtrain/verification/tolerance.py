@@ -1,9 +1,11 @@
 """How far two orders of the same sums may lie apart, from the dtypes.
 
-A sum of n terms, added in two orders, differs by about eps * sqrt(n) of its largest terms, where eps is the spacing of the dtype in
-which it is added up, which for half precision is fp32; storing it adds half an eps of its own dtype. FACTOR is for the
-layers that lie one behind the other. On a GPU kernels of other tilings, and of other shapes, take the place of one another, and
-fp32 products may be rounded to the 10 bits of tf32. Every step starts where the last one has arrived, so errors of steps add up.
+A sum of n terms, added in two orders, differs by about eps * sqrt(n) of its largest terms, where
+eps is the spacing of the dtype in which it is added up, which for half precision is fp32; storing
+it adds half an eps of its own dtype. FACTOR is for the layers that lie one behind the other. On a
+GPU kernels of other tilings, and of other shapes, take the place of one another, and fp32 products
+may be rounded to the 10 bits of tf32. Every step starts where the last one has arrived, so errors
+of steps add up.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ EPS_OF_TF32 = 2.0**-10
 
 
 def relative_tolerance(record: Record, dtype: torch.dtype, step: int, device: str) -> float:
-    """Relative to the largest element of a tensor of `dtype`, from step 1 on; 0 before and for whole numbers."""
+    """Relative to the largest element of a tensor of `dtype`, from step 1 on; 0 before and for
+    whole numbers.
+    """
     if not dtype.is_floating_point or step == 0:
         return 0.0
     stored = max(record.coarsest, 0.0 if dtype is torch.float64 else torch.finfo(dtype).eps)
@@ -32,7 +36,10 @@ def relative_tolerance(record: Record, dtype: torch.dtype, step: int, device: st
 
 
 class Allowance:
-    """What each element of a tensor may be off by. Fed with the tensors of the reference in the order of the steps."""
+    """What each element of a tensor may be off by.
+
+    Fed with the tensors of the reference in the order of the steps.
+    """
 
     def __init__(self, reference: Record, device: str, slack: float) -> None:
         self._reference, self._device, self._slack = reference, device, slack
@@ -49,12 +56,15 @@ class Allowance:
 
     def of(self, step: int, kind: Kind, name: str, value: torch.Tensor) -> torch.Tensor:
         """A tensor that broadcasts to `value`, fp64."""
-        tolerance = self._slack * relative_tolerance(self._reference, value.dtype, step, self._device)
+        tolerance = self._slack * relative_tolerance(
+            self._reference, value.dtype, step, self._device
+        )
         if kind is Kind.RANDOM or not value.numel():
             return torch.zeros((), dtype=torch.float64)
         allowed = torch.tensor(tolerance * _largest(value), dtype=torch.float64)
         if kind in (Kind.GRADIENT, Kind.STATE):
-            # What cancels to nothing, such as the bias of keys, is rounding of terms as large as the other gradients'.
+            # What cancels to nothing, such as the bias of keys, is rounding of terms as large as
+            # the other gradients'.
             alike = (step, kind, _entry(name) if kind is Kind.STATE else "")
             allowed = allowed + tolerance / FACTOR * self._largest[alike]
         if kind is Kind.GRADIENT:
@@ -63,16 +73,19 @@ class Allowance:
         if kind is Kind.PARAMETER:
             allowed = allowed + self._of_steps(step, name, value)
         if kind is Kind.BUFFER and value.dtype.is_floating_point:
-            # Computed from parameters: the mean of a BatchNorm from the bias before it, whose gradient is rounding.
+            # Computed from parameters: the mean of a BatchNorm from the bias before it, whose
+            # gradient is rounding.
             allowed = allowed + self._farthest
         if kind is Kind.STATE and self._is_master(name, value):
             allowed = allowed + self._moved[_parameter(name)]
         return allowed
 
     def _of_steps(self, step: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """An optimizer that normalises makes a whole step of a gradient that is rounding: so far may those elements be off.
+        """An optimizer that normalises makes a whole step of a gradient that is rounding: so far
+        may those elements be off.
 
-        A whole step is the largest of this parameter, and of any parameter where all of the gradient is rounding.
+        A whole step is the largest of this parameter, and of any parameter where all of the
+        gradient is rounding.
         """
         now, before = value.double(), self._before.get(name)
         self._before[name] = now
@@ -90,12 +103,18 @@ class Allowance:
         param = self._before.get(_parameter(name))
         if param is None or param.shape != value.shape:
             return False
-        return bool((param - value.double()).abs().max() <= self._reference.coarsest * param.abs().max())
+        return bool(
+            (param - value.double()).abs().max() <= self._reference.coarsest * param.abs().max()
+        )
 
 
 def _largest_moves(reference: Record) -> dict[int, float]:
     """Of any element of any parameter in each step."""
-    values = {(key.step, key.name): value for key, value in reference.values.items() if key.kind is Kind.PARAMETER}
+    values = {
+        (key.step, key.name): value
+        for key, value in reference.values.items()
+        if key.kind is Kind.PARAMETER
+    }
     moves: dict[int, float] = {}
     for (step, name), value in values.items():
         before = values.get((step - 1, name))

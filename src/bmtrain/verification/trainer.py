@@ -1,4 +1,7 @@
-"""What a step calls: the same few methods in one plain process and on ranks. They note the gradients that a step was taken with."""
+"""What a step calls: the same few methods in one plain process and on ranks.
+
+They note the gradients that a step was taken with.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,9 @@ class Trainer:
         loss.backward()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of the optimizer's parameters down to `max_norm`; the norm that they had, 0-dim."""
+        """Scale the gradients of the optimizer's parameters down to `max_norm`; the norm that they
+        had, 0-dim.
+        """
         norm = self._clip(max_norm)
         self._noted(norm)
         return norm
@@ -85,7 +90,9 @@ class ShardedTrainer(Trainer):
 
     def state(self) -> dict[int, dict[str, torch.Tensor]]:
         """Gathered."""
-        state: dict[int, dict[str, torch.Tensor]] = self.manager.state_dict(gather_opt=True)["optimizers"][0]["state"]
+        state: dict[int, dict[str, torch.Tensor]] = self.manager.state_dict(gather_opt=True)[
+            "optimizers"
+        ][0]["state"]
         return state
 
     def _clip(self, max_norm: float) -> torch.Tensor:

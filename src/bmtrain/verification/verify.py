@@ -32,49 +32,72 @@ class Verify:
     ) -> compare.Report:
         """Loss, gradients, parameters, buffers, optimizer states and random states of some steps.
 
-        Starts processes of its own, so that a script that calls it needs `if __name__ == "__main__":`. In processes that torchrun
-        has started it uses those as ranks, and all of them must call it, before `init_distributed`. Every rank records whole
-        tensors: take a small configuration of the model.
+        Starts processes of its own, so that a script that calls it needs `if __name__ ==
+        "__main__":`. In processes that torchrun has started it uses those as ranks, and all of them
+        must call it, before `init_distributed`. Every rank records whole tensors: take a small
+        configuration of the model.
 
         Args:
-            source: a function that returns a `Program`, at the top of a module, or "module:function".
+            source: a function that returns a `Program`, at the top of a module, or
+                "module:function".
             ranks: number of ranks; under torchrun theirs.
             steps: steps of training.
             device: "cpu" or "cuda", of the plain process and of all ranks.
             seed: seeds torch, random and numpy.
             timeout: seconds for the plain run, and for that of the ranks.
-            init: more arguments of `init_distributed`, such as zero_level; and `slack`, a factor for all tolerances.
+            init: more arguments of `init_distributed`, such as zero_level; and `slack`, a factor
+                for all tolerances.
 
         Returns:
-            A report, true if nothing differs. Tolerances follow from dtypes: see verification/tolerance.py.
+            A report, true if nothing differs. Tolerances follow from dtypes: see
+            verification/tolerance.py.
 
         Raises:
-            ConfigurationError: for a program that cannot be verified: one that does not repeat itself, for example.
+            ConfigurationError: for a program that cannot be verified: one that does not repeat
+                itself, for example.
         """
         if world.is_initialized():
-            raise ConfigurationError("verify starts runs of its own: call it before init_distributed, or in another program.")
+            raise ConfigurationError(
+                "verify starts runs of its own: call it before init_distributed, or in "
+                "another program."
+            )
         program.check_source(source)
         launched = world.launched_size()
         settings = running.Settings(
-            ranks=launched if launched > 1 else ranks, steps=steps, device=device, seed=seed, timeout=timeout,
-            slack=init.pop("slack", 1.0), init=init,
-        )  # fmt: skip
+            ranks=launched if launched > 1 else ranks,
+            steps=steps,
+            device=device,
+            seed=seed,
+            timeout=timeout,
+            slack=init.pop("slack", 1.0),
+            init=init,
+        )
         if launched > 1:
             return _in_this_launch(source, settings)
         reference = processes.reference_of(source, settings)
         return _judged(reference, processes.on_ranks(source, settings), settings)
 
 
-def _judged(reference: record.Record, outcomes: list[Outcome], settings: running.Settings) -> compare.Report:
-    """A failure counts before a refusal: it is what other ranks may have been refused for. Of failures the first does."""
+def _judged(
+    reference: record.Record, outcomes: list[Outcome], settings: running.Settings
+) -> compare.Report:
+    """A failure counts before a refusal: it is what other ranks may have been refused for.
+
+    Of failures the first does.
+    """
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.failure]
     if failed:
         rank = min(failed, key=lambda rank: outcomes[rank].when)
         others = "".join(f"\nrank {r}: {o.refusal}" for r, o in enumerate(outcomes) if o.refusal)
-        return compare.Report(verdict="failed", text=f"rank {rank}: {outcomes[rank].failure}{others}")
+        return compare.Report(
+            verdict="failed", text=f"rank {rank}: {outcomes[rank].failure}{others}"
+        )
     refused = {rank: outcome.refusal for rank, outcome in enumerate(outcomes) if outcome.refusal}
     if refused and len(refused) < len(outcomes):
-        return compare.Report(verdict="failed", text=f"ranks {sorted(refused)} alone refused: {next(iter(refused.values()))}")
+        return compare.Report(
+            verdict="failed",
+            text=f"ranks {sorted(refused)} alone refused: {next(iter(refused.values()))}",
+        )
     if refused:
         return compare.Report(verdict="refused", text=f"on all ranks, {refused[0]}")
     records = [outcome.record for outcome in outcomes if outcome.record is not None]
@@ -82,14 +105,23 @@ def _judged(reference: record.Record, outcomes: list[Outcome], settings: running
 
 
 def _in_this_launch(source: Source, settings: running.Settings) -> compare.Report:
-    """On the ranks that torchrun has started. An error is not caught: the rank that has it ends loudly, and with it the launch."""
+    """On the ranks that torchrun has started.
+
+    An error is not caught: the rank that has it ends loudly, and with it the launch.
+    """
     is_first = world.launched_rank() == 0
     reference = processes.reference_of(source, settings) if is_first else None
-    world.init_distributed(seed=settings.seed, device=settings.device, timeout=settings.timeout, **settings.init)
+    world.init_distributed(
+        seed=settings.seed, device=settings.device, timeout=settings.timeout, **settings.init
+    )
     axis = world.current().mesh.world
     own = running.run_on_ranks(program.load_program(source), settings)
     records = collectives.gather_objects(own, axis)
-    report = None if reference is None else compare.compare(reference, records, settings.device, settings.slack)
+    report = (
+        None
+        if reference is None
+        else compare.compare(reference, records, settings.device, settings.slack)
+    )
     found: compare.Report = collectives.broadcast_object(report, 0, axis)
     return found
 

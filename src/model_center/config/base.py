@@ -1,4 +1,6 @@
-"""Configurations: dataclasses that are read from and written to config.json, ModelCenter's or Hugging Face's."""
+"""Configurations: dataclasses that are read from and written to config.json, ModelCenter's or
+Hugging Face's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,16 @@ Self = TypeVar("Self", bound="Config")
 
 CONFIG_FILE = "config.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SIZES = {"vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff", "num_layers", "num_encoder_layers", "num_decoder_layers"}
+SIZES = {
+    "vocab_size",
+    "dim_model",
+    "num_heads",
+    "dim_head",
+    "dim_ff",
+    "num_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+}
 # Of these the model knows nothing, but who generates with transformers does.
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # How a run computes, not what the model is: not written to files.
@@ -36,9 +47,11 @@ class Config:
         half: fp16 if true, fp32 if not, where `dtype` is None.
         dtype: of parameters and computation: a torch.dtype or its name.
         int8: an error if true.
-        use_checkpoint: recompute each layer in the backward pass in place of keeping its activations (in a process group).
+        use_checkpoint: recompute each layer in the backward pass in place of keeping its
+            activations (in a process group).
         zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
-        special_ids: ids of special tokens under Hugging Face's names, `eos_token_id` for example, for its config.json.
+        special_ids: ids of special tokens under Hugging Face's names, `eos_token_id` for example,
+            for its config.json.
     """
 
     model_type: ClassVar[str] = ""  # the name in Hugging Face's config.json
@@ -58,23 +71,31 @@ class Config:
             ConfigError: naming the value.
         """
         if self.int8:
-            raise ConfigError("int8=True is not supported: weights are computed with as they are stored. Leave it out.")
+            raise ConfigError(
+                "int8=True is not supported: weights are computed with as they are stored. "
+                "Leave it out."
+            )
         self.dtype = dtype_of(self.dtype, self.half)
         self.half = self.dtype == torch.float16
 
     @classmethod
-    def from_pretrained(cls: type[Self], name_or_path: str | os.PathLike[str], **overrides: Any) -> Self:
-        """Read config.json of a folder or of a known identifier, ModelCenter's or Hugging Face's. Collective in a process group.
+    def from_pretrained(
+        cls: type[Self], name_or_path: str | os.PathLike[str], **overrides: Any
+    ) -> Self:
+        """Read config.json of a folder or of a known identifier, ModelCenter's or Hugging Face's.
+        Collective in a process group.
 
         Args:
             name_or_path: a folder, a name the project knows, or a Hugging Face repository.
             overrides: values that replace those of the file.
 
         Raises:
-            IdentifierError, ConfigError: on every rank, for an unknown name, a folder without config.json, or unknown keys.
+            IdentifierError, ConfigError: on every rank, for an unknown name, a folder without
+                config.json, or unknown keys.
         """
         path = pathlib.Path(resolve(str(name_or_path), "config")) / CONFIG_FILE
-        # What only one rank cannot read, or asks for, is an error of all: the others would wait for its weights.
+        # What only one rank cannot read, or asks for, is an error of all: the others would wait for
+        # its weights.
         return attempt(lambda: cls.from_json_file(path, **overrides), everyone(), ConfigError)
 
     @classmethod
@@ -99,28 +120,46 @@ class Config:
     def _from_theirs(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         kind, known = content["model_type"], (cls.model_type, *cls.other_types)
         if cls.model_type and kind not in known:
-            raise ConfigError(f"model_type is {kind!r}: {cls.__name__} is of {' or '.join(map(repr, known))}.")
+            raise ConfigError(
+                f"model_type is {kind!r}: {cls.__name__} is of {' or '.join(map(repr, known))}."
+            )
         own = {field.name for field in dataclasses.fields(cls)}
-        special = {name: content[name] for name in SPECIAL_IDS if name not in own and content.get(name) is not None}
+        special = {
+            name: content[name]
+            for name in SPECIAL_IDS
+            if name not in own and content.get(name) is not None
+        }
         try:
             return {**cls.from_hugging_face(content), "special_ids": special or None}
         except KeyError as error:
-            raise ConfigError(f"the Hugging Face configuration of type {kind!r} lacks {error}.") from error
+            raise ConfigError(
+                f"the Hugging Face configuration of type {kind!r} lacks {error}."
+            ) from error
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json."""
-        raise ConfigError(f"{cls.__name__} cannot be read from a Hugging Face configuration of type {content.get('model_type')!r}.")
+        raise ConfigError(
+            f"{cls.__name__} cannot be read from a Hugging Face configuration of type "
+            f"{content.get('model_type')!r}."
+        )
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
-        raise ConfigError(f"{type(self).__name__} has no counterpart in Hugging Face: save it with format='model_center'.")
+        raise ConfigError(
+            f"{type(self).__name__} has no counterpart in Hugging Face: save it with "
+            "format='model_center'."
+        )
 
     def hugging_face_content(self, tokenizer: Any = None) -> dict[str, Any]:
-        """`to_hugging_face` with the ids of special tokens: those of the configuration, else those of a tokenizer."""
+        """`to_hugging_face` with the ids of special tokens: those of the configuration, else those
+        of a tokenizer.
+        """
         content, special = self.to_hugging_face(), self.special_ids
         if special is None and tokenizer is not None:
-            ids = {name: getattr(tokenizer, name, None) for name in SPECIAL_IDS if name not in content}
+            ids = {
+                name: getattr(tokenizer, name, None) for name in SPECIAL_IDS if name not in content
+            }
             special = {name: value for name, value in ids.items() if value is not None}
         return content | (special or {})
 
@@ -137,7 +176,8 @@ class Config:
         ]
         if others:
             raise ConfigError(
-                f"Hugging Face's {self.model_type} cannot have this configuration: {'; '.join(others)}. Save the model with "
+                f"Hugging Face's {self.model_type} cannot have this configuration: "
+                f"{'; '.join(others)}. Save the model with "
                 "format='model_center'."
             )
 
@@ -155,14 +195,23 @@ class Config:
         return dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All values by name, in types that JSON has; the dtype as `half`, or by name where that does not say it."""
-        out = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in OF_THE_RUN}
+        """All values by name, in types that JSON has; the dtype as `half`, or by name where that
+        does not say it.
+        """
+        out = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in OF_THE_RUN
+        }
         out["half"] = self.half
         if self.dtype == torch.bfloat16:
             out["dtype"] = "bfloat16"
         if self.special_ids is None:  # which ModelCenter does not know
             del out["special_ids"]
-        return {name: str(value) if isinstance(value, float) and math.isinf(value) else value for name, value in out.items()}
+        return {
+            name: str(value) if isinstance(value, float) and math.isinf(value) else value
+            for name, value in out.items()
+        }
 
     def to_json_string(self) -> str:
         """`to_dict` as JSON, with sorted keys."""
@@ -181,11 +230,14 @@ class TransformerConfig(Config):
         vocab_size, dim_model, num_heads, dim_head, dim_ff: sizes.
         tied: whether the head is the embedding.
         pos_bias_type: as in `Attention`; each model has one, another is an error.
-        cls_head: number of classes of a classification head in place of the language model's; None for none.
-        post_layer_norm: norms behind each part; in models that have them before each part an error if true.
+        cls_head: number of classes of a classification head in place of the language model's; None
+            for none.
+        post_layer_norm: norms behind each part; in models that have them before each part an error
+            if true.
     """
 
-    has_post_layer_norm: ClassVar[bool] = False  # whether the model does what `post_layer_norm` says
+    # whether the model does what `post_layer_norm` says
+    has_post_layer_norm: ClassVar[bool] = False
 
     vocab_size: int
     dim_model: int = 768
@@ -221,24 +273,48 @@ class TransformerConfig(Config):
         super().__post_init__()
         self.att_mask_value = float(self.att_mask_value)
         if self.post_layer_norm and not self.has_post_layer_norm:
-            raise ConfigError("post_layer_norm=True: this model has its norms before each part. Leave it out.")
+            raise ConfigError(
+                "post_layer_norm=True: this model has its norms before each part. Leave it out."
+            )
         if self.pos_bias_type != type(self).pos_bias_type:
             raise ConfigError(
-                f"pos_bias_type is {self.pos_bias_type!r}: this model has {type(self).pos_bias_type!r}. Leave it out."
+                f"pos_bias_type is {self.pos_bias_type!r}: this model has "
+                f"{type(self).pos_bias_type!r}. Leave it out."
             )
         for name in sorted({field.name for field in dataclasses.fields(self)} & SIZES):
             if not _is_positive(getattr(self, name)):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}: expected a positive integer.")
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}: expected a positive integer."
+                )
         if self.cls_head and not _is_positive(self.cls_head):
-            raise ConfigError(f"cls_head is {self.cls_head!r}: expected the number of classes, or None.")
+            raise ConfigError(
+                f"cls_head is {self.cls_head!r}: expected the number of classes, or None."
+            )
 
     def stack(self, num_layers: int) -> dict[str, Any]:
         """Arguments of an Encoder or Decoder of this configuration that they have in common."""
         same = (
-            "dim_model", "dim_ff", "num_heads", "dim_head", "dtype", "norm_init_var", "norm_bias", "norm_eps", "att_init_mean",
-            "att_init_std", "att_bias", "att_mask_value", "ffn_init_mean", "ffn_init_std", "ffn_bias", "ffn_activate_fn",
-            "pos_bias_type", "length_scale", "attn_scale", "dropout_p",
-        )  # fmt: skip
+            "dim_model",
+            "dim_ff",
+            "num_heads",
+            "dim_head",
+            "dtype",
+            "norm_init_var",
+            "norm_bias",
+            "norm_eps",
+            "att_init_mean",
+            "att_init_std",
+            "att_bias",
+            "att_mask_value",
+            "ffn_init_mean",
+            "ffn_init_std",
+            "ffn_bias",
+            "ffn_activate_fn",
+            "pos_bias_type",
+            "length_scale",
+            "attn_scale",
+            "dropout_p",
+        )
         return {"num_layers": num_layers, **{name: getattr(self, name) for name in same}}
 
     def embedding(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""SuperGLUE for BERT: pairs of texts with their class, from `DATASET[task](path, split, rank, world_size, tokenizer, ...)`.
+"""SuperGLUE for BERT: pairs of texts with their class, from `DATASET[task](path, split, rank,
+world_size, tokenizer, ...)`.
 
-Items hold `input_ids`, `attention_mask` and `token_type_ids`, int64 (length,), and `labels`, int64 (). COPA's hold the
-three twice, for the first choice with suffix 0 and for the second with 1. In a test split without labels, items hold
-`idx`, the number of the example, instead.
+Items hold `input_ids`, `attention_mask` and `token_type_ids`, int64 (length,), and `labels`, int64
+(). COPA's hold the three twice, for the first choice with suffix 0 and for the second with 1. In a
+test split without labels, items hold `idx`, the number of the example, instead.
 """
 
 from __future__ import annotations
@@ -20,14 +21,23 @@ from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer,
 
 
 class BertTask(TaskDataset):
-    """A SuperGLUE task for BERT and its kin; a subclass says how an example is written as a pair."""
+    """A SuperGLUE task for BERT and its kin; a subclass says how an example is written as a
+    pair.
+    """
 
     task = ""
 
     def __init__(
-        self, path: str | pathlib.Path, split: str, rank: int, world_size: int, tokenizer: Tokenizer, max_encoder_length: int
+        self,
+        path: str | pathlib.Path,
+        split: str,
+        rank: int,
+        world_size: int,
+        tokenizer: Tokenizer,
+        max_encoder_length: int,
     ) -> None:
-        """The task's rows, at most `max_encoder_length` ids each. `rank` and `world_size` have no effect.
+        """The task's rows, at most `max_encoder_length` ids each. `rank` and `world_size` have no
+        effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format.
@@ -54,7 +64,11 @@ class BoolQ_Dataset(BertTask):
     def encode(self, example: Example) -> Item:
         """(question, passage)."""
         fields = example.fields
-        return tensors(truncation.keep_first(self.tokenizer, fields["question"], fields["passage"], self.max_length))
+        return tensors(
+            truncation.keep_first(
+                self.tokenizer, fields["question"], fields["passage"], self.max_length
+            )
+        )
 
 
 class RTE_Dataset(BertTask):
@@ -68,16 +82,30 @@ class RTE_Dataset(BertTask):
 
 
 class CB_Dataset(RTE_Dataset):
-    """Premise and hypothesis, three classes; in the train split the rows of rare classes come several times."""
+    """Premise and hypothesis, three classes; in the train split the rows of rare classes come
+    several times.
+    """
 
     task = "CB"
 
     def __init__(
-        self, path: str | pathlib.Path, split: str, rank: int, world_size: int, tokenizer: Tokenizer, max_encoder_length: int
+        self,
+        path: str | pathlib.Path,
+        split: str,
+        rank: int,
+        world_size: int,
+        tokenizer: Tokenizer,
+        max_encoder_length: int,
     ) -> None:
-        """As BertTask; a class with a k-th of the rows of the most frequent one is repeated floor(k) times in train."""
+        """As BertTask; a class with a k-th of the rows of the most frequent one is repeated
+        floor(k) times in train.
+        """
         super().__init__(path, split, rank, world_size, tokenizer, max_encoder_length)
-        self.order = oversampled(self.examples.labels) if split == "train" else list(range(len(self.examples)))
+        self.order = (
+            oversampled(self.examples.labels)
+            if split == "train"
+            else list(range(len(self.examples)))
+        )
 
     def __len__(self) -> int:
         """The number of items, repeated ones counted as often as they come."""
@@ -98,7 +126,11 @@ class COPA_Dataset(BertTask):
         fields = example.fields
         asked = prompts.copa_question(fields)
         pairs = [self.pair(fields["choice1"], asked), self.pair(fields["choice2"], asked)]
-        return {f"{key}{choice}": value for choice, pair in enumerate(pairs) for key, value in pair.items()}
+        return {
+            f"{key}{choice}": value
+            for choice, pair in enumerate(pairs)
+            for key, value in pair.items()
+        }
 
 
 class WiC_Dataset(BertTask):
@@ -120,19 +152,32 @@ class WSC_Dataset(BertTask):
     def encode(self, example: Example) -> Item:
         """The prompt of the other models, cut at its beginning."""
         ids = truncation.keep_end(self.tokenizer, prompts.wsc(example.fields), self.max_length)
-        return tensors({"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)})
+        return tensors(
+            {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
+        )
 
 
 def tensors(encoded: dict[str, list[int]]) -> Item:
     """The lists of a tokenizer as int64 tensors, in the order of an item's keys."""
-    return {key: torch.tensor(encoded[key]) for key in ("input_ids", "attention_mask", "token_type_ids")}
+    return {
+        key: torch.tensor(encoded[key]) for key in ("input_ids", "attention_mask", "token_type_ids")
+    }
 
 
 def oversampled(labels: Sequence[int]) -> list[int]:
-    """Indices of all rows, those of a class repeated floor(rows of the largest class / rows of this class) times."""
+    """Indices of all rows, those of a class repeated floor(rows of the largest class / rows of this
+    class) times.
+    """
     counts = collections.Counter(labels)
     largest = max(counts.values())
     return [index for index, label in enumerate(labels) for _ in range(largest // counts[label])]
 
 
-DATASET = TaskTable(BoolQ=BoolQ_Dataset, CB=CB_Dataset, COPA=COPA_Dataset, RTE=RTE_Dataset, WiC=WiC_Dataset, WSC=WSC_Dataset)
+DATASET = TaskTable(
+    BoolQ=BoolQ_Dataset,
+    CB=CB_Dataset,
+    COPA=COPA_Dataset,
+    RTE=RTE_Dataset,
+    WiC=WiC_Dataset,
+    WSC=WSC_Dataset,
+)

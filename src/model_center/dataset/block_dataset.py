@@ -1,4 +1,6 @@
-"""Reading a block dataset: all of it in order, or one rank's blocks, epoch after epoch, from a place that can be kept."""
+"""Reading a block dataset: all of it in order, or one rank's blocks, epoch after epoch, from a
+place that can be kept.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from model_center.errors import DataError
 
 
 class BlockFiles:
-    """The blocks of a dataset by number. Its meta data are read anew when they have changed; files may be added to it."""
+    """The blocks of a dataset by number.
+
+    Its meta data are read anew when they have changed; files may be added to it.
+    """
 
     def __init__(self, path: str, block_size: int | None, allow_pickle: bool) -> None:
         self.path, self.allow_pickle = str(path), allow_pickle
@@ -39,7 +44,10 @@ class BlockFiles:
         meta = block_meta.read_meta(self.path, self.meta.block_size, self.allow_pickle)
         before, after = (_places(files) for files in (self.meta, meta))
         if after[: len(before)] != before:
-            raise DataError(f"the files of {self.path} have been renumbered (compact_dataset): open the dataset again.")
+            raise DataError(
+                f"the files of {self.path} have been renumbered (compact_dataset): open "
+                "the dataset again."
+            )
         self._signature, self.meta = now, meta
         self.live = self._live()
         return True
@@ -57,28 +65,35 @@ class BlockFiles:
         there = [file for file in shown if Path(self.path, file.file_name).exists()]
         if len(there) < len(shown):
             gone = sorted({file.file_name for file in shown} - {file.file_name for file in there})
-            warnings.warn(f"{self.path} has lost {', '.join(gone)}: left out; compact_dataset forgets them.", stacklevel=2)
+            warnings.warn(
+                f"{self.path} has lost {', '.join(gone)}: left out; compact_dataset forgets them.",
+                stacklevel=2,
+            )
         return there
 
     def read(self, number: int) -> bytes:
         """A block.
 
         Raises:
-            DataError: when its file does not have the size that the meta data say, or no record starts the block.
+            DataError: when its file does not have the size that the meta data say, or no record
+                starts the block.
         """
         size = self.meta.block_size
         file = next(file for file in self.meta.files if file.block_begin <= number < file.block_end)
         path = Path(self.path, file.file_name)
         if -(-path.stat().st_size // size) != file.block_end - file.block_begin:
             raise DataError(
-                f"{path} has {path.stat().st_size} bytes: expected {file.block_end - file.block_begin} blocks of {size}; "
+                f"{path} has {path.stat().st_size} bytes: expected "
+                f"{file.block_end - file.block_begin} blocks of {size}; "
                 "it is truncated, or the dataset has another block_size."
             )
         with path.open("rb") as opened:
             opened.seek((number - file.block_begin) * size)
             block = opened.read(size)
         if blocks.is_end(block, 0):
-            raise DataError(f"block {number - file.block_begin} of {path} is damaged: no record starts it.")
+            raise DataError(
+                f"block {number - file.block_begin} of {path} is damaged: no record starts it."
+            )
         return block
 
     def records(self, number: int) -> Iterator[Any]:
@@ -94,18 +109,22 @@ def _places(meta: Meta) -> list[tuple[str, int, int]]:
 
 
 class SimpleDataset(IterableDataset[Any]):
-    """All records of a block dataset, in order; each pass reads them once. Worker processes share the blocks.
+    """All records of a block dataset, in order; each pass reads them once. Worker processes share
+    the blocks.
 
     Args:
         path: the folder.
         block_size: as `build_dataset` got it; None for what the dataset says.
-        allow_pickle: read datasets of ModelCenter, whose records and meta data are pickles. They can run code.
+        allow_pickle: read datasets of ModelCenter, whose records and meta data are pickles. They
+            can run code.
 
     Raises:
         DataError: when there is no dataset, it is damaged, or holds pickles that are not allowed.
     """
 
-    def __init__(self, path: str, block_size: int | None = None, allow_pickle: bool = False) -> None:
+    def __init__(
+        self, path: str, block_size: int | None = None, allow_pickle: bool = False
+    ) -> None:
         self._files = BlockFiles(path, block_size, allow_pickle)
 
     def __len__(self) -> int:
@@ -125,34 +144,46 @@ class SimpleDataset(IterableDataset[Any]):
 
 
 class DistributedDataset(IterableDataset[Any]):
-    """The records of one rank's blocks: of all blocks of the dataset, number r, r + W, r + 2W, ... are those of rank r of W.
+    """The records of one rank's blocks: of all blocks of the dataset, number r, r + W, r + 2W, ...
+    are those of rank r of W.
 
-    `read()` returns one record after the other and never ends: it goes on with the blocks that were read least often.
-    Iterating reads what is left of one epoch of this rank and ends; `epoch` counts. Blocks hold different numbers of records,
-    so ranks do not end an epoch together: a loop whose body communicates uses `read()` and a fixed number of steps, or ends
-    when the first rank does.
+    `read()` returns one record after the other and never ends: it goes on with the blocks that were
+    read least often. Iterating reads what is left of one epoch of this rank and ends; `epoch`
+    counts. Blocks hold different numbers of records, so ranks do not end an epoch together: a loop
+    whose body communicates uses `read()` and a fixed number of steps, or ends when the first rank
+    does.
 
-    Files may be added while it is read: their blocks join the epoch at hand. Masked files are left out, and files that are gone
-    too, with a warning. In worker processes of a DataLoader, each worker iterates over a share of the rank's part.
+    Files may be added while it is read: their blocks join the epoch at hand. Masked files are left
+    out, and files that are gone too, with a warning. In worker processes of a DataLoader, each
+    worker iterates over a share of the rank's part.
 
     Args:
         path: the folder.
         rank, world_size: which part.
         block_size: as `build_dataset` got it; None for what the dataset says.
-        allow_pickle: read datasets of ModelCenter, whose records and meta data are pickles. They can run code.
+        allow_pickle: read datasets of ModelCenter, whose records and meta data are pickles. They
+            can run code.
 
     Raises:
         DataError: when there is no dataset, it is damaged, or holds pickles that are not allowed.
     """
 
     def __init__(
-        self, path: str, rank: int = 0, world_size: int = 1, block_size: int | None = None, allow_pickle: bool = False
+        self,
+        path: str,
+        rank: int = 0,
+        world_size: int = 1,
+        block_size: int | None = None,
+        allow_pickle: bool = False,
     ) -> None:
         if not 0 <= rank < world_size:
-            raise DataError(f"rank {rank} of {world_size} is no part: expected 0 <= rank < world_size.")
+            raise DataError(
+                f"rank {rank} of {world_size} is no part: expected 0 <= rank < world_size."
+            )
         self._rank, self._world_size = rank, world_size
         self._files = BlockFiles(path, block_size, allow_pickle)
-        self._reads = np.zeros(self._files.meta.num_blocks, np.int64)  # how often each block has been read to its end
+        # how often each block has been read to its end
+        self._reads = np.zeros(self._files.meta.num_blocks, np.int64)
         self._offsets: dict[int, int] = {}  # where to go on in blocks that have been read in part
         self._epoch = 0
         self._open: tuple[int, bytes] | None = None  # the block at hand, and its number
@@ -176,8 +207,10 @@ class DistributedDataset(IterableDataset[Any]):
         live = np.flatnonzero(self._files.live)
         if len(set((live % self._world_size).tolist())) < self._world_size:
             raise DataError(
-                f"{self._files.path} has {len(live)} blocks to read, too few for each of {self._world_size} ranks to have one: "
-                f"write it with a smaller block_size (now {self._files.meta.block_size}), by shuffle_dataset for example."
+                f"{self._files.path} has {len(live)} blocks to read, too few for each "
+                f"of {self._world_size} ranks to have one: "
+                "write it with a smaller block_size (now "
+                f"{self._files.meta.block_size}), by shuffle_dataset for example."
             )
         return live[live % self._world_size == self._rank]
 
@@ -195,22 +228,34 @@ class DistributedDataset(IterableDataset[Any]):
         return value
 
     def _next_block(self) -> tuple[int, bytes]:
-        """The block to go on with: of those read least often one that has been read in part, else the first."""
+        """The block to go on with: of those read least often one that has been read in part, else
+        the first.
+        """
         self._refresh()
-        number = min(self._mine().tolist(), key=lambda block: (self._reads[block], block not in self._offsets, block))
+        number = min(
+            self._mine().tolist(),
+            key=lambda block: (self._reads[block], block not in self._offsets, block),
+        )
         return number, self._files.read(number)
 
     def _refresh(self) -> None:
-        """Blocks that have come (back) join the epoch at hand, instead of being read as often as the others have been."""
+        """Blocks that have come (back) join the epoch at hand, instead of being read as often as
+        the others have been.
+        """
         before = self._files.live
         if self._files.refresh():
             new = self._files.live.copy()
             new[: len(before)] &= ~before
-            self._reads = np.concatenate([self._reads, np.zeros(len(new) - len(self._reads), np.int64)])
+            self._reads = np.concatenate(
+                [self._reads, np.zeros(len(new) - len(self._reads), np.int64)]
+            )
             self._reads[new] = np.maximum(self._reads[new], self._epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of an epoch. In a worker process, a whole epoch of the worker's share of this rank's blocks."""
+        """The rest of an epoch.
+
+        In a worker process, a whole epoch of the worker's share of this rank's blocks.
+        """
         worker = get_worker_info()
         if worker:
             for number in self._mine()[worker.id :: worker.num_workers].tolist():
@@ -225,18 +270,23 @@ class DistributedDataset(IterableDataset[Any]):
         self._epoch = max(self._epoch, wanted)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The place of all ranks together, for any number of ranks. Collective, if there are several.
+        """The place of all ranks together, for any number of ranks. Collective, if there are
+        several.
 
         states: int64 (blocks of the dataset,), how often each was read to its end.
         block: int64 (n, 2), number and byte of those that were read in part.
         """
         self._refresh()
-        own = [[number, int(self._reads[number]), self._offsets.get(number, 0)] for number in self._mine().tolist()]
+        own = [
+            [number, int(self._reads[number]), self._offsets.get(number, 0)]
+            for number in self._mine().tolist()
+        ]
         places = torch.tensor(own)
         if self._world_size > 1:
             if bmt.world_size() != self._world_size:
                 raise DataError(
-                    f"the place of {self._world_size} ranks cannot be put together by {bmt.world_size()}: call state_dict in a "
+                    f"the place of {self._world_size} ranks cannot be put together by "
+                    f"{bmt.world_size()}: call state_dict in a "
                     "process group of as many ranks as the dataset has parts."
                 )
             places = bmt.gather_result(places)
@@ -246,10 +296,11 @@ class DistributedDataset(IterableDataset[Any]):
         return {"states": states, "block": places[places[:, 2] > 0][:, [0, 2]]}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from there, on any number of ranks: blocks read in part first, by the rank that has them now.
+        """Go on from there, on any number of ranks: blocks read in part first, by the rank that has
+        them now.
 
-        The epoch is that of the block read least often by any rank: a rank whose blocks have all been read in it has nothing
-        left in it.
+        The epoch is that of the block read least often by any rank: a rank whose blocks have all
+        been read in it has nothing left in it.
 
         Args:
             strict: the dataset must have the blocks that it had; otherwise it may have more.
@@ -260,7 +311,8 @@ class DistributedDataset(IterableDataset[Any]):
         states = torch.as_tensor(state["states"]).numpy()
         if len(states) > len(self._reads) or (strict and len(states) != len(self._reads)):
             raise DataError(
-                f"this place is one among {len(states)} blocks, but {self._files.path} has {len(self._reads)}: "
+                f"this place is one among {len(states)} blocks, but {self._files.path} "
+                f"has {len(self._reads)}: "
                 "pass strict=False if files have been added since."
             )
         known = self._files.live[: len(states)]

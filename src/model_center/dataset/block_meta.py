@@ -1,7 +1,8 @@
-"""What a block dataset's folder says about itself: its files, and where their blocks lie in the row of all blocks.
+"""What a block dataset's folder says about itself: its files, and where their blocks lie in the row
+of all blocks.
 
-`meta.json` is ours. `meta.bin` is a pickle, as ModelCenter wrote it; it is read when the caller allows pickles and there is no
-`meta.json`, which is written beside it at the first change.
+`meta.json` is ours. `meta.bin` is a pickle, as ModelCenter wrote it; it is read when the caller
+allows pickles and there is no `meta.json`, which is written beside it at the first change.
 """
 
 from __future__ import annotations
@@ -80,34 +81,48 @@ def read_meta(path: str, block_size: int | None = None, allow_pickle: bool = Fal
     """The meta data of a folder.
 
     Args:
-        block_size: what the caller takes it for; None for what the dataset says. An old `meta.bin` does not say: 16 MiB then.
+        block_size: what the caller takes it for; None for what the dataset says. An old `meta.bin`
+            does not say: 16 MiB then.
         allow_pickle: read a `meta.bin`.
 
     Raises:
-        DataError: when there is none, it is damaged, a pickle that is not allowed, or of another block size.
+        DataError: when there is none, it is damaged, a pickle that is not allowed, or of another
+            block size.
     """
     if Path(path, META).exists():
         meta = _parse(Path(path, META))
     elif Path(path, OLD_META).exists():
         if not allow_pickle:
             raise DataError(
-                f"{Path(path, OLD_META)} is a pickle, which can run code when it is read: pass allow_pickle=True if you trust "
-                "whoever wrote this dataset; shuffle_dataset(..., allow_pickle=True) makes one without pickles of it."
+                f"{Path(path, OLD_META)} is a pickle, which can run code when it is "
+                "read: pass allow_pickle=True if you trust "
+                "whoever wrote this dataset; shuffle_dataset(..., allow_pickle=True) "
+                "makes one without pickles of it."
             )
         meta = Meta(block_size or BLOCK_SIZE, tuple(_unpickle(Path(path, OLD_META))))
     else:
-        raise DataError(f"{path} holds no block dataset: expected {META} in it, as build_dataset writes it.")
+        raise DataError(
+            f"{path} holds no block dataset: expected {META} in it, as build_dataset writes it."
+        )
     if block_size not in (None, meta.block_size):
-        raise DataError(f"{path} has blocks of {meta.block_size} bytes, not {block_size}: leave out block_size.")
+        raise DataError(
+            f"{path} has blocks of {meta.block_size} bytes, not {block_size}: leave out block_size."
+        )
     if meta != meta.numbered():
-        raise DataError(f"the meta file of {path} is damaged: its files' blocks do not follow each other.")
+        raise DataError(
+            f"the meta file of {path} is damaged: its files' blocks do not follow each other."
+        )
     return meta
 
 
 def write_meta(path: str, meta: Meta) -> None:
     """Replace the meta data of a folder at once: a reader finds the old or the new."""
     partial = Path(path, f".{META}.partial-{os.getpid()}")
-    content = {"version": VERSION, "block_size": meta.block_size, "files": [dataclasses.asdict(file) for file in meta.files]}
+    content = {
+        "version": VERSION,
+        "block_size": meta.block_size,
+        "files": [dataclasses.asdict(file) for file in meta.files],
+    }
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=1) + "\n")
@@ -141,13 +156,21 @@ def _parse(path: Path) -> Meta:
         raise DataError(f"{path} is damaged: {error}.") from error
 
 
-def _file(file_name: str, block_begin: int, block_end: int, nbytes: int, nlines: int, mask: bool) -> FileInfo:
-    """What a meta file says of a file, as the types that it must have (the names are those of the file)."""
-    return FileInfo(str(file_name), int(block_begin), int(block_end), int(nbytes), int(nlines), bool(mask))
+def _file(
+    file_name: str, block_begin: int, block_end: int, nbytes: int, nlines: int, mask: bool
+) -> FileInfo:
+    """What a meta file says of a file, as the types that it must have (the names are those of the
+    file).
+    """
+    return FileInfo(
+        str(file_name), int(block_begin), int(block_end), int(nbytes), int(nlines), bool(mask)
+    )
 
 
 class _OldFileInfo:
-    """Stands in for the class that old meta files name: takes its version 1 state in either way that pickle has for it."""
+    """Stands in for the class that old meta files name: takes its version 1 state in either way
+    that pickle has for it.
+    """
 
     def __init__(self, *fields: Any) -> None:
         self.fields = fields
@@ -183,5 +206,12 @@ def _loader_of(kind: type[_OldFileInfo], name: str) -> Callable[..., _OldFileInf
 def _unpickle(path: Path) -> list[FileInfo]:
     try:
         return [_file(*file.fields) for file in _OldUnpickler(io.BytesIO(path.read_bytes())).load()]
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, IndexError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ) as error:
         raise DataError(f"{path} is no meta file of a block dataset: {error}.") from error

@@ -1,4 +1,6 @@
-"""What can be done with a block dataset as a whole: shuffle it, hide a file, forget files that are gone."""
+"""What can be done with a block dataset as a whole: shuffle it, hide a file, forget files that are
+gone.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,14 @@ def shuffle_dataset(
 ) -> None:
     """Write all records of a block dataset in random order into a new one, as its file "shuffled".
 
-    Records are thrown into as many buckets as it takes for each to fit in `bucket_size`, at random, and each bucket is shuffled
-    in memory: every order is equally likely. The buckets lie in the target's folder meanwhile. Pickled records are written as
-    plain ones.
+    Records are thrown into as many buckets as it takes for each to fit in `bucket_size`, at random,
+    and each bucket is shuffled in memory: every order is equally likely. The buckets lie in the
+    target's folder meanwhile. Pickled records are written as plain ones.
 
     Args:
         path_src, path_tgt: folders; the second without a dataset.
-        block_size: of the new dataset; None for that of the old one. It may be smaller, so that more ranks have blocks.
+        block_size: of the new dataset; None for that of the old one. It may be smaller, so that
+            more ranks have blocks.
         bucket_size: bytes of memory, about.
         progress_bar: show how far it is.
         seed: of the order; None for another one each time.
@@ -119,21 +122,29 @@ def mask_dataset(path: str, dbname: str, mask: bool = True, allow_pickle: bool =
         names = [file.file_name for file in meta.files]
         if dbname not in names:
             raise DataError(f"{path} has no file {dbname!r}: expected one of {', '.join(names)}.")
-        files = (dataclasses.replace(file, mask=mask) if file.file_name == dbname else file for file in meta.files)
+        files = (
+            dataclasses.replace(file, mask=mask) if file.file_name == dbname else file
+            for file in meta.files
+        )
         block_meta.write_meta(path, dataclasses.replace(meta, files=tuple(files)))
 
 
 def compact_dataset(path: str, allow_pickle: bool = False) -> None:
     """Forget files that are gone from a block dataset's folder, and number the other blocks anew.
 
-    Readers that are open notice and ask to be opened again; places kept before mean other blocks then.
+    Readers that are open notice and ask to be opened again; places kept before mean other blocks
+    then.
 
     Raises:
         DataError: when not one file is there: the folder is more likely wrong than empty.
     """
     with block_meta.lock(path):
         meta = block_meta.read_meta(path, allow_pickle=allow_pickle)
-        there = tuple(file for file in meta.files if os.path.exists(os.path.join(path, file.file_name)))
+        there = tuple(
+            file for file in meta.files if os.path.exists(os.path.join(path, file.file_name))
+        )
         if meta.files and not there:
-            raise DataError(f"not one of the {len(meta.files)} files of {path} is there: nothing was changed.")
+            raise DataError(
+                f"not one of the {len(meta.files)} files of {path} is there: nothing was changed."
+            )
         block_meta.write_meta(path, dataclasses.replace(meta, files=there).numbered())

@@ -1,4 +1,6 @@
-"""Writing a block dataset: records in, a file of blocks out, which is part of the dataset when it is complete."""
+"""Writing a block dataset: records in, a file of blocks out, which is part of the dataset when it
+is complete.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ class DatasetWriter:
         return -(-self._end // self._block_size)
 
     def write(self, value: Any) -> None:
-        """Append a record: None, bool, int, float, str, bytes, numpy arrays, torch tensors, and lists, tuples, dicts of them.
+        """Append a record: None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
+        lists, tuples, dicts of them.
 
         Raises:
-            DataError: for a value of another type or one that fits no block; nothing is written then.
+            DataError: for a value of another type or one that fits no block; nothing is written
+                then.
         """
         record = blocks.wrap(value)
         self.write_record(record)
@@ -38,7 +42,10 @@ class DatasetWriter:
     def write_record(self, record: bytes) -> None:
         """Append the bytes of a record."""
         if len(record) > self._block_size:
-            raise DataError(f"a record of {len(record)} bytes fits no block of {self._block_size}: use a larger block_size.")
+            raise DataError(
+                f"a record of {len(record)} bytes fits no block of {self._block_size}: use "
+                "a larger block_size."
+            )
         room = -self._end % self._block_size
         if len(record) > room:
             self._end += room
@@ -58,18 +65,23 @@ class DatasetWriter:
 def build_dataset(path: str, dbname: str, block_size: int | None = None) -> Iterator[DatasetWriter]:
     """Add the file `dbname` to the block dataset in the folder `path`, which is made if need be.
 
-    `with build_dataset(path, "part1") as dataset: dataset.write({"text": "..."})`. Readers see the file when the block ends;
-    if it raises, they never do, and nothing is left. Several processes may add files at once.
+    `with build_dataset(path, "part1") as dataset: dataset.write({"text": "..."})`. Readers see the
+    file when the block ends; if it raises, they never do, and nothing is left. Several processes
+    may add files at once.
 
     Args:
         dbname: a new name in the folder.
-        block_size: bytes that are read at once and belong to one rank; None for that of the dataset, 16 MiB for a new one.
+        block_size: bytes that are read at once and belong to one rank; None for that of the
+            dataset, 16 MiB for a new one.
 
     Raises:
         DataError: for a name that is taken or none, or another block size than the dataset has.
     """
     if Path(dbname).name != dbname or dbname.startswith(".") or dbname in {META, OLD_META}:
-        raise DataError(f"{dbname!r} cannot name a data file: expected a plain file name, without folders or a leading dot.")
+        raise DataError(
+            f"{dbname!r} cannot name a data file: expected a plain file name, without "
+            "folders or a leading dot."
+        )
     if block_size is not None and not 0 < block_size < 2**32:
         raise DataError(f"block_size is {block_size}: expected bytes, from 1 to {2**32 - 1}.")
     Path(path).mkdir(parents=True, exist_ok=True)
@@ -97,7 +109,10 @@ def _check_new(path: str, meta: Meta, dbname: str) -> None:
     if any(file.file_name == dbname for file in meta.files):
         raise DataError(f"{path} has a file {dbname!r} already: choose a new name.")
     if Path(path, dbname).exists():
-        raise DataError(f"{Path(path, dbname)} exists but is no part of the dataset: move it away or choose a new name.")
+        raise DataError(
+            f"{Path(path, dbname)} exists but is no part of the dataset: move it away or "
+            "choose a new name."
+        )
 
 
 def _publish(path: str, partial: Path, dbname: str, block_size: int, writer: DatasetWriter) -> None:
@@ -105,7 +120,9 @@ def _publish(path: str, partial: Path, dbname: str, block_size: int, writer: Dat
     with block_meta.lock(path):
         meta = _current(path, block_size)
         _check_new(path, meta, dbname)
-        new = FileInfo(dbname, meta.num_blocks, meta.num_blocks + writer.nblocks, writer.nbytes, writer.nlines)
+        new = FileInfo(
+            dbname, meta.num_blocks, meta.num_blocks + writer.nblocks, writer.nbytes, writer.nlines
+        )
         partial.rename(Path(path, dbname))
         try:
             block_meta.write_meta(path, Meta(meta.block_size, (*meta.files, new)))

@@ -1,7 +1,9 @@
-"""A block: records one after the other in a fixed number of bytes, none of which crosses into the next block.
+"""A block: records one after the other in a fixed number of bytes, none of which crosses into the
+next block.
 
-A record starts with a byte that says its kind: 0x1E ours (uint32 length, uint32 CRC-32, the bytes of `records.dumps`),
-0x1F a pickle, as ModelCenter wrote it. 0x00 says that the rest of the block is empty.
+A record starts with a byte that says its kind: 0x1E ours (uint32 length, uint32 CRC-32, the bytes
+of `records.dumps`), 0x1F a pickle, as ModelCenter wrote it. 0x00 says that the rest of the block is
+empty.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def skip(block: bytes, at: int) -> int:
         content = block[at + _HEADER.size : at + _HEADER.size + length]
         if len(content) == length and zlib.crc32(content) == checksum:
             return at + _HEADER.size + length
-    raise DataError(f"the record at byte {at} of a block is damaged: its length or checksum is wrong.")
+    raise DataError(
+        f"the record at byte {at} of a block is damaged: its length or checksum is wrong."
+    )
 
 
 def read(block: bytes, at: int, allow_pickle: bool) -> tuple[Any, int]:
@@ -55,10 +59,14 @@ def read(block: bytes, at: int, allow_pickle: bool) -> tuple[Any, int]:
         end = skip(block, at)
         return records.loads(block[at + _HEADER.size : end]), end
     if block[at] != PICKLE:
-        raise DataError(f"byte {at} of a block is {block[at]:#x}, which starts no record: damaged, or of another block size.")
+        raise DataError(
+            f"byte {at} of a block is {block[at]:#x}, which starts no record: damaged, or "
+            "of another block size."
+        )
     if not allow_pickle:
         raise DataError(
-            "this record is a pickle, which can run code when it is read: pass allow_pickle=True if you trust whoever wrote the "
+            "this record is a pickle, which can run code when it is read: pass "
+            "allow_pickle=True if you trust whoever wrote the "
             "dataset; shuffle_dataset(..., allow_pickle=True) makes one without pickles of it."
         )
     stream = io.BytesIO(block)

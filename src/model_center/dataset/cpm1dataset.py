@@ -1,9 +1,9 @@
 """LCQMC for CPM-1, from `DATASET["LCQMC"](path, split, rank, world_size, tokenizer, max_length)`.
 
-The prompt is `"A"与"B"的关系是:`, a blank, and `。`; the model sees both sides of the blank. Items hold `input_tokens`,
-int64 (length,), which begin with id 1; `input_length`; `input_context`, bool (length,): False at the blank only;
-`input_span`, int64 zeros (length,); `index`, int32 (length,): 1 at the last token before the blank, whose logits choose
-the class; and `targets`, the class.
+The prompt is `"A"与"B"的关系是:`, a blank, and `。`; the model sees both sides of the blank. Items
+hold `input_tokens`, int64 (length,), which begin with id 1; `input_length`; `input_context`, bool
+(length,): False at the blank only; `input_span`, int64 zeros (length,); `index`, int32 (length,): 1
+at the last token before the blank, whose logits choose the class; and `targets`, the class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ BLANK = 0
 class LCQMC_Dataset(TaskDataset):
     """Pairs of questions: 不同 (0, they ask different things) or 相同 (1, the same).
 
-    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those of the published vocabulary.
+    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those
+    of the published vocabulary.
     """
 
     target_key = "targets"
@@ -32,10 +33,16 @@ class LCQMC_Dataset(TaskDataset):
     PUBLISHED_VERBALIZER = (15682, 16357)
 
     def __init__(
-        self, path: str | pathlib.Path, split: str, rank: int, world_size: int, tokenizer: Tokenizer, max_length: int
+        self,
+        path: str | pathlib.Path,
+        split: str,
+        rank: int,
+        world_size: int,
+        tokenizer: Tokenizer,
+        max_length: int,
     ) -> None:
-        """The pairs of a split, at most `max_length` ids each, for which the longer text is cut. `rank` and `world_size`
-        have no effect.
+        """The pairs of a split, at most `max_length` ids each, for which the longer text is cut.
+        `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the format.
@@ -47,8 +54,9 @@ class LCQMC_Dataset(TaskDataset):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
-        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or of `WORDS` where a
-        vocabulary is too small to be the published one."""
+        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or
+        of `WORDS` where a vocabulary is too small to be the published one.
+        """
         if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
             return list(cls.PUBLISHED_VERBALIZER)
         return verbalizer.word_ids(tokenizer, cls.WORDS)

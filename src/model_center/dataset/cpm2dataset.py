@@ -1,8 +1,9 @@
-"""LCQMC for CPM-2, from `DATASET["LCQMC"](path, split, rank, world_size, tokenizer, max_encoder_length, ...)`.
+"""LCQMC for CPM-2, from `DATASET["LCQMC"](path, split, rank, world_size, tokenizer,
+max_encoder_length, ...)`.
 
-The encoder reads `“A”与“B”是否有关？` and sentinel 0, the decoder starts with that sentinel. Items hold `enc_input`, int64
-(length,); `enc_length`; `dec_input`, int64 (1,); `dec_length`, 1; `index`, int32 (1,): 1, as its logits choose the
-class; and `targets`, the class.
+The encoder reads `“A”与“B”是否有关？` and sentinel 0, the decoder starts with that sentinel. Items
+hold `enc_input`, int64 (length,); `enc_length`; `dec_input`, int64 (1,); `dec_length`, 1; `index`,
+int32 (1,): 1, as its logits choose the class; and `targets`, the class.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class SentinelTokenizer(Tokenizer, Protocol):
 class LCQMC_Dataset(TaskDataset):
     """Pairs of questions: 否 (0, they ask different things) or 是 (1, the same).
 
-    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those of the published vocabulary.
+    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those
+    of the published vocabulary.
     """
 
     target_key = "targets"
@@ -46,8 +48,8 @@ class LCQMC_Dataset(TaskDataset):
         max_encoder_length: int,
         max_decoder_length: int,
     ) -> None:
-        """The pairs of a split, at most `max_encoder_length` ids each, for which the longer text is cut. `rank` and
-        `world_size` have no effect.
+        """The pairs of a split, at most `max_encoder_length` ids each, for which the longer text is
+        cut. `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the format.
@@ -60,8 +62,9 @@ class LCQMC_Dataset(TaskDataset):
 
     @classmethod
     def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
-        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or of `WORDS` where a
-        vocabulary is too small to be the published one."""
+        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or
+        of `WORDS` where a vocabulary is too small to be the published one.
+        """
         if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
             return list(cls.PUBLISHED_VERBALIZER)
         return verbalizer.word_ids(tokenizer, cls.WORDS)
@@ -83,7 +86,10 @@ class LCQMC_Dataset(TaskDataset):
         }
 
     def _prompt(self, a: str, b: str) -> list[int]:
-        return [*self.tokenizer.encode(f"“{a}”与“{b}”是否有关？", add_special_tokens=False), self.sentinel]
+        return [
+            *self.tokenizer.encode(f"“{a}”与“{b}”是否有关？", add_special_tokens=False),
+            self.sentinel,
+        ]
 
 
 DATASET = TaskTable(LCQMC=LCQMC_Dataset)

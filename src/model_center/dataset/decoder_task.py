@@ -16,20 +16,29 @@ from model_center.dataset.task_dataset import TaskDataset, Tokenizer, at_least
 
 
 class DecoderTask(TaskDataset):
-    """A SuperGLUE task for a decoder-only model; a subclass names the task, a family of subclasses how words are written.
+    """A SuperGLUE task for a decoder-only model; a subclass names the task, a family of subclasses
+    how words are written.
 
-    Items hold `input_ids`, int64 (length,); `input_length`; `targets`, int64 (length,): the next id of the prompt, -100
-    at the end; `index`, int32 (length,): 1 at the last token, whose logits choose the class; and `labels`. Prompts that
-    are too long lose their beginning. COPA's train split has each row twice, the second time with its choices swapped.
+    Items hold `input_ids`, int64 (length,); `input_length`; `targets`, int64 (length,): the next id
+    of the prompt, -100 at the end; `index`, int32 (length,): 1 at the last token, whose logits
+    choose the class; and `labels`. Prompts that are too long lose their beginning. COPA's train
+    split has each row twice, the second time with its choices swapped.
     """
 
     task: ClassVar[str]
     word_prefix: ClassVar[str] = ""
 
     def __init__(
-        self, path: str | pathlib.Path, split: str, rank: int, world_size: int, tokenizer: Tokenizer, max_decoder_length: int
+        self,
+        path: str | pathlib.Path,
+        split: str,
+        rank: int,
+        world_size: int,
+        tokenizer: Tokenizer,
+        max_decoder_length: int,
     ) -> None:
-        """The task's rows, at most `max_decoder_length` ids each. `rank` and `world_size` have no effect.
+        """The task's rows, at most `max_decoder_length` ids each. `rank` and `world_size` have no
+        effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format.
@@ -50,7 +59,9 @@ class DecoderTask(TaskDataset):
 
     def encode(self, example: Example) -> Item:
         """The prompt of an example."""
-        ids = truncation.keep_end(self.tokenizer, PROMPTS[self.task](example.fields), self.max_length)
+        ids = truncation.keep_end(
+            self.tokenizer, PROMPTS[self.task](example.fields), self.max_length
+        )
         return {
             "input_ids": torch.tensor(ids),
             "input_length": torch.tensor(len(ids)),

@@ -14,17 +14,20 @@ from model_center.errors import DataError
 
 
 class DistributedMMapIndexedDataset(Dataset[Array]):
-    """One rank's part of the sequences in `PATH/NAME_0`, `PATH/NAME_1`, ... (`.bin` and `.idx` each), by number.
+    """One rank's part of the sequences in `PATH/NAME_0`, `PATH/NAME_1`, ... (`.bin` and `.idx`
+    each), by number.
 
-    All files together are one row of sequences, and rank r of W has those numbered r, r + W, r + 2W, ...: none is left
-    out, and the ranks' lengths differ by one at most. (Programs written for ModelCenter got contiguous parts of each file,
-    without the remainders.) Ranks of unequal length may not call each other in a loop over their parts; to read all
-    sequences in equally many batches, use rank 0 of 1 with DistributedDataLoader, which divides them itself.
+    All files together are one row of sequences, and rank r of W has those numbered r, r + W, r +
+    2W, ...: none is left out, and the ranks' lengths differ by one at most. (Programs written for
+    ModelCenter got contiguous parts of each file, without the remainders.) Ranks of unequal length
+    may not call each other in a loop over their parts; to read all sequences in equally many
+    batches, use rank 0 of 1 with DistributedDataLoader, which divides them itself.
 
     Any order of access works, and it pickles, for worker processes.
 
     Args:
-        path: the folder. A beginning of file names is understood too, as ModelCenter joined `path + name + "_0"`.
+        path: the folder. A beginning of file names is understood too, as ModelCenter joined `path +
+            name + "_0"`.
         name: of the files, before `_0`. Numbers start at 0 or 1 and have no gaps.
         rank_number, rank_total: which part this is.
         cache: accepted for old programs; the operating system keeps pages.
@@ -33,9 +36,14 @@ class DistributedMMapIndexedDataset(Dataset[Array]):
         DataError: when no file, not every file, or a broken file is found; when the part is none.
     """
 
-    def __init__(self, path: str, name: str, rank_number: int, rank_total: int, cache: Any = None) -> None:
+    def __init__(
+        self, path: str, name: str, rank_number: int, rank_total: int, cache: Any = None
+    ) -> None:
         if not 0 <= rank_number < rank_total:
-            raise DataError(f"rank {rank_number} of {rank_total} is no part: expected 0 <= rank_number < rank_total.")
+            raise DataError(
+                f"rank {rank_number} of {rank_total} is no part: expected 0 <= rank_number "
+                "< rank_total."
+            )
         self._rank, self._total = operator.index(rank_number), operator.index(rank_total)
         self._all = Joined([MMapIndexedDataset(prefix) for prefix in numbered_files(path, name)])
 
@@ -53,7 +61,9 @@ class DistributedMMapIndexedDataset(Dataset[Array]):
     @overload
     def __getitem__(self, index: slice) -> list[Array]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> Array | list[Array]:
-        """One sequence of this part, a read-only view of its file, or a list of them for a slice."""
+        """One sequence of this part, a read-only view of its file, or a list of them for a
+        slice.
+        """
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = operator.index(index)
@@ -76,13 +86,19 @@ def numbered_files(path: str, name: str) -> list[str]:
     spellings = sorted({Path(path, name), Path(str(path) + name)})
     found = {spelling: numbers for spelling in spellings if (numbers := _numbers(spelling))}
     if not found:
-        raise DataError(f"no token data {Path(path, name)}_0.idx, nor {path}{name}_0.idx: check path and name.")
+        raise DataError(
+            f"no token data {Path(path, name)}_0.idx, nor {path}{name}_0.idx: check path and name."
+        )
     if len(found) > 1:
-        raise DataError(f"both {' and '.join(f'{spelling}_*.idx' for spelling in found)} exist: move one away.")
+        raise DataError(
+            f"both {' and '.join(f'{spelling}_*.idx' for spelling in found)} exist: move one away."
+        )
     ((spelling, numbers),) = found.items()
     missing = set(range(min(numbers[0], 1), numbers[-1])) - set(numbers)
     if missing:
-        raise DataError(f"{spelling}_{min(missing)}.idx is missing, while {spelling}_{numbers[-1]}.idx exists.")
+        raise DataError(
+            f"{spelling}_{min(missing)}.idx is missing, while {spelling}_{numbers[-1]}.idx exists."
+        )
     return [f"{spelling}_{number}" for number in numbers]
 
 

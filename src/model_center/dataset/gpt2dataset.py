@@ -1,4 +1,5 @@
-"""SuperGLUE for GPT-2 and its kin, from `DATASET[task](path, split, rank, world_size, tokenizer, max_decoder_length)`.
+"""SuperGLUE for GPT-2 and its kin, from `DATASET[task](path, split, rank, world_size, tokenizer,
+max_decoder_length)`.
 
 What items hold: see DecoderTask.
 """

@@ -1,4 +1,6 @@
-"""Token data on disk: sequences by number, read through the memory map of a file that may be larger than memory."""
+"""Token data on disk: sequences by number, read through the memory map of a file that may be larger
+than memory.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ Array = npt.NDArray[Any]
 
 
 class MMapIndexedDataset(Dataset[Array]):
-    """The sequences of `PREFIX.bin`, as `PREFIX.idx` describes them; nothing is read before it is asked for.
+    """The sequences of `PREFIX.bin`, as `PREFIX.idx` describes them; nothing is read before it is
+    asked for.
 
-    `dataset[i]` is a read-only 1-D array that lies on the file itself; i may be negative and of any integer type.
-    `dataset[a:b:c]` is a list of them. It pickles as its path, so worker processes map the file themselves.
+    `dataset[i]` is a read-only 1-D array that lies on the file itself; i may be negative and of any
+    integer type. `dataset[a:b:c]` is a list of them. It pickles as its path, so worker processes
+    map the file themselves.
 
     Args:
         path_prefix: PREFIX. Indexes of the older "cached" kind are understood too.
-        skip_warmup: accepted for old programs; pages are read when they are needed, never all beforehand.
+        skip_warmup: accepted for old programs; pages are read when they are needed, never all
+            beforehand.
 
     Raises:
         DataError: when a file is missing, truncated or of another format; the message names it.
@@ -36,7 +41,9 @@ class MMapIndexedDataset(Dataset[Array]):
         self._tokens: Array = np.zeros(0, self._index.dtype)
         if self._index.num_bytes:
             # A plain array over the map: np.memmap's own class costs a Python call per slice.
-            self._tokens = np.memmap(format.bin_path(self._prefix), dtype=self._index.dtype, mode="r").view(np.ndarray)
+            self._tokens = np.memmap(
+                format.bin_path(self._prefix), dtype=self._index.dtype, mode="r"
+            ).view(np.ndarray)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._prefix,)
@@ -70,7 +77,10 @@ class MMapIndexedDataset(Dataset[Array]):
         start = int(self._index.offsets[number]) // self.dtype.itemsize
         sequence = self._tokens[start : start + int(self._index.sizes[number])]
         if start < 0 or len(sequence) != self._index.sizes[number]:
-            raise DataError(f"{format.idx_path(self._prefix)} is damaged: sequence {number} lies outside of the data.")
+            raise DataError(
+                f"{format.idx_path(self._prefix)} is damaged: sequence {number} lies "
+                "outside of the data."
+            )
         return sequence
 
     @property
@@ -103,7 +113,10 @@ class IndexedCachedDataset(MMapIndexedDataset):
 
     def prefetch(self, indices: Iterable[SupportsIndex]) -> None:
         """Read these sequences now and keep them, instead of those kept before."""
-        self._kept = {number: self[number].copy() for number in sorted({operator.index(index) for index in indices})}
+        self._kept = {
+            number: self[number].copy()
+            for number in sorted({operator.index(index) for index in indices})
+        }
 
     def _sequence(self, number: int) -> Array:
         kept = self._kept.get(number)
@@ -122,20 +135,25 @@ def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexed
 
     Args:
         path: without ending.
-        impl: "mmap" for our kind of index, "lazy" or "cached" for the older one ("cached" can keep sequences in memory:
-            `prefetch`), "infer" to look.
+        impl: "mmap" for our kind of index, "lazy" or "cached" for the older one ("cached" can keep
+            sequences in memory: `prefetch`), "infer" to look.
         skip_warmup: accepted for old programs.
 
     Raises:
         DataError: for another `impl`, one that does not fit the file, or a broken file.
     """
     if impl not in (*IMPLEMENTATIONS, "infer"):
-        raise DataError(f"unknown dataset implementation {impl!r}: expected infer, {', '.join(IMPLEMENTATIONS)}.")
+        raise DataError(
+            f"unknown dataset implementation {impl!r}: expected infer, "
+            f"{', '.join(IMPLEMENTATIONS)}."
+        )
     kind = format.kind_of(path)
     if impl == "infer":
         impl = kind
     if (impl == "mmap") != (kind == "mmap"):
-        raise DataError(f"{format.idx_path(path)} is an index of kind {kind!r}, not {impl!r}: use impl='infer'.")
+        raise DataError(
+            f"{format.idx_path(path)} is an index of kind {kind!r}, not {impl!r}: use impl='infer'."
+        )
     return IMPLEMENTATIONS[impl](path, skip_warmup)
 
 

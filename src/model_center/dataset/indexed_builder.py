@@ -22,8 +22,9 @@ from model_center.errors import DataError
 class MMapIndexedDatasetBuilder:
     """Appends sequences to a file that takes its name when it is complete.
 
-    Until `finalize` all lies in `BIN_PATH.partial-PID`; a program that ends before leaves nothing, and what was there before
-    stays. As a context manager it removes what it has written if the block raises, or ends without `finalize`.
+    Until `finalize` all lies in `BIN_PATH.partial-PID`; a program that ends before leaves nothing,
+    and what was there before stays. As a context manager it removes what it has written if the
+    block raises, or ends without `finalize`.
 
     Args:
         bin_path: of the data, ending in `.bin`.
@@ -44,7 +45,12 @@ class MMapIndexedDatasetBuilder:
     def __enter__(self) -> MMapIndexedDatasetBuilder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.abort()
 
     def __len__(self) -> int:
@@ -57,14 +63,21 @@ class MMapIndexedDatasetBuilder:
         Raises:
             DataError: when a number does not fit the dtype; nothing is appended then.
         """
-        given = np.asarray(tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) else tensor)
+        given = np.asarray(
+            tensor.detach().cpu().numpy() if isinstance(tensor, torch.Tensor) else tensor
+        )
         if given.size == 0:
             given = given.astype(self.dtype)  # an empty list is one of float64 to numpy
         if given.ndim != 1:
-            raise DataError(f"add_item got an array of shape {given.shape}: expected one sequence, 1-D.")
-        if self.dtype.kind in "iu" and (given.dtype.kind not in "iu" or not _fits(given, self.dtype)):
             raise DataError(
-                f"add_item got {given.dtype} from {given.min()} to {given.max()}: expected numbers that fit {self.dtype}."
+                f"add_item got an array of shape {given.shape}: expected one sequence, 1-D."
+            )
+        if self.dtype.kind in "iu" and (
+            given.dtype.kind not in "iu" or not _fits(given, self.dtype)
+        ):
+            raise DataError(
+                f"add_item got {given.dtype} from {given.min()} to {given.max()}: "
+                f"expected numbers that fit {self.dtype}."
             )
         self._file.write(given.astype(self.dtype, casting="unsafe").tobytes())
         self._sizes.append(len(given))
@@ -81,15 +94,19 @@ class MMapIndexedDatasetBuilder:
         """
         other = MMapIndexedDataset(another_file)
         if other.dtype != self.dtype:
-            raise DataError(f"{another_file} holds {other.dtype}, this file {self.dtype}: write both with one dtype.")
+            raise DataError(
+                f"{another_file} holds {other.dtype}, this file {self.dtype}: write both "
+                "with one dtype."
+            )
         self._documents.extend((other.doc_idx[1:] + len(self._sizes)).tolist())
         self._sizes.extend(other.sizes.tolist())
         with Path(format.bin_path(another_file)).open("rb") as source:
             shutil.copyfileobj(source, self._file, 2**24)
 
     def finalize(self, index_file: str) -> None:
-        """Write the index and give both files their names. An index that had the name is gone first, so that at no time
-        data lie beside an index of others."""
+        """Write the index and give both files their names. An index that had the name is gone
+        first, so that at no time data lie beside an index of others.
+        """
         sizes, documents = np.array(self._sizes, np.int32), np.array(self._documents, np.int64)
         partial_index = f"{index_file}.partial-{os.getpid()}"
         try:
@@ -110,7 +127,9 @@ class MMapIndexedDatasetBuilder:
         self._discard()
 
 
-def make_builder(bin_path: str, impl: str, dtype: npt.DTypeLike = np.int32) -> MMapIndexedDatasetBuilder:
+def make_builder(
+    bin_path: str, impl: str, dtype: npt.DTypeLike = np.int32
+) -> MMapIndexedDatasetBuilder:
     """A builder of the data file `bin_path`.
 
     Args:
@@ -118,7 +137,10 @@ def make_builder(bin_path: str, impl: str, dtype: npt.DTypeLike = np.int32) -> M
         dtype: of the elements. A vocabulary of at most 65536 fits uint16, which halves the file.
     """
     if impl != "mmap":
-        raise DataError(f"data of kind {impl!r} are not written: expected impl='mmap', which every reader of them understands.")
+        raise DataError(
+            f"data of kind {impl!r} are not written: expected impl='mmap', which every "
+            "reader of them understands."
+        )
     return MMapIndexedDatasetBuilder(bin_path, dtype)
 
 

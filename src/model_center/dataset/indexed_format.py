@@ -1,17 +1,21 @@
-"""The index files of token data: bytes in, facts out, and back. All numbers in them are little-endian.
+"""The index files of token data: bytes in, facts out, and back. All numbers in them are
+little-endian.
 
-`PREFIX.bin` holds all sequences back to back; `PREFIX.idx` says where each lies. Two kinds of index are in use:
+`PREFIX.bin` holds all sequences back to back; `PREFIX.idx` says where each lies. Two kinds of index
+are in use:
 
 * ours to read and write, of Megatron-LM and ModelCenter ("mmap"):
   `MMIDIDX\\0\\0`, uint64 version 1, uint8 dtype code, uint64 N sequences, uint64 M document marks,
   int32[N] sizes in elements, int64[N] offsets in bytes, int64[M] document marks,
 * that of older fairseq-like tools ("lazy", "cached"), which is read only:
-  `TNTIDX\\0\\0`, uint64 version 1, uint64 dtype code, uint64 bytes of an element, uint64 N, uint64 D dims of all sequences,
-  uint64 M, int64[N+1] first dim of each, int64[N+1] first element of each, int64[D] dims, int64[M] document marks.
+  `TNTIDX\\0\\0`, uint64 version 1, uint64 dtype code, uint64 bytes of an element, uint64 N, uint64
+  D dims of all sequences, uint64 M, int64[N+1] first dim of each, int64[N+1] first element of each,
+  int64[D] dims, int64[M] document marks.
 
 A document mark is the number of sequences before a document; the first is 0, the last N.
 
-Code 6 is float32 here, read and written. Old tools wrote float64 under it; the size of the data tells them apart.
+Code 6 is float32 here, read and written. Old tools wrote float64 under it; the size of the data
+tells them apart.
 """
 
 from __future__ import annotations
@@ -59,7 +63,11 @@ class Index:
     @property
     def num_bytes(self) -> int:
         """Bytes of the data: the end of the last sequence."""
-        return int(self.offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self.sizes) else 0
+        return (
+            int(self.offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
+            if len(self.sizes)
+            else 0
+        )
 
 
 def code_of(dtype: npt.DTypeLike) -> int:
@@ -71,7 +79,10 @@ def code_of(dtype: npt.DTypeLike) -> int:
     wanted = np.dtype(dtype).newbyteorder("<")
     codes = [code for code, known in CODES.items() if known.newbyteorder("<") == wanted]
     if not codes:
-        raise DataError(f"dtype {np.dtype(dtype)} cannot be stored: expected one of {', '.join(map(str, CODES.values()))}.")
+        raise DataError(
+            f"dtype {np.dtype(dtype)} cannot be stored: expected one of "
+            f"{', '.join(map(str, CODES.values()))}."
+        )
     return codes[0]
 
 
@@ -100,10 +111,12 @@ def kind_of(prefix: str) -> str:
 
 
 def read_index(prefix: str) -> Index:
-    """The index of `prefix`, of either kind, mapped into memory and checked against the size of the data.
+    """The index of `prefix`, of either kind, mapped into memory and checked against the size of the
+    data.
 
     Raises:
-        DataError: for files that are missing, truncated, of another format, or do not fit each other.
+        DataError: for files that are missing, truncated, of another format, or do not fit each
+            other.
     """
     index = _read_mmap(prefix) if kind_of(prefix) == "mmap" else _read_old(prefix)
     return _checked(prefix, index)
@@ -122,23 +135,33 @@ def _read_mmap(prefix: str) -> Index:
 def _read_old(prefix: str) -> Index:
     path = idx_path(prefix)
     header = struct.Struct("<8sQQQQQQ")
-    _, version, code, itemsize, count, dims, marks = header.unpack(_read(path, 0, header.size).tobytes())
+    _, version, code, itemsize, count, dims, marks = header.unpack(
+        _read(path, 0, header.size).tobytes()
+    )
     dtype = _dtype(path, version, code)
     if code == 6 and itemsize == 8:
         dtype = CODES[7]
     if dtype.itemsize != itemsize:
-        raise DataError(f"{path} is damaged: elements of {itemsize} bytes, where its dtype {dtype} has {dtype.itemsize}.")
+        raise DataError(
+            f"{path} is damaged: elements of {itemsize} bytes, where its dtype {dtype} has "
+            f"{dtype.itemsize}."
+        )
     fields = [("<i8", count + 1), ("<i8", count + 1), ("<i8", dims), ("<i8", marks)]
     first_dim, first_element, shape, documents = _arrays(path, header.size, fields)
     if dims != count or not np.array_equal(first_dim, np.arange(count + 1)):
-        raise DataError(f"{path} holds tensors of several dims: expected sequences of tokens, one dim each.")
-    return Index(dtype=dtype, sizes=shape, offsets=first_element[:-1] * itemsize, documents=documents)
+        raise DataError(
+            f"{path} holds tensors of several dims: expected sequences of tokens, one dim each."
+        )
+    return Index(
+        dtype=dtype, sizes=shape, offsets=first_element[:-1] * itemsize, documents=documents
+    )
 
 
 def _dtype(path: str, version: int, code: int) -> np.dtype[Any]:
     if version != VERSION or code not in CODES:
         raise DataError(
-            f"{path} has version {version} and dtype code {code}: expected version {VERSION} and a code of {list(CODES)}."
+            f"{path} has version {version} and dtype code {code}: expected version "
+            f"{VERSION} and a code of {list(CODES)}."
         )
     return CODES[code]
 
@@ -149,7 +172,9 @@ def _arrays(path: str, start: int, fields: list[tuple[str, int]]) -> list[npt.ND
     want = start + sum(np.dtype(dtype).itemsize * count for dtype, count in fields)
     if len(content) != want:
         state = "truncated" if len(content) < want else "longer than its header says"
-        raise DataError(f"{path} is {state}: {len(content)} bytes, expected {want}; write it again.")
+        raise DataError(
+            f"{path} is {state}: {len(content)} bytes, expected {want}; write it again."
+        )
     arrays = []
     for dtype, count in fields:
         size = np.dtype(dtype).itemsize * count
@@ -159,7 +184,9 @@ def _arrays(path: str, start: int, fields: list[tuple[str, int]]) -> list[npt.ND
 
 
 def _checked(prefix: str, index: Index) -> Index:
-    """The index, if the data has the size it says; with float64 under code 6 if that is what the size says."""
+    """The index, if the data has the size it says; with float64 under code 6 if that is what the
+    size says.
+    """
     path = bin_path(prefix)
     if not Path(path).is_file():
         raise DataError(f"{path} is missing beside {idx_path(prefix)}: copy both files.")
@@ -168,14 +195,22 @@ def _checked(prefix: str, index: Index) -> Index:
         index = dataclasses.replace(index, dtype=CODES[7])
     if got != index.num_bytes:
         state = "truncated" if got < index.num_bytes else "longer than its index says"
-        raise DataError(f"{path} is {state}: {got} bytes, where {idx_path(prefix)} says {index.num_bytes} of {index.dtype}.")
+        raise DataError(
+            f"{path} is {state}: {got} bytes, where {idx_path(prefix)} says "
+            f"{index.num_bytes} of {index.dtype}."
+        )
     return index
 
 
 def _read(path: str, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """`count` bytes of a file from `start` on, mapped into memory; all to the end for a count of 0."""
+    """`count` bytes of a file from `start` on, mapped into memory; all to the end for a count of
+    0.
+    """
     if not Path(path).is_file():
-        raise DataError(f"{path} is missing: expected an index file, made by `python -m model_center preprocess` for example.")
+        raise DataError(
+            f"{path} is missing: expected an index file, made by `python -m model_center "
+            "preprocess` for example."
+        )
     size = Path(path).stat().st_size
     if size < max(start + count, 1):
         raise DataError(f"{path} is truncated: {size} bytes, expected at least {start + count}.")
@@ -185,13 +220,23 @@ def _read(path: str, start: int, count: int) -> npt.NDArray[np.uint8]:
 
 def _foreign(prefix: str, start: bytes) -> DataError:
     return DataError(
-        f"{idx_path(prefix)} is no index of token data: it starts with {start!r}, expected {MMAP_MAGIC!r} or {OLD_MAGIC!r}."
+        f"{idx_path(prefix)} is no index of token data: it starts with {start!r}, "
+        f"expected {MMAP_MAGIC!r} or {OLD_MAGIC!r}."
     )
 
 
-def index_bytes(dtype: np.dtype[Any], sizes: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]) -> list[bytes]:
-    """The content of an "mmap" index, in parts: sequences of `sizes` back to back, with these document marks."""
+def index_bytes(
+    dtype: np.dtype[Any], sizes: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]
+) -> list[bytes]:
+    """The content of an "mmap" index, in parts: sequences of `sizes` back to back, with these
+    document marks.
+    """
     ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
     offsets = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(sizes)]
     header = struct.pack("<9sQBQQ", MMAP_MAGIC, VERSION, code_of(dtype), len(sizes), len(documents))
-    return [header, sizes.astype("<i4").tobytes(), offsets.astype("<i8").tobytes(), documents.astype("<i8").tobytes()]
+    return [
+        header,
+        sizes.astype("<i4").tobytes(),
+        offsets.astype("<i8").tobytes(),
+        documents.astype("<i8").tobytes(),
+    ]

@@ -3,7 +3,8 @@
 A line is one of
     {"messages": [{"role": "system" | "user" | "assistant", "content": text}, ...]}
     {"conversations": [{"from": "system" | "human" | "gpt", "value": text}, ...]}    (ShareGPT)
-    {"instruction": text, "input": text, "output": text}                             (Alpaca; `input` may be missing)
+    {"instruction": text, "input": text, "output": text}                             (Alpaca;
+    `input` may be missing)
 """
 
 from __future__ import annotations
@@ -24,11 +25,19 @@ from model_center.dataset.task_dataset import Tokenizer, at_least
 from model_center.errors import DataError
 
 Message = dict[str, str]
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that knows where in the text its tokens come from, as transformers' fast ones do."""
+    """A tokenizer that knows where in the text its tokens come from, as transformers' fast ones
+    do.
+    """
 
     is_fast: bool
     bos_token: str | None
@@ -43,21 +52,25 @@ class ChatTokenizer(Tokenizer, Protocol):
 class InstructionDataset(torch.utils.data.Dataset[Item]):
     """Conversations, written by the tokenizer's chat template or, if it has none, by `plain_text`.
 
-    Items hold `input_ids`, int64 (length,), at most `max_length`, the end is cut; `targets`, int64 (length,): the next id
-    where that is part of an answer of the assistant or ends it, -100 elsewhere; and `input_length`. Tokenised in
-    `__getitem__`; to waste no padding, see `packing.PackedSamples`.
+    Items hold `input_ids`, int64 (length,), at most `max_length`, the end is cut; `targets`, int64
+    (length,): the next id where that is part of an answer of the assistant or ends it, -100
+    elsewhere; and `input_length`. Tokenised in `__getitem__`; to waste no padding, see
+    `packing.PackedSamples`.
     """
 
     def __init__(self, path: str | pathlib.Path, tokenizer: ChatTokenizer, max_length: int) -> None:
         """The conversations of a file.
 
         Raises:
-            DataError: for a file that is missing or empty, naming file and line for one that is not of a known format, and
-                for a tokenizer without offsets.
+            DataError: for a file that is missing or empty, naming file and line for one that is not
+                of a known format, and for a tokenizer without offsets.
         """
         at_least(max_length, 2, "max_length")
         if not tokenizer.is_fast:
-            raise DataError(f"{type(tokenizer).__name__} does not tell where tokens come from: expected a fast tokenizer.")
+            raise DataError(
+                f"{type(tokenizer).__name__} does not tell where tokens come from: "
+                "expected a fast tokenizer."
+            )
         if not pathlib.Path(path).is_file():
             raise DataError(f"there is no file {path}: expected conversations in JSON lines.")
         self.examples = LineFile(pathlib.Path(path), read, labelled=False)
@@ -77,12 +90,16 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         """Conversation `index`.
 
         Raises:
-            DataError: if the chat template refuses it, or writes the start of a conversation differently when it goes on.
+            DataError: if the chat template refuses it, or writes the start of a conversation
+                differently when it goes on.
         """
         text, answers = self._written(self.examples[index].fields["messages"])
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         ids = torch.tensor(encoded["input_ids"][: self.max_length])
-        learnt = [any(begin < stop and start < end for start, stop in answers) for begin, end in encoded["offset_mapping"]]
+        learnt = [
+            any(begin < stop and start < end for start, stop in answers)
+            for begin, end in encoded["offset_mapping"]
+        ]
         targets = torch.full_like(ids, -100)
         targets[:-1] = ids[1:].where(torch.tensor(learnt[1 : len(ids)], dtype=torch.bool), -100)
         return {"input_ids": ids, "targets": targets, "input_length": torch.tensor(len(ids))}
@@ -92,34 +109,55 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         return padding.collate(items, self.fill)
 
     def _written(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and where in it, from character to character, the answers are with what ends them."""
+        """The conversation as text, and where in it, from character to character, the answers are
+        with what ends them.
+        """
         text = self._write(messages)
         answers = []
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
-                before, through = self._write(messages[:place], answer=True), self._write(messages[: place + 1])
+                before, through = (
+                    self._write(messages[:place], answer=True),
+                    self._write(messages[: place + 1]),
+                )
                 if not (text.startswith(before) and text.startswith(through)):
-                    raise DataError(f"the chat template of {type(self.tokenizer).__name__} rewrites earlier messages: {text!r}.")
+                    raise DataError(
+                        f"the chat template of {type(self.tokenizer).__name__} rewrites "
+                        f"earlier messages: {text!r}."
+                    )
                 answers.append((len(before), len(through.rstrip())))
         return text, answers
 
     def _write(self, messages: Sequence[Message], *, answer: bool = False) -> str:
         if not self.tokenizer.chat_template:
-            return plain_text(messages, self.tokenizer.bos_token or "", self.tokenizer.eos_token or "", answer=answer)
+            return plain_text(
+                messages,
+                self.tokenizer.bos_token or "",
+                self.tokenizer.eos_token or "",
+                answer=answer,
+            )
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer)
-        except Exception as error:  # a template raises what its author likes: that roles must alternate, for example
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=answer
+            )
+        # a template raises what its author likes: that roles must alternate, for example
+        except Exception as error:
             raise DataError(
-                f"{self.examples.path}: the chat template of {type(self.tokenizer).__name__} refuses a conversation: {error} "
+                f"{self.examples.path}: the chat template of "
+                f"{type(self.tokenizer).__name__} refuses a conversation: {error} "
                 f"(it is {reprlib.repr(messages)})."
             ) from error
 
 
 def plain_text(messages: Sequence[Message], bos: str, eos: str, *, answer: bool) -> str:
-    """A conversation with headings, each answer ended by `eos`; with `answer`, up to the next answer's beginning."""
+    """A conversation with headings, each answer ended by `eos`; with `answer`, up to the next
+    answer's beginning.
+    """
     ends = {"assistant": eos}
     parts = [
-        f"### {message['role'].capitalize()}:\n{message['content']}{ends.get(message['role'], '')}\n\n" for message in messages
+        "### "
+        f"{message['role'].capitalize()}:\n{message['content']}{ends.get(message['role'], '')}\n\n"
+        for message in messages
     ]
     return bos + "".join(parts) + ("### Assistant:\n" if answer else "")
 
@@ -132,8 +170,12 @@ def read(line: str) -> list[Example]:
     messages = [_message(message) for message in _messages(row)]
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("there is no answer of the assistant.")
-    if messages[0]["role"] == "assistant":  # templates cannot say where it begins when nothing is before it
-        raise ValueError("it begins with an answer of the assistant: expected a message of the user or system before it.")
+    # templates cannot say where it begins when nothing is before it
+    if messages[0]["role"] == "assistant":
+        raise ValueError(
+            "it begins with an answer of the assistant: expected a message of the user or "
+            "system before it."
+        )
     return [Example(fields={"messages": messages}, label=None)]
 
 
@@ -143,7 +185,10 @@ def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     if "conversations" in row:
         return [{"role": turn["from"], "content": turn["value"]} for turn in row["conversations"]]
     if "instruction" not in row:
-        raise ValueError(f"got the fields {', '.join(row)}: expected messages, conversations, or instruction and output.")
+        raise ValueError(
+            f"got the fields {', '.join(row)}: expected messages, conversations, or "
+            "instruction and output."
+        )
     asked = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
 
@@ -151,5 +196,7 @@ def _messages(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _message(message: Mapping[str, Any]) -> Message:
     role, content = message["role"], message["content"]
     if role not in ROLES or not isinstance(content, str):
-        raise ValueError(f"got the message {message!r}: expected a role of {', '.join(ROLES)} and a text.")
+        raise ValueError(
+            f"got the message {message!r}: expected a role of {', '.join(ROLES)} and a text."
+        )
     return {"role": ROLES[role], "content": content}

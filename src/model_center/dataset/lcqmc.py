@@ -1,4 +1,5 @@
-"""LCQMC (Liu et al. 2018), Chinese pairs of questions that ask the same or not: `<path>/LCQMC/<split>.tsv`.
+"""LCQMC (Liu et al. 2018), Chinese pairs of questions that ask the same or not:
+`<path>/LCQMC/<split>.tsv`.
 
 A header names the columns: text_a, text_b and label, which the test split may lack.
 """
@@ -27,7 +28,9 @@ def examples(path: str | pathlib.Path, split: str) -> LineFile:
     candidates = [pathlib.Path(path, "LCQMC", FILES[split]), pathlib.Path(path, FILES[split])]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
-        raise DataError(f"LCQMC, split {split!r}: there is neither {candidates[0]} nor {candidates[1]}.")
+        raise DataError(
+            f"LCQMC, split {split!r}: there is neither {candidates[0]} nor {candidates[1]}."
+        )
     with file.open(encoding="utf-8") as lines:
         header = lines.readline().split()
     if header[:2] != COLUMNS[:2]:
@@ -39,16 +42,25 @@ def read(line: str) -> list[Example]:
     """The pair of a line."""
     cells = line.rstrip("\r\n").split("\t")
     if len(cells) not in (2, 3) or cells[2:] not in ([], ["0"], ["1"]):
-        raise ValueError(f"got {cells}: expected two texts and the label 0 or 1, with tabs between them.")
-    return [Example(fields={"a": cells[0], "b": cells[1]}, label=int(cells[2]) if cells[2:] else None)]
+        raise ValueError(
+            f"got {cells}: expected two texts and the label 0 or 1, with tabs between them."
+        )
+    return [
+        Example(fields={"a": cells[0], "b": cells[1]}, label=int(cells[2]) if cells[2:] else None)
+    ]
 
 
 def fitted(encode: Callable[[str, str], list[int]], a: str, b: str, max_length: int) -> list[int]:
-    """`encode(a, b)`, with the end of the longer text, then of both, cut until it is at most `max_length` ids."""
+    """`encode(a, b)`, with the end of the longer text, then of both, cut until it is at most
+    `max_length` ids.
+    """
     ids = encode(a, b)
     while len(ids) > max_length and (a or b):
-        kept = max(0, len(a) + len(b) - (len(ids) - max_length))  # a token has a character or more: this is never too few
+        # a token has a character or more: this is never too few
+        kept = max(0, len(a) + len(b) - (len(ids) - max_length))
         short = min(len(a), len(b), kept // 2)
-        a, b = (a[: kept - short], b[:short]) if len(a) >= len(b) else (a[:short], b[: kept - short])
+        a, b = (
+            (a[: kept - short], b[:short]) if len(a) >= len(b) else (a[:short], b[: kept - short])
+        )
         ids = encode(a, b)
     return ids

@@ -14,10 +14,11 @@ UNLABELLED = -1
 
 
 class LineFile(Sequence[Example]):
-    """The examples of a file. Construction reads the file once: it checks every line and keeps where each example lies.
+    """The examples of a file. Construction reads the file once: it checks every line and keeps
+    where each example lies.
 
-    An example costs 24 bytes of memory until it is asked for; then its line is read and parsed again. No file is held
-    open, so that loader workers share no position and the object pickles.
+    An example costs 24 bytes of memory until it is asked for; then its line is read and parsed
+    again. No file is held open, so that loader workers share no position and the object pickles.
 
     Attributes:
         labels: int64 array, the label of each example, `UNLABELLED` where the file holds none.
@@ -25,7 +26,9 @@ class LineFile(Sequence[Example]):
         group_names: the names of these groups.
     """
 
-    def __init__(self, path: pathlib.Path, read: Reader, *, labelled: bool, header: bool = False) -> None:
+    def __init__(
+        self, path: pathlib.Path, read: Reader, *, labelled: bool, header: bool = False
+    ) -> None:
         """Index `path`.
 
         Args:
@@ -34,7 +37,8 @@ class LineFile(Sequence[Example]):
             header: whether the first line names columns and is no example.
 
         Raises:
-            DataError: naming file and line, for a line that cannot be read, and for a file without examples.
+            DataError: naming file and line, for a line that cannot be read, and for a file without
+                examples.
         """
         self.path = path
         self.labels = array.array("q")
@@ -79,11 +83,16 @@ class LineFile(Sequence[Example]):
         except KeyError as error:
             raise DataError(f"{self.path}, line {number}: there is no field {error}.") from error
         except json.JSONDecodeError as error:
-            raise DataError(f"{self.path}, line {number}: no JSON ({error.msg} at column {error.pos + 1}).") from error
+            raise DataError(
+                f"{self.path}, line {number}: no JSON ({error.msg} at column {error.pos + 1})."
+            ) from error
         except (ValueError, TypeError) as error:
             raise DataError(f"{self.path}, line {number}: {error}") from error
         if labelled and any(example.label is None for example in examples):
-            raise DataError(f"{self.path}, line {number}: there is no label. Only the split 'test' may come without.")
+            raise DataError(
+                f"{self.path}, line {number}: there is no label. Only the split 'test' may "
+                "come without."
+            )
         return examples
 
 

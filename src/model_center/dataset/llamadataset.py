@@ -1,6 +1,8 @@
-"""SuperGLUE for LLaMA and its kin, from `DATASET[task](path, split, rank, world_size, tokenizer, max_decoder_length)`.
+"""SuperGLUE for LLaMA and its kin, from `DATASET[task](path, split, rank, world_size, tokenizer,
+max_decoder_length)`.
 
-What items hold: see DecoderTask. Words of classes are written without a space: SentencePiece adds one itself.
+What items hold: see DecoderTask. Words of classes are written without a space: SentencePiece adds
+one itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`DistributedDataLoader`: torch's DataLoader, with the rows divided among ranks and a place that can be kept."""
+"""`DistributedDataLoader`: torch's DataLoader, with the rows divided among ranks and a place that
+can be kept.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from model_center.errors import DataError
 
 @dataclasses.dataclass
 class _Place:
-    """How far a pass has come: the epoch, and how many of its rows have been handed out on all ranks together."""
+    """How far a pass has come: the epoch, and how many of its rows have been handed out on all
+    ranks together.
+    """
 
     epoch: int = 0
     row: int = 0
@@ -30,49 +34,58 @@ class _Place:
 class DistributedDataLoader:
     """Batches for this rank: every row on exactly one rank, equally many batches on every rank.
 
-    The rows of one step, `batch_size` times the number of ranks, are a contiguous run of the epoch's order, and rank 0
-    reads the first of them. The rows of the last step are spread evenly over the ranks, so its batches are smaller, and
-    may differ by one row between ranks, but none is empty and no row is read twice: collectives in the loop (every
-    forward pass of a sharded model is one) find all ranks, and `bmtrain.gather_result`, which takes different numbers of
-    rows, returns each row's result once. If the last step would have fewer rows than ranks, it shares the rows of the
-    step before; with `batch_size=1` it is joined with that step, whose batches then may have two rows. Layers split by
-    tensor or pipeline parallelism want equal numbers of rows on all ranks: use `drop_last=True` there, or a number of
-    rows that the global batch divides.
+    The rows of one step, `batch_size` times the number of ranks, are a contiguous run of the
+    epoch's order, and rank 0 reads the first of them. The rows of the last step are spread evenly
+    over the ranks, so its batches are smaller, and may differ by one row between ranks, but none is
+    empty and no row is read twice: collectives in the loop (every forward pass of a sharded model
+    is one) find all ranks, and `bmtrain.gather_result`, which takes different numbers of rows,
+    returns each row's result once. If the last step would have fewer rows than ranks, it shares the
+    rows of the step before; with `batch_size=1` it is joined with that step, whose batches then may
+    have two rows. Layers split by tensor or pipeline parallelism want equal numbers of rows on all
+    ranks: use `drop_last=True` there, or a number of rows that the global batch divides.
 
-    In a process group, tensors of a batch come on the rank's device; from pinned memory (`pin_memory=True`) they come while
-    the device still computes.
+    In a process group, tensors of a batch come on the rank's device; from pinned memory
+    (`pin_memory=True`) they come while the device still computes.
 
-    Nothing here communicates: the ranks agree because they have the same dataset and arguments. Without a process group
-    the loader is that of one rank. Rank and number of ranks are looked up when a pass begins.
+    Nothing here communicates: the ranks agree because they have the same dataset and arguments.
+    Without a process group the loader is that of one rank. Rank and number of ranks are looked up
+    when a pass begins.
 
-    A pass over the loader is one epoch, and each has an order of its own when `shuffle`. A pass that begins after one
-    was left early begins the next epoch. `state_dict` and `load_state_dict` go on in the middle of one, exactly: what
-    counts is what the loop has been handed, not what workers have fetched ahead, and the state is a number of rows, so
-    the number of ranks and the batch size may change. (At another number of ranks, an epoch of which fewer rows are left
-    than ranks ends there.) Random numbers drawn in worker processes start anew in each pass, from `seed`, epoch and rank;
-    a dataset that must give the same row after a resume derives its randomness from the row number, as ours do.
+    A pass over the loader is one epoch, and each has an order of its own when `shuffle`. A pass
+    that begins after one was left early begins the next epoch. `state_dict` and `load_state_dict`
+    go on in the middle of one, exactly: what counts is what the loop has been handed, not what
+    workers have fetched ahead, and the state is a number of rows, so the number of ranks and the
+    batch size may change. (At another number of ranks, an epoch of which fewer rows are left than
+    ranks ends there.) Random numbers drawn in worker processes start anew in each pass, from
+    `seed`, epoch and rank; a dataset that must give the same row after a resume derives its
+    randomness from the row number, as ours do.
 
-    A dataset may have `collate(rows)`, used when no `collate_fn` is given, and `set_epoch(epoch)`, called when a pass
-    begins. An `IterableDataset` is passed through: it divides itself among ranks and workers (`shuffle` is an error), its
-    ranks may end after different numbers of batches, and its place can be kept if it has a `state_dict` of its own and
-    `num_workers` is 0.
+    A dataset may have `collate(rows)`, used when no `collate_fn` is given, and `set_epoch(epoch)`,
+    called when a pass begins. An `IterableDataset` is passed through: it divides itself among ranks
+    and workers (`shuffle` is an error), its ranks may end after different numbers of batches, and
+    its place can be kept if it has a `state_dict` of its own and `num_workers` is 0.
 
     Args:
         dataset: rows by number, with a length; the same one on every rank.
         shuffle: a new random order in every epoch, the same on all ranks.
         seed: of that order.
-        dataloader_kwargs: torch's arguments. `sampler` and `batch_sampler` are an error: the loader is one.
-            With `drop_last` the rows that do not fill a step are left out, others in every epoch.
+        dataloader_kwargs: torch's arguments. `sampler` and `batch_sampler` are an error: the loader
+            is one. With `drop_last` the rows that do not fill a step are left out, others in every
+            epoch.
 
     Raises:
-        DataError: when the dataset is empty, has fewer rows than ranks, or is divided among ranks already.
+        DataError: when the dataset is empty, has fewer rows than ranks, or is divided among ranks
+            already.
     """
 
-    def __init__(self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, **dataloader_kwargs: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 0, **dataloader_kwargs: Any
+    ) -> None:
         taken = sorted({"sampler", "batch_sampler"} & dataloader_kwargs.keys())
         if taken:
             raise DataError(
-                f"DistributedDataLoader got {' and '.join(taken)}: it divides and orders the rows itself; use shuffle and seed, "
+                f"DistributedDataLoader got {' and '.join(taken)}: it divides and "
+                "orders the rows itself; use shuffle and seed, "
                 "a torch.utils.data.Subset to choose rows, or torch's DataLoader."
             )
         self.dataset, self.shuffle, self.seed = dataset, bool(shuffle), operator.index(seed)
@@ -98,7 +111,10 @@ class DistributedDataLoader:
         return self._source.batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass reads `epoch` (0, 1, ...) from its start. Not needed: passes count by themselves."""
+        """The next pass reads `epoch` (0, 1, ...) from its start.
+
+        Not needed: passes count by themselves.
+        """
         if operator.index(epoch) < 0:
             raise DataError(f"set_epoch got {epoch}: expected a number from 0 on.")
         self._place = _Place(epoch=operator.index(epoch))
@@ -117,7 +133,9 @@ class DistributedDataLoader:
         begin_epoch(self.dataset, place.epoch)
         return self._hand_out(iter(self._source.loader), place, sizes)
 
-    def _hand_out(self, batches: Iterator[Any], place: _Place, sizes: Iterator[int]) -> Iterator[Any]:
+    def _hand_out(
+        self, batches: Iterator[Any], place: _Place, sizes: Iterator[int]
+    ) -> Iterator[Any]:
         """The batches, counted when they leave: `sizes` are the rows of all ranks in each."""
         for batch in batches:
             place.row, place.fresh = place.row + next(sizes), False
@@ -125,7 +143,8 @@ class DistributedDataLoader:
         place.epoch, place.row, place.fresh = place.epoch + 1, 0, True
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the batch handed out last: plain numbers, equal on every rank, for any number of ranks.
+        """The place after the batch handed out last: plain numbers, equal on every rank, for any
+        number of ranks.
 
         Of a stream: its epoch and its own state.
         """
@@ -141,41 +160,64 @@ class DistributedDataLoader:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors, in containers of any depth, on `device`. Copies of pinned memory are not waited for."""
+    """The batch with its tensors, in containers of any depth, on `device`.
+
+    Copies of pinned memory are not waited for.
+    """
     return tree_map_only(torch.Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
 class _Rows:
     """Rows by number, divided among the ranks by RankBatches."""
 
-    def __init__(self, dataset: Dataset[Any], shuffle: bool, seed: int, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], shuffle: bool, seed: int, kwargs: dict[str, Any]
+    ) -> None:
         if shards_of(dataset) > 1:
             raise DataError(
-                f"{type(dataset).__name__} holds one of {shards_of(dataset)} parts of the rows, and DistributedDataLoader would "
+                f"{type(dataset).__name__} holds one of {shards_of(dataset)} parts of "
+                "the rows, and DistributedDataLoader would "
                 "divide them again: build it as rank 0 of 1, or use torch's DataLoader."
             )
         if not isinstance(dataset, Sized):
             raise DataError(
-                f"{type(dataset).__name__} has no length: give it __len__ and __getitem__, or make it an IterableDataset."
+                f"{type(dataset).__name__} has no length: give it __len__ and "
+                "__getitem__, or make it an IterableDataset."
             )
         self.batch_size: int = kwargs.pop("batch_size", 1)
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise DataError(f"batch_size is {self.batch_size!r}: expected a whole number from 1 on, the rows of one rank's batch.")
+        if (
+            isinstance(self.batch_size, bool)
+            or not isinstance(self.batch_size, int)
+            or self.batch_size < 1
+        ):
+            raise DataError(
+                f"batch_size is {self.batch_size!r}: expected a whole number from 1 on, "
+                "the rows of one rank's batch."
+            )
         self._drop_last = bool(kwargs.pop("drop_last", False))
-        self._facts = {"num_rows": len(dataset), "shuffle": shuffle, "seed": seed if shuffle else None}
+        self._facts = {
+            "num_rows": len(dataset),
+            "shuffle": shuffle,
+            "seed": seed if shuffle else None,
+        }
         self._num_rows = len(dataset)
         check_rows(self._num_rows, self._cut())
         self._batches = RankBatches(self._num_rows, shuffle=shuffle, seed=seed)
         self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **kwargs)
 
     def _cut(self) -> Cut:
-        return Cut(batch_size=self.batch_size, world_size=bmt.world_size(), drop_last=self._drop_last)
+        return Cut(
+            batch_size=self.batch_size, world_size=bmt.world_size(), drop_last=self._drop_last
+        )
 
     def num_batches(self) -> int:
         return self._cut().count(self._num_rows)
 
     def begin(self, place: _Place) -> Iterator[int]:
-        """Make `loader` read from `place` on. Returns the rows of each step, on all ranks together."""
+        """Make `loader` read from `place` on.
+
+        Returns the rows of each step, on all ranks together.
+        """
         cut = self._cut()
         check_rows(self._num_rows, cut)
         self._batches.start(cut, bmt.rank(), place.epoch, place.row)
@@ -186,18 +228,30 @@ class _Rows:
 
     def load_state(self, state: Mapping[str, Any]) -> int:
         """The row to go on from."""
-        wrong = [f"{name} {state.get(name)!r} (here {here!r})" for name, here in self._facts.items() if state.get(name) != here]
+        wrong = [
+            f"{name} {state.get(name)!r} (here {here!r})"
+            for name, here in self._facts.items()
+            if state.get(name) != here
+        ]
         if wrong:
-            raise DataError(f"this place is one in another order of rows: it was kept with {', '.join(wrong)}; make them equal.")
+            raise DataError(
+                "this place is one in another order of rows: it was kept with "
+                f"{', '.join(wrong)}; make them equal."
+            )
         return int(state["row"])
 
 
 class _Stream:
     """An IterableDataset, which divides itself."""
 
-    def __init__(self, dataset: IterableDataset[Any], shuffle: bool, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, dataset: IterableDataset[Any], shuffle: bool, kwargs: dict[str, Any]
+    ) -> None:
         if shuffle:
-            raise DataError(f"{type(dataset).__name__} is an IterableDataset, whose order is its own: leave shuffle=False.")
+            raise DataError(
+                f"{type(dataset).__name__} is an IterableDataset, whose order is its own: "
+                "leave shuffle=False."
+            )
         self._dataset = dataset
         self.loader: DataLoader[Any] = DataLoader(dataset, **kwargs)
         self.batch_size = self.loader.batch_size
@@ -219,7 +273,9 @@ class _Stream:
     def _stateful(self) -> Stateful:
         if not isinstance(self._dataset, Stateful) or self.loader.num_workers:
             raise DataError(
-                f"the place in {type(self._dataset).__name__} cannot be kept: it is an IterableDataset, which must have state_dict "
-                f"and load_state_dict of its own and num_workers=0 (here {self.loader.num_workers})."
+                f"the place in {type(self._dataset).__name__} cannot be kept: it is an "
+                "IterableDataset, which must have state_dict "
+                "and load_state_dict of its own and num_workers=0 (here "
+                f"{self.loader.num_workers})."
             )
         return self._dataset

@@ -1,4 +1,6 @@
-"""Rows of equal length out of documents of any length, for training language models from scratch."""
+"""Rows of equal length out of documents of any length, for training language models from
+scratch.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,24 @@ IGNORED = -100
 class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """All documents of token data one after the other, cut into rows.
 
-    The documents' order is shuffled anew in every epoch (`set_epoch`, which DistributedDataLoader calls), so rows join other
-    documents each time. Nothing is copied: memory is 16 bytes a document and process, 24 more while an order is made, and a row
-    is found by bisection. A row, in which targets are the ids one place later:
+    The documents' order is shuffled anew in every epoch (`set_epoch`, which DistributedDataLoader
+    calls), so rows join other documents each time. Nothing is copied: memory is 16 bytes a document
+    and process, 24 more while an order is made, and a row is found by bisection. A row, in which
+    targets are the ids one place later:
 
         input_ids   int64 (length,)
         targets     int64 (length,)
 
-    Over the rows of an epoch every token is a target once, except the very first. The last row is filled up with the
-    separator (or 0), and targets -100.
+    Over the rows of an epoch every token is a target once, except the very first. The last row is
+    filled up with the separator (or 0), and targets -100.
 
     Args:
-        indexed: token data. Its documents are those that it marks; sequences are, where it marks none.
+        indexed: token data. Its documents are those that it marks; sequences are, where it marks
+            none.
         length: ids of a row.
         seed: of the orders.
-        separator: an id that follows every document; None when they end with their own (`preprocess --append-eod`).
+        separator: an id that follows every document; None when they end with their own (`preprocess
+            --append-eod`).
         shuffle: False leaves the documents in their order.
 
     Raises:
@@ -43,15 +48,29 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self, indexed: MMapIndexedDataset, length: int, seed: int = 0, separator: int | None = None, shuffle: bool = True
+        self,
+        indexed: MMapIndexedDataset,
+        length: int,
+        seed: int = 0,
+        separator: int | None = None,
+        shuffle: bool = True,
     ) -> None:
         if length < 1:
             raise DataError(f"length is {length}: expected ids of a row, from 1 on.")
-        self._indexed, self._length, self._seed, self._separator, self._shuffle = indexed, length, seed, separator, shuffle
+        self._indexed, self._length, self._seed, self._separator, self._shuffle = (
+            indexed,
+            length,
+            seed,
+            separator,
+            shuffle,
+        )
         self._starts = _document_starts(indexed)
         self._num_tokens = int(self._starts[-1]) + (len(self._starts) - 1) * (separator is not None)
         if self._num_tokens < 2:
-            raise DataError(f"{indexed} has {self._num_tokens} tokens: expected at least two, one of which is predicted.")
+            raise DataError(
+                f"{indexed} has {self._num_tokens} tokens: expected at least two, one of "
+                "which is predicted."
+            )
         self._epoch = Epoch()
         self._laid_out: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
 
@@ -82,7 +101,9 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         while start < stop:
             first, last = self._starts[order[place]], self._starts[order[place] + 1]
             done = start - (int(ends[place - 1]) if place else 0)
-            tokens = self._indexed.tokens[first + done : min(last, first + done + stop - start)].astype(np.int64)
+            tokens = self._indexed.tokens[
+                first + done : min(last, first + done + stop - start)
+            ].astype(np.int64)
             if self._separator is not None and len(tokens) < stop - start:
                 tokens = np.append(tokens, self._separator)
             parts.append(tokens)
@@ -90,7 +111,9 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return np.concatenate(parts)
 
     def _layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The documents in the order of the epoch, and after how many tokens each ends; made once per epoch and process."""
+        """The documents in the order of the epoch, and after how many tokens each ends; made once
+        per epoch and process.
+        """
         epoch = self._epoch.number
         if self._laid_out is None or self._laid_out[0] != epoch:
             count = len(self._starts) - 1
@@ -105,7 +128,10 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 def _document_starts(indexed: MMapIndexedDataset) -> npt.NDArray[np.int64]:
-    """(documents + 1,): tokens before each document, and in all. Sequences after the last mark are documents of their own."""
+    """(documents + 1,): tokens before each document, and in all.
+
+    Sequences after the last mark are documents of their own.
+    """
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(indexed.sizes, dtype=np.int64)])
     marked = indexed.doc_idx[-1] if len(indexed.doc_idx) else 0
     marks = np.concatenate([[0], indexed.doc_idx, np.arange(marked, len(before))])

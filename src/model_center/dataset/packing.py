@@ -1,4 +1,6 @@
-"""Several samples in one row, so that little of a batch is padding, without their seeing one another."""
+"""Several samples in one row, so that little of a batch is padding, without their seeing one
+another.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from model_center.errors import DataError
 class PackedSamples(torch.utils.data.Dataset[Item]):
     """Rows of at most `max_length` tokens, each made of whole samples.
 
-    Items hold, int64 (length,): `input_ids`; `targets`, the next id where it is part of an answer of the same sample,
-    -100 elsewhere; `position_ids`, which start at 0 in every sample; `segments`, the number of the sample in its row, from
-    1 on (0 is padding); and `input_length`. Attention must not cross samples: `segment_mask(segments)` is a model's
-    `attention_mask`, and `segments` is CPM-1's `span`.
+    Items hold, int64 (length,): `input_ids`; `targets`, the next id where it is part of an answer
+    of the same sample, -100 elsewhere; `position_ids`, which start at 0 in every sample;
+    `segments`, the number of the sample in its row, from 1 on (0 is padding); and `input_length`.
+    Attention must not cross samples: `segment_mask(segments)` is a model's `attention_mask`, and
+    `segments` is CPM-1's `span`.
 
-    Construction tokenises every sample once to learn its length; the same file and tokenizer always give the same rows.
+    Construction tokenises every sample once to learn its length; the same file and tokenizer always
+    give the same rows.
 
     Attributes:
         rows: the numbers of the samples in each row.
@@ -32,19 +36,30 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         """Pack `samples` into rows.
 
         Raises:
-            DataError: if the samples may be longer than a row, or none has an answer within its length.
+            DataError: if the samples may be longer than a row, or none has an answer within its
+                length.
         """
         if samples.max_length > max_length:
-            raise DataError(f"samples have up to {samples.max_length} tokens, rows {max_length}: expected rows to hold any sample.")
+            raise DataError(
+                f"samples have up to {samples.max_length} tokens, rows {max_length}: "
+                "expected rows to hold any sample."
+            )
         lengths = [
-            len(item["input_ids"]) if (item["targets"] >= 0).any() else 0 for item in map(samples.__getitem__, range(len(samples)))
+            len(item["input_ids"]) if (item["targets"] >= 0).any() else 0
+            for item in map(samples.__getitem__, range(len(samples)))
         ]
         useful = [number for number, length in enumerate(lengths) if length]
         if not useful:
-            raise DataError(f"no sample has an answer within its first {samples.max_length} tokens: raise max_length.")
+            raise DataError(
+                f"no sample has an answer within its first {samples.max_length} tokens: "
+                "raise max_length."
+            )
         self.samples = samples
         self.num_without_answer = len(lengths) - len(useful)
-        self.rows = [[useful[place] for place in row] for row in best_fit([lengths[number] for number in useful], max_length)]
+        self.rows = [
+            [useful[place] for place in row]
+            for row in best_fit([lengths[number] for number in useful], max_length)
+        ]
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -58,7 +73,9 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
             "input_ids": torch.cat([item["input_ids"] for item in items]),
             "targets": torch.cat([item["targets"] for item in items]),
             "position_ids": torch.cat([torch.arange(length) for length in lengths]),
-            "segments": torch.repeat_interleave(torch.arange(1, len(items) + 1), torch.tensor(lengths)),
+            "segments": torch.repeat_interleave(
+                torch.arange(1, len(items) + 1), torch.tensor(lengths)
+            ),
             "input_length": torch.tensor(sum(lengths)),
         }
 
@@ -68,7 +85,8 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Places of `lengths`, grouped so that each group sums to at most `room`: longest first, each where least room is left.
+    """Places of `lengths`, grouped so that each group sums to at most `room`: longest first, each
+    where least room is left.
 
     No length may exceed `room`. The groups are in the order of their first places, each sorted.
     """
@@ -94,6 +112,8 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def segment_mask(segments: torch.Tensor) -> torch.Tensor:
-    """bool (B, S, S) from `segments` (B, S): a token sees itself and the earlier tokens of its own sample."""
+    """bool (B, S, S) from `segments` (B, S): a token sees itself and the earlier tokens of its own
+    sample.
+    """
     same = segments[:, :, None] == segments[:, None, :]
     return same.tril()

@@ -34,7 +34,8 @@ class Pairs:
     def __init__(self, ctx: Tokens, tgt: Tokens, max_ctx: int, max_tgt: int) -> None:
         if len(ctx) != len(tgt) or shards_of(ctx) != shards_of(tgt):
             raise DataError(
-                f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: they belong together one by one, and must be equally many "
+                f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: they belong "
+                "together one by one, and must be equally many "
                 "and divided alike."
             )
         self._ctx, self._tgt = ctx, tgt

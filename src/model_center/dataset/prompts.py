@@ -1,4 +1,6 @@
-"""The prompts of the SuperGLUE tasks for models that continue a text: each ends where the answer's word is expected."""
+"""The prompts of the SuperGLUE tasks for models that continue a text: each ends where the answer's
+word is expected.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,18 @@ def boolq(fields: Fields) -> str:
 
 def entailment(fields: Fields) -> str:
     """CB and RTE: premise and hypothesis; No, Yes (or Maybe)."""
-    return f"Sentence 1: {fields['premise']} Sentence 2: {fields['hypothesis']} Does sentence 1 entails sentence 2?"
+    return (
+        f"Sentence 1: {fields['premise']} Sentence 2: {fields['hypothesis']} Does sentence "
+        "1 entails sentence 2?"
+    )
 
 
 def copa(fields: Fields) -> str:
     """Both choices and the premise; 1 or 2."""
-    return f"Choice 1: {fields['choice1']} Choice 2: {fields['choice2']} {copa_question(fields)} was choice"
+    return (
+        f"Choice 1: {fields['choice1']} Choice 2: {fields['choice2']} "
+        f"{copa_question(fields)} was choice"
+    )
 
 
 def copa_question(fields: Fields) -> str:
@@ -31,7 +39,10 @@ def copa_question(fields: Fields) -> str:
 def wic(fields: Fields) -> str:
     """Two sentences and the word; No or Yes."""
     sentences = f"Sentence 1: {fields['sentence1']} Sentence 2: {fields['sentence2']}"
-    return f"{sentences} Does the word {fields['word']} in sentence 1 express the same meaning as in sentence 2?"
+    return (
+        f"{sentences} Does the word {fields['word']} in sentence 1 express the same "
+        "meaning as in sentence 2?"
+    )
 
 
 def wsc(fields: Fields) -> str:
@@ -41,12 +52,18 @@ def wsc(fields: Fields) -> str:
 
 def multirc(fields: Fields) -> str:
     """A text, a question and one of its answers; No or Yes."""
-    return f'{fields["text"]} Is answer "{fields["answer"]}" the answer to the question "{fields["question"]}"?'
+    return (
+        f'{fields["text"]} Is answer "{fields["answer"]}" the answer to the question '
+        f'"{fields["question"]}"?'
+    )
 
 
 def record(fields: Fields) -> str:
     """A text, a query, all entities and the one that is asked for; No or Yes."""
-    asked = f"Question: {fields['query']} Entities: {fields['entities']} Which entities can be filled in the placeholder?"
+    asked = (
+        f"Question: {fields['query']} Entities: {fields['entities']} Which entities can be "
+        "filled in the placeholder?"
+    )
     return f"{fields['text']} {asked} Is it {fields['entity']}?"
 
 
@@ -61,4 +78,7 @@ PROMPTS: dict[str, Callable[[Fields], str]] = {
     "WiC": wic,
     "WSC": wsc,
 }
-WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(PROMPTS, ("No", "Yes")) | {"CB": ("No", "Yes", "Maybe"), "COPA": ("1", "2")}
+WORDS: dict[str, tuple[str, ...]] = dict.fromkeys(PROMPTS, ("No", "Yes")) | {
+    "CB": ("No", "Yes", "Maybe"),
+    "COPA": ("1", "2"),
+}

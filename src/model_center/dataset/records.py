@@ -1,9 +1,11 @@
-"""One record of a block dataset as bytes: plain values, arrays and tensors. Reading one runs no code of whoever wrote it.
+"""One record of a block dataset as bytes: plain values, arrays and tensors. Reading one runs no
+code of whoever wrote it.
 
 A value is a byte that says its kind, and what the kind needs; numbers are little-endian:
 
-    N  None            T, F  True, False             i  int64         I  any other int: text
-    d  float64         s     text (UTF-8)            b  bytes         l, t, m  list, tuple, dict: count, members
+    N  None            T, F  True, False             i  int64         I  any other int: text d
+    float64         s     text (UTF-8)            b  bytes         l, t, m  list, tuple, dict:
+    count, members
     a  numpy array     x     torch tensor: dtype, shape, elements
 
 Texts, bytes, counts and elements are preceded by their uint32 length (elements: uint64).
@@ -29,14 +31,21 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.complex64,
+            torch.complex128,
+        ),
     )
 }
 
 
 def dumps(value: Any) -> bytes:
-    """The bytes of a value: None, bool, int, float, str, bytes, numpy arrays and numbers, torch tensors, and lists, tuples
-    and dicts of such.
+    """The bytes of a value: None, bool, int, float, str, bytes, numpy arrays and numbers, torch
+    tensors, and lists, tuples and dicts of such.
 
     Raises:
         DataError: for a value of another type, saying where in the record it is.
@@ -55,7 +64,15 @@ def loads(content: bytes) -> Any:
     reader = _Reader(content)
     try:
         value = reader.value()
-    except (struct.error, IndexError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (
+        struct.error,
+        IndexError,
+        KeyError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
         raise DataError(f"a record of {len(content)} bytes is damaged: {error}.") from error
     if reader.at != len(content):
         raise DataError(f"a record of {len(content)} bytes is damaged: it ends after {reader.at}.")
@@ -71,7 +88,8 @@ def _write(value: Any, parts: list[bytes], where: str) -> None:
         _write(value.item(), parts, where)
     else:
         raise DataError(
-            f"a record cannot hold {type(value).__name__} (at record{where}): expected None, bool, int, float, str, bytes, "
+            f"a record cannot hold {type(value).__name__} (at record{where}): expected "
+            "None, bool, int, float, str, bytes, "
             "numpy arrays, torch tensors, and lists, tuples, dicts of them."
         )
 
@@ -81,7 +99,9 @@ def _sized(kind: bytes, content: bytes) -> bytes:
 
 
 def _write_int(value: int, parts: list[bytes], where: str) -> None:
-    parts.append(b"i" + struct.pack("<q", value) if value in _INT64 else _sized(b"I", b"%d" % value))
+    parts.append(
+        b"i" + struct.pack("<q", value) if value in _INT64 else _sized(b"I", b"%d" % value)
+    )
 
 
 def _write_sequence(value: Sequence[Any], parts: list[bytes], where: str) -> None:
@@ -99,22 +119,43 @@ def _write_dict(value: dict[Any, Any], parts: list[bytes], where: str) -> None:
 
 def _write_array(value: np.ndarray[Any, Any], parts: list[bytes], where: str) -> None:
     if value.dtype.kind not in _KINDS:
-        raise DataError(f"a record cannot hold an array of {value.dtype} (at record{where}): expected numbers or fixed-size text.")
+        raise DataError(
+            f"a record cannot hold an array of {value.dtype} (at record{where}): expected "
+            "numbers or fixed-size text."
+        )
     _write_elements(
-        b"a", value.dtype.newbyteorder("<").str, value.shape, value.astype(value.dtype.newbyteorder("<")).tobytes(), parts
+        b"a",
+        value.dtype.newbyteorder("<").str,
+        value.shape,
+        value.astype(value.dtype.newbyteorder("<")).tobytes(),
+        parts,
     )
 
 
 def _write_tensor(value: torch.Tensor, parts: list[bytes], where: str) -> None:
     name = str(value.dtype).removeprefix("torch.")
     if name not in _DTYPES or value.layout != torch.strided:
-        raise DataError(f"a record cannot hold a {value.layout} tensor of {value.dtype} (at record{where}): make it a dense one.")
+        raise DataError(
+            f"a record cannot hold a {value.layout} tensor of {value.dtype} (at "
+            f"record{where}): make it a dense one."
+        )
     plain = value.detach().cpu().contiguous().reshape(-1)
-    _write_elements(b"x", name, tuple(value.shape), plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"", parts)
+    _write_elements(
+        b"x",
+        name,
+        tuple(value.shape),
+        plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b"",
+        parts,
+    )
 
 
-def _write_elements(kind: bytes, dtype: str, shape: tuple[int, ...], content: bytes, parts: list[bytes]) -> None:
-    parts.append(_sized(kind, dtype.encode()) + struct.pack(f"<I{len(shape)}qQ", len(shape), *shape, len(content)))
+def _write_elements(
+    kind: bytes, dtype: str, shape: tuple[int, ...], content: bytes, parts: list[bytes]
+) -> None:
+    parts.append(
+        _sized(kind, dtype.encode())
+        + struct.pack(f"<I{len(shape)}qQ", len(shape), *shape, len(content))
+    )
     parts.append(content)
 
 
@@ -123,7 +164,9 @@ _WRITERS: dict[type, Callable[[Any, list[bytes], str], None]] = {
     bool: lambda value, parts, where: parts.append(b"T" if value else b"F"),
     int: _write_int,
     float: lambda value, parts, where: parts.append(b"d" + struct.pack("<d", value)),
-    str: lambda value, parts, where: parts.append(_sized(b"s", value.encode("utf-8", "surrogatepass"))),
+    str: lambda value, parts, where: parts.append(
+        _sized(b"s", value.encode("utf-8", "surrogatepass"))
+    ),
     bytes: lambda value, parts, where: parts.append(_sized(b"b", value)),
     list: _write_sequence,
     tuple: _write_sequence,
@@ -191,7 +234,11 @@ class _Reader:
         dtype = _DTYPES[name]
         if len(content) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(content)} bytes for a tensor of shape {shape}")
-        return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape) if content else torch.empty(shape, dtype=dtype)
+        return (
+            torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+            if content
+            else torch.empty(shape, dtype=dtype)
+        )
 
 
 _READERS: dict[bytes, Callable[[_Reader], Any]] = {

@@ -1,11 +1,13 @@
 """Which rows a rank reads in which batch: integers only, no process, no tensor, no data.
 
-A *global batch* is the rows that all ranks read in one step: a contiguous run of the epoch's order, `batch_size` rows a
-rank. Three things hold for any number of rows and ranks:
+A *global batch* is the rows that all ranks read in one step: a contiguous run of the epoch's order,
+`batch_size` rows a rank. Three things hold for any number of rows and ranks:
 
 * every row is read exactly once per epoch (`drop_last` apart),
-* every rank reads equally many batches, none of them empty, so collectives inside the loop never wait in vain,
-* what comes next depends only on how many rows of the epoch have been read, so an epoch can go on from any row, with
+* every rank reads equally many batches, none of them empty, so collectives inside the loop never
+  wait in vain,
+* what comes next depends only on how many rows of the epoch have been read, so an epoch can go on
+  from any row, with
   another number of ranks too.
 """
 
@@ -37,8 +39,9 @@ class Cut:
     def next(self, left: int) -> int:
         """Rows of the next global batch when `left` rows of the epoch are left; 0 ends the epoch.
 
-        A last batch that had fewer rows than ranks shares the rows of the one before: half of both each. Where half is
-        still too few, which only happens with a batch size of 1, they are one batch.
+        A last batch that had fewer rows than ranks shares the rows of the one before: half of both
+        each. Where half is still too few, which only happens with a batch size of 1, they are one
+        batch.
         """
         full = self.global_batch
         if self.drop_last:
@@ -65,23 +68,31 @@ class Cut:
             first += rows
 
     def share(self, start: int, stop: int, rank: int) -> tuple[int, int]:
-        """The rows [start, stop) of a global batch that are `rank`'s: shares differ by one row at most."""
+        """The rows [start, stop) of a global batch that are `rank`'s: shares differ by one row at
+        most.
+        """
         rows = stop - start
         return start + rank * rows // self.world_size, start + (rank + 1) * rows // self.world_size
 
 
 def check_rows(num_rows: int, cut: Cut) -> None:
-    """DataError, the same on every rank, when an epoch of `num_rows` rows would leave a rank without a batch."""
+    """DataError, the same on every rank, when an epoch of `num_rows` rows would leave a rank
+    without a batch.
+    """
     if num_rows == 0:
-        raise DataError("the dataset is empty: expected at least one row per rank; check its path and split.")
+        raise DataError(
+            "the dataset is empty: expected at least one row per rank; check its path and split."
+        )
     if num_rows < cut.world_size:
         raise DataError(
-            f"the dataset has {num_rows} rows for {cut.world_size} ranks: every rank needs at least one in each batch, "
+            f"the dataset has {num_rows} rows for {cut.world_size} ranks: every rank "
+            "needs at least one in each batch, "
             f"and no row is read twice; run on at most {num_rows} ranks or give more data."
         )
     if cut.drop_last and num_rows < cut.global_batch:
         raise DataError(
-            f"drop_last leaves no batch: the dataset has {num_rows} rows, one batch of all {cut.world_size} ranks has "
+            f"drop_last leaves no batch: the dataset has {num_rows} rows, one batch of "
+            f"all {cut.world_size} ranks has "
             f"{cut.global_batch}; use a smaller batch_size or drop_last=False."
         )
 
@@ -89,7 +100,8 @@ def check_rows(num_rows: int, cut: Cut) -> None:
 class RankBatches:
     """The batches of one rank, as lists of row numbers: the `batch_sampler` of a torch DataLoader.
 
-    It is set to an epoch and a row of it (`start`) before each pass; the pass then does not depend on it any more.
+    It is set to an epoch and a row of it (`start`) before each pass; the pass then does not depend
+    on it any more.
     """
 
     def __init__(self, num_rows: int, *, shuffle: bool, seed: int) -> None:
@@ -97,13 +109,17 @@ class RankBatches:
         self._next: tuple[Cut, int, int, int] | None = None
 
     def start(self, cut: Cut, rank: int, epoch: int, row: int) -> None:
-        """The next pass reads `epoch` from its row number `row` on, as `rank` of `cut.world_size`."""
+        """The next pass reads `epoch` from its row number `row` on, as `rank` of
+        `cut.world_size`.
+        """
         self._next = cut, rank, epoch, row
 
     def __iter__(self) -> Iterator[list[int]]:
         """Row numbers of the dataset, batch by batch."""
         if self._next is None:
-            raise RuntimeError("RankBatches has no pass to iterate: it is started by the loader that owns it.")
+            raise RuntimeError(
+                "RankBatches has no pass to iterate: it is started by the loader that owns it."
+            )
         cut, rank, epoch, row = self._next
         order = self.order(epoch)
         for start, stop in cut.starts(row, self._num_rows):

@@ -1,4 +1,5 @@
-"""SQuAD (Rajpurkar et al. 2016) as text to text: `<path>/train-v1.1.json` and `<path>/dev-v1.1.json`.
+"""SQuAD (Rajpurkar et al. 2016) as text to text: `<path>/train-v1.1.json` and
+`<path>/dev-v1.1.json`.
 
 The input is `Question: ... Answer: <extra_id_0> Context: ...`, of which the end is cut, the target
 `<extra_id_0> answer <extra_id_1>`.
@@ -25,7 +26,9 @@ NO_ANSWER = "no answer"
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question about a paragraph, and the answers that were given to it (train: one, dev: several)."""
+    """A question about a paragraph, and the answers that were given to it (train: one, dev:
+    several).
+    """
 
     id: str
     context: str
@@ -41,9 +44,10 @@ class Question:
 class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Questions with one answer each to train on, or with all their answers to be scored by.
 
-    Train items hold int64 tensors (length,): `input_ids` and `attention_mask`; `targets`, and `decoder_input_ids`, which
-    is `targets` one place later behind the pad id; `decoder_attention_mask`. Of several answers one is chosen at random,
-    the same in every epoch. In batches, `targets` is padded by -100. Dev items hold texts: `inputs`, the prompt, and
+    Train items hold int64 tensors (length,): `input_ids` and `attention_mask`; `targets`, and
+    `decoder_input_ids`, which is `targets` one place later behind the pad id;
+    `decoder_attention_mask`. Of several answers one is chosen at random, the same in every epoch.
+    In batches, `targets` is padded by -100. Dev items hold texts: `inputs`, the prompt, and
     `targets`, the set of answers; their batches hold a list of each, as generation takes it.
     """
 
@@ -56,7 +60,8 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         max_decoder_length: int,
         seed: int = 0,
     ) -> None:
-        """The questions of a split, "train" or "dev"; `seed` chooses among several answers to train on.
+        """The questions of a split, "train" or "dev"; `seed` chooses among several answers to train
+        on.
 
         Raises:
             DataError: for a file that is missing, not of SQuAD's format or empty.
@@ -65,7 +70,9 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         at_least(max_decoder_length, 4, "max_decoder_length")
         file = pathlib.Path(path, f"{split}-v1.1.json")
         if split not in {"train", "dev"} or not file.is_file():
-            raise DataError(f"SQuAD, split {split!r}: there is no {file}. Splits are 'train' and 'dev'.")
+            raise DataError(
+                f"SQuAD, split {split!r}: there is no {file}. Splits are 'train' and 'dev'."
+            )
         self.questions = read(file)
         self.for_training = split == "train"
         self.tokenizer = tokenizer
@@ -89,10 +96,14 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         if not self.for_training:
             return {key: [item[key] for item in items] for key in items[0]}
         pad = self.tokenizer.pad_token_id or 0
-        return dict(padding.collate(items, {"input_ids": pad, "decoder_input_ids": pad, "targets": -100}))
+        return dict(
+            padding.collate(items, {"input_ids": pad, "decoder_input_ids": pad, "targets": -100})
+        )
 
     def _train_item(self, question: Question) -> Item:
-        answer = random.Random(f"{self.seed} {question.id}").choice(question.answers or (NO_ANSWER,))
+        answer = random.Random(f"{self.seed} {question.id}").choice(
+            question.answers or (NO_ANSWER,)
+        )
         ids = self._cut(question.prompt, self.max_encoder_length)
         target = self._cut(f"<extra_id_0> {answer} <extra_id_1>", self.max_decoder_length)
         return {
@@ -116,7 +127,9 @@ def read(file: pathlib.Path) -> list[Question]:
     try:
         questions = list(_questions(json.loads(file.read_text(encoding="utf-8"))))
     except KeyError as error:
-        raise DataError(f"{file}: there is no field {error}. Expected SQuAD's format, version 1.1.") from error
+        raise DataError(
+            f"{file}: there is no field {error}. Expected SQuAD's format, version 1.1."
+        ) from error
     except (ValueError, TypeError) as error:
         raise DataError(f"{file} is not of SQuAD's format, version 1.1: {error}") from error
     if not questions:

@@ -1,6 +1,8 @@
-"""The eight tasks of SuperGLUE (Wang et al. 2019) as they are published: JSON lines in, examples out.
+"""The eight tasks of SuperGLUE (Wang et al. 2019) as they are published: JSON lines in, examples
+out.
 
-A task's file is `<path>/<Task>/<split>.jsonl`, or `<path>/<split>.jsonl` where the path is the task's own folder.
+A task's file is `<path>/<Task>/<split>.jsonl`, or `<path>/<split>.jsonl` where the path is the
+task's own folder.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ CB_LABELS = {"contradiction": 0, "entailment": 1, "neutral": 2}
 RTE_LABELS = {"not_entailment": 0, "entailment": 1}
 
 
-def examples(path: str | pathlib.Path, task: str, split: str, *, both_ways: bool = False) -> LineFile:
+def examples(
+    path: str | pathlib.Path, task: str, split: str, *, both_ways: bool = False
+) -> LineFile:
     """The examples of a task's split.
 
     Args:
@@ -34,7 +38,8 @@ def examples(path: str | pathlib.Path, task: str, split: str, *, both_ways: bool
         both_ways: COPA only: each row twice, the second time with its choices swapped.
 
     Raises:
-        DataError: for an unknown split, a missing or empty file, a line that is not of the task's format.
+        DataError: for an unknown split, a missing or empty file, a line that is not of the task's
+            format.
     """
     file = find(pathlib.Path(path), task, split)
     read = functools.partial(_read, copa_both_ways if both_ways else TASKS[task])
@@ -55,7 +60,10 @@ def find(path: pathlib.Path, task: str, split: str) -> pathlib.Path:
         if candidate.is_file():
             return candidate
     looked_for = " nor ".join(str(candidate) for candidate in candidates)
-    raise DataError(f"{task}, split {split!r}: there is neither {looked_for}. Unzip the task's folder of SuperGLUE there.")
+    raise DataError(
+        f"{task}, split {split!r}: there is neither {looked_for}. Unzip the task's folder "
+        "of SuperGLUE there."
+    )
 
 
 def _read(task: Callable[[Row], list[Example]], line: str) -> list[Example]:
@@ -82,20 +90,38 @@ def rte(row: Row) -> list[Example]:
 
 
 def copa(row: Row) -> list[Example]:
-    """Which of two choices is the cause or the effect of the premise; `question` is "cause" or "effect"."""
-    return [Example(fields=_texts(row, "premise", "choice1", "choice2", "question"), label=_label(row, {0: 0, 1: 1}))]
+    """Which of two choices is the cause or the effect of the premise; `question` is "cause" or
+    "effect".
+    """
+    return [
+        Example(
+            fields=_texts(row, "premise", "choice1", "choice2", "question"),
+            label=_label(row, {0: 0, 1: 1}),
+        )
+    ]
 
 
 def copa_both_ways(row: Row) -> list[Example]:
-    """COPA's row, and the same with its choices swapped, which is another example for a model that reads both."""
+    """COPA's row, and the same with its choices swapped, which is another example for a model that
+    reads both.
+    """
     (example,) = copa(row)
-    swapped = {**example.fields, "choice1": example.fields["choice2"], "choice2": example.fields["choice1"]}
-    return [example, Example(fields=swapped, label=None if example.label is None else 1 - example.label)]
+    swapped = {
+        **example.fields,
+        "choice1": example.fields["choice2"],
+        "choice2": example.fields["choice1"],
+    }
+    return [
+        example,
+        Example(fields=swapped, label=None if example.label is None else 1 - example.label),
+    ]
 
 
 def wic(row: Row) -> list[Example]:
     """Does a word mean the same in two sentences."""
-    return [Example(fields=_texts(row, "word", "sentence1", "sentence2"), label=_label(row, YES_NO))]
+    return [
+        Example(fields=_texts(row, "word", "sentence1", "sentence2"), label=_label(row, YES_NO))
+    ]
 
 
 def wsc(row: Row) -> list[Example]:
@@ -105,12 +131,18 @@ def wsc(row: Row) -> list[Example]:
 
 
 def multirc(row: Row) -> list[Example]:
-    """One example for every answer of every question about a passage; the group is "row-question"."""
+    """One example for every answer of every question about a passage; the group is
+    "row-question".
+    """
     passage = _object(row, "passage")
     text = _text(passage, "text")
     return [
         Example(
-            fields={"text": text, "question": _text(question, "question"), "answer": _text(answer, "text")},
+            fields={
+                "text": text,
+                "question": _text(question, "question"),
+                "answer": _text(answer, "text"),
+            },
             label=_label(answer, {0: 0, 1: 1}),
             group=f"{row['idx']}-{question['idx']}",
         )
@@ -120,13 +152,17 @@ def multirc(row: Row) -> list[Example]:
 
 
 def record(row: Row) -> list[Example]:
-    """One example for every entity that may fill the placeholder of a query; its label says whether it is an answer.
+    """One example for every entity that may fill the placeholder of a query; its label says whether
+    it is an answer.
 
-    Entities are spans of the passage, their end included; one that is named several times is one candidate.
+    Entities are spans of the passage, their end included; one that is named several times is one
+    candidate.
     """
     passage = _object(row, "passage")
     text = _text(passage, "text")
-    entities = list(dict.fromkeys(text[span["start"] : span["end"] + 1] for span in _list(passage, "entities")))
+    entities = list(
+        dict.fromkeys(text[span["start"] : span["end"] + 1] for span in _list(passage, "entities"))
+    )
     return [
         Example(
             fields={
@@ -186,5 +222,7 @@ def _label(row: Row, classes: Mapping[Any, int]) -> int | None:
     if "label" not in row:
         return None
     if row["label"] not in classes:
-        raise ValueError(f"the label is {row['label']!r}: expected one of {', '.join(map(repr, classes))}.")
+        raise ValueError(
+            f"the label is {row['label']!r}: expected one of {', '.join(map(repr, classes))}."
+        )
     return classes[row["label"]]

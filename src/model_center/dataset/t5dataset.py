@@ -1,8 +1,9 @@
-"""SuperGLUE and SQuAD for T5, from `DATASET[task](path, split, rank, world_size, tokenizer, max_encoder_length, ...)`.
+"""SuperGLUE and SQuAD for T5, from `DATASET[task](path, split, rank, world_size, tokenizer,
+max_encoder_length, ...)`.
 
-SuperGLUE's items hold `enc_input`, int64 (length,); `enc_length`; `dec_input`, int64 (2,): the pad id, which starts
-every answer, and `<extra_id_0>`; `dec_length`, 2; `index`, int32 (2,): 1 at the second, whose logits choose the class;
-and `targets`, the class. SQuAD's: see `squad`.
+SuperGLUE's items hold `enc_input`, int64 (length,); `enc_length`; `dec_input`, int64 (2,): the pad
+id, which starts every answer, and `<extra_id_0>`; `dec_length`, 2; `index`, int32 (2,): 1 at the
+second, whose logits choose the class; and `targets`, the class. SQuAD's: see `squad`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer,
 
 
 class T5Task(TaskDataset):
-    """A SuperGLUE task for T5: the prompt ends with `<extra_id_0>.`; one that is too long loses its beginning."""
+    """A SuperGLUE task for T5: the prompt ends with `<extra_id_0>.`; one that is too long loses its
+    beginning.
+    """
 
     task: ClassVar[str]
     target_key = "targets"
@@ -36,11 +39,12 @@ class T5Task(TaskDataset):
         max_encoder_length: int,
         max_decoder_length: int,
     ) -> None:
-        """The task's rows, at most `max_encoder_length` ids each. `rank` and `world_size` have no effect.
+        """The task's rows, at most `max_encoder_length` ids each. `rank` and `world_size` have no
+        effect.
 
         Raises:
-            DataError: naming the file, and the line, that is missing or not of the task's format; for a tokenizer
-                without sentinels.
+            DataError: naming the file, and the line, that is missing or not of the task's format;
+                for a tokenizer without sentinels.
         """
         at_least(max_encoder_length, 4, "max_encoder_length")
         at_least(max_decoder_length, 2, "max_decoder_length")

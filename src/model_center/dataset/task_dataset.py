@@ -1,10 +1,12 @@
-"""What the task datasets have in common: examples that become items when asked for, and batches padded to their longest.
+"""What the task datasets have in common: examples that become items when asked for, and batches
+padded to their longest.
 
-Items are tokenised in `__getitem__`, on the CPU, by whoever loads them: use as many loader workers as you like. Batches
-come from `collate`, which `DistributedDataLoader` calls by itself; torch's DataLoader takes `collate_fn=dataset.collate`.
+Items are tokenised in `__getitem__`, on the CPU, by whoever loads them: use as many loader workers
+as you like. Batches come from `collate`, which `DistributedDataLoader` calls by itself; torch's
+DataLoader takes `collate_fn=dataset.collate`.
 
-`rank` and `world_size` are arguments of the constructors for the sake of older programs and have no effect: every
-dataset holds all rows, and the loader divides them among the ranks.
+`rank` and `world_size` are arguments of the constructors for the sake of older programs and have no
+effect: every dataset holds all rows, and the loader divides them among the ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from model_center.errors import DataError, IdentifierError
 
 
 class Tokenizer(Protocol):
-    """What the datasets ask of a tokenizer; those of `model_center.tokenizer` and of transformers have it."""
+    """What the datasets ask of a tokenizer; those of `model_center.tokenizer` and of transformers
+    have it.
+    """
 
     vocab_size: int
     bos_token_id: int | None
@@ -32,7 +36,9 @@ class Tokenizer(Protocol):
     pad_token_id: int | None
     unk_token_id: int | None
 
-    def __call__(self, text: str, text_pair: str | None = None, **options: Any) -> Mapping[str, Any]:
+    def __call__(
+        self, text: str, text_pair: str | None = None, **options: Any
+    ) -> Mapping[str, Any]:
         """`input_ids` of the text or pair, and what else `options` ask for."""
         ...
 
@@ -51,8 +57,12 @@ class TaskTable(dict[str, type[Any]]):
     def __missing__(self, name: str) -> type[Any]:
         """Raises IdentifierError, naming the nearest tasks."""
         near = difflib.get_close_matches(name.lower(), {task.lower(): task for task in self}, n=1)
-        hint = "".join(f" Did you mean {task!r}?" for task in self if near and task.lower() == near[0])
-        raise IdentifierError(f"there is no task {name!r} for this model: expected one of {', '.join(self)}.{hint}")
+        hint = "".join(
+            f" Did you mean {task!r}?" for task in self if near and task.lower() == near[0]
+        )
+        raise IdentifierError(
+            f"there is no task {name!r} for this model: expected one of {', '.join(self)}.{hint}"
+        )
 
 
 class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
@@ -60,10 +70,11 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
 
     Attributes:
         examples: the examples behind the items.
-        labelled: whether items hold labels. If they do not, as in a test split, they hold `idx`, their number.
+        labelled: whether items hold labels. If they do not, as in a test split, they hold `idx`,
+            their number.
 
-    Items of MultiRC and ReCoRD, whose questions have several items each, also hold `idx` and the number of their
-    question, `group`, by which they are scored together.
+    Items of MultiRC and ReCoRD, whose questions have several items each, also hold `idx` and the
+    number of their question, `group`, by which they are scored together.
     """
 
     target_key = "labels"
@@ -85,10 +96,14 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
         return {"input_ids": self.pad_id}
 
     def target(self, index: int, example: Example) -> Item:
-        """What is known of item `index`: its label; its number where there is none; both and its question's if grouped."""
+        """What is known of item `index`: its label; its number where there is none; both and its
+        question's if grouped.
+        """
         label = {self.target_key: torch.tensor(example.label)} if self.labelled else {}
         number = {} if self.labelled and not self.examples.grouped else {"idx": torch.tensor(index)}
-        group = {"group": torch.tensor(self.examples.groups[index])} if self.examples.grouped else {}
+        group = (
+            {"group": torch.tensor(self.examples.groups[index])} if self.examples.grouped else {}
+        )
         return label | number | group
 
     def __len__(self) -> int:
@@ -107,11 +122,15 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
 
     @property
     def qids(self) -> list[str]:
-        """For each item, the question that it belongs to: "row-question" (MultiRC, ReCoRD), else empty."""
+        """For each item, the question that it belongs to: "row-question" (MultiRC, ReCoRD), else
+        empty.
+        """
         return [self.examples.group_names[group] for group in self.examples.groups]
 
 
 def at_least(length: int, least: int, name: str) -> None:
     """DataError if the maximum length called `name` cannot hold what every row needs."""
     if length < least:
-        raise DataError(f"{name} is {length}: expected at least {least}, the room that every row needs.")
+        raise DataError(
+            f"{name} is {length}: expected at least {least}, the room that every row needs."
+        )

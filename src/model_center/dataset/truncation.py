@@ -6,10 +6,11 @@ from model_center.dataset.task_dataset import Tokenizer
 
 
 def keep_end(tokenizer: Tokenizer, text: str, max_length: int) -> list[int]:
-    """The ids of `text`, with the special tokens that the tokenizer puts around it; the *last* `max_length` of them.
+    """The ids of `text`, with the special tokens that the tokenizer puts around it; the *last*
+    `max_length` of them.
 
-    The question of a prompt stands at its end, so the beginning is cut. What the tokenizer puts in front (BOS, [CLS])
-    is kept even then.
+    The question of a prompt stands at its end, so the beginning is cut. What the tokenizer puts in
+    front (BOS, [CLS]) is kept even then.
     """
     ids = tokenizer.encode(text)
     if len(ids) <= max_length:
@@ -25,17 +26,26 @@ def num_leading_specials(tokenizer: Tokenizer) -> int:
     return next(start for start in range(len(whole)) if whole[start : start + len(bare)] == bare)
 
 
-def keep_first(tokenizer: Tokenizer, first: str, second: str, max_length: int) -> dict[str, list[int]]:
-    """The pair as the tokenizer joins it, at most `max_length` ids; only the second text is cut if there is any room for it.
+def keep_first(
+    tokenizer: Tokenizer, first: str, second: str, max_length: int
+) -> dict[str, list[int]]:
+    """The pair as the tokenizer joins it, at most `max_length` ids; only the second text is cut if
+    there is any room for it.
 
     Returns `input_ids`, `attention_mask` and `token_type_ids`.
     """
-    num_special = len(tokenizer("a", "a")["input_ids"]) - 2 * len(tokenizer.encode("a", add_special_tokens=False))
+    num_special = len(tokenizer("a", "a")["input_ids"]) - 2 * len(
+        tokenizer.encode("a", add_special_tokens=False)
+    )
     room = max_length - num_special - len(tokenizer.encode(first, add_special_tokens=False))
-    return _pair(tokenizer, first, second, max_length, "only_second" if room > 0 else "longest_first")
+    return _pair(
+        tokenizer, first, second, max_length, "only_second" if room > 0 else "longest_first"
+    )
 
 
-def cut_longest(tokenizer: Tokenizer, first: str, second: str, max_length: int) -> dict[str, list[int]]:
+def cut_longest(
+    tokenizer: Tokenizer, first: str, second: str, max_length: int
+) -> dict[str, list[int]]:
     """The pair as the tokenizer joins it, at most `max_length` ids; the longer text is cut first.
 
     Returns `input_ids`, `attention_mask` and `token_type_ids`.
@@ -43,5 +53,11 @@ def cut_longest(tokenizer: Tokenizer, first: str, second: str, max_length: int) 
     return _pair(tokenizer, first, second, max_length, "longest_first")
 
 
-def _pair(tokenizer: Tokenizer, first: str, second: str, max_length: int, truncation: str) -> dict[str, list[int]]:
-    return dict(tokenizer(first, second, truncation=truncation, max_length=max_length, return_token_type_ids=True))
+def _pair(
+    tokenizer: Tokenizer, first: str, second: str, max_length: int, truncation: str
+) -> dict[str, list[int]]:
+    return dict(
+        tokenizer(
+            first, second, truncation=truncation, max_length=max_length, return_token_type_ids=True
+        )
+    )

@@ -9,7 +9,8 @@ import torch
 from model_center.generation.output import GenerationOutput
 from model_center.generation.search import Search, Task
 
-LOWEST = -1e9  # the score of what is not there; finite, so that sums and comparisons of it are numbers
+# the score of what is not there; finite, so that sums and comparisons of it are numbers
+LOWEST = -1e9
 
 
 class Hypotheses(NamedTuple):
@@ -58,9 +59,10 @@ class Hypotheses(NamedTuple):
 class BeamSearch(Search):
     """The `num_beams` best sequences go on side by side.
 
-    Twice as many candidates are looked at, or more where there are several end tokens, so that as many as there are beams are
-    left to go on. A candidate that ends is complete, if it is among the best `num_beams`, and competes with the complete ones
-    there are by its log-probability divided by a power of its length.
+    Twice as many candidates are looked at, or more where there are several end tokens, so that as
+    many as there are beams are left to go on. A candidate that ends is complete, if it is among the
+    best `num_beams`, and competes with the complete ones there are by its log-probability divided
+    by a power of its length.
 
     Source: Wu et al., "Google's Neural Machine Translation System" (2016), for the length penalty.
     """
@@ -100,7 +102,12 @@ class BeamSearch(Search):
 
     def output(self) -> GenerationOutput:
         """As in Search: the best complete sequences of each prompt."""
-        best = Hypotheses(*(field[:, : self._task.config.num_return_sequences].flatten(0, 1) for field in self._complete))
+        best = Hypotheses(
+            *(
+                field[:, : self._task.config.num_return_sequences].flatten(0, 1)
+                for field in self._complete
+            )
+        )
         num_new, is_scored = int(best.lengths.max()), self._task.config.return_scores
         return GenerationOutput(
             sequences=best.ids[:, : self._prefix + num_new],
@@ -111,9 +118,13 @@ class BeamSearch(Search):
         )
 
     def _candidates(self, logits: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
-        """The best continuations, best first, and the live sequence (prompts, number) that each continues."""
+        """The best continuations, best first, and the live sequence (prompts, number) that each
+        continues.
+        """
         place = self._prefix + self._num_new
-        log_probs = self._filters(logits.float().log_softmax(-1), self._live.ids[:, :, :place].flatten(0, 1))
+        log_probs = self._filters(
+            logits.float().log_softmax(-1), self._live.ids[:, :, :place].flatten(0, 1)
+        )
         log_probs = log_probs.unflatten(0, (-1, self.copies))
         totals = (self._live.scores[:, :, None] + log_probs).flatten(1)
         scores, flat = totals.topk(min(self._num_candidates, totals.shape[1]))
@@ -124,31 +135,46 @@ class BeamSearch(Search):
         states, ended = self._task.ending.next(found.states, tokens)
         if self._num_new + 1 == self._task.num_new:
             ended = torch.ones_like(ended)
-        return found._replace(scores=scores, states=states, lengths=found.lengths + 1, is_complete=ended), parents
+        return found._replace(
+            scores=scores, states=states, lengths=found.lengths + 1, is_complete=ended
+        ), parents
 
     def _with_ended(self, candidates: Hypotheses) -> Hypotheses:
-        """The best complete sequences: those there were, and the best candidates, where they ended."""
+        """The best complete sequences: those there were, and the best candidates, where they
+        ended.
+        """
         counts = candidates.is_complete & self._improvable & ~self._is_full()
         counts[:, self.copies :] = False
         scores = candidates.scores / self._num_new**self._task.config.length_penalty
-        candidates = candidates._replace(scores=scores.masked_fill(~counts, LOWEST), is_complete=counts)
+        candidates = candidates._replace(
+            scores=scores.masked_fill(~counts, LOWEST), is_complete=counts
+        )
         merged = self._complete.joined(candidates)
         return merged.take(merged.scores.topk(self.copies).indices)
 
     def _is_full(self) -> torch.Tensor:
-        """bool (prompts, 1): whether there are enough complete sequences, and that is all that is wanted."""
+        """bool (prompts, 1): whether there are enough complete sequences, and that is all that is
+        wanted.
+        """
         is_full = self._complete.is_complete.all(1, keepdim=True)
         return is_full if self._task.config.early_stopping is True else torch.zeros_like(is_full)
 
     def _could_improve(self) -> torch.Tensor:
-        """bool (prompts, 1): whether the best live sequence may beat the worst complete one, or one is still missing.
+        """bool (prompts, 1): whether the best live sequence may beat the worst complete one, or one
+        is still missing.
 
-        How good a live one can get is not known, since a longer one may have a better score: it is judged by its present length,
-        or ("never") by the length that is best for it.
+        How good a live one can get is not known, since a longer one may have a better score: it is
+        judged by its present length, or ("never") by the length that is best for it.
         """
         config = self._task.config
-        length = self._task.num_new if config.early_stopping == "never" and config.length_penalty > 0 else self._num_new
+        length = (
+            self._task.num_new
+            if config.early_stopping == "never" and config.length_penalty > 0
+            else self._num_new
+        )
         best = self._live.scores[:, :1] / length**config.length_penalty
         complete = self._complete
-        worst = complete.scores.amin(1, keepdim=True).masked_fill(~complete.is_complete.all(1, keepdim=True), LOWEST)
+        worst = complete.scores.amin(1, keepdim=True).masked_fill(
+            ~complete.is_complete.all(1, keepdim=True), LOWEST
+        )
         return best > worst

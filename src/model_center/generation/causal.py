@@ -1,4 +1,6 @@
-"""ModelCenter's generation classes for GPT-2, GPT-J, OPT, Mistral, Qwen and all others that continue plain texts."""
+"""ModelCenter's generation classes for GPT-2, GPT-J, OPT, Mistral, Qwen and all others that
+continue plain texts.
+"""
 
 from __future__ import annotations
 

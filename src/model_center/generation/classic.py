@@ -1,6 +1,8 @@
-"""ModelCenter's generation classes: `X(model, tokenizer).generate(texts, ...)`, what they have in common.
+"""ModelCenter's generation classes: `X(model, tokenizer).generate(texts, ...)`, what they have in
+common.
 
-`max_length` counts new tokens in all of them. No text ends before its first token, and only generated tokens count as repeated.
+`max_length` counts new tokens in all of them. No text ends before its first token, and only
+generated tokens count as repeated.
 """
 
 from __future__ import annotations
@@ -70,7 +72,13 @@ class RandomSamplingTexts(Generation):
         """
         repetition = _repetition(repetition_penalty, repetition_window)
         return self.writer(
-            texts, do_sample=True, max_new_tokens=max_length, top_k=top_k, top_p=top_p, temperature=temperature, **repetition
+            texts,
+            do_sample=True,
+            max_new_tokens=max_length,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+            **repetition,
         )
 
 

@@ -11,39 +11,45 @@ from model_center.errors import ConfigError
 
 DEFAULT_NEW_TOKENS = 100  # ModelCenter's
 
-# What is of no use without another option: a value other than the default would do nothing in silence.
+# What is of no use without another option: a value other than the default would do nothing in
+# silence.
 OF_SAMPLING = ("temperature", "top_k", "top_p", "seed")
 OF_BEAMS = ("length_penalty", "early_stopping")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How sequences are continued: greedily, by sampling (`do_sample`) or by beam search (`num_beams` > 1).
+    """How sequences are continued: greedily, by sampling (`do_sample`) or by beam search
+    (`num_beams` > 1).
 
     Names and meaning are those of `transformers`.
 
     Attributes:
-        max_new_tokens: most tokens to add; 100 if neither this nor `max_length` is given, or fewer where the model's table of
-            positions ends.
+        max_new_tokens: most tokens to add; 100 if neither this nor `max_length` is given, or fewer
+            where the model's table of positions ends.
         max_length: most tokens in all, the prompt's (of the decoder) included.
         min_new_tokens: no end before this many new tokens.
         eos_token_id: the token, or tokens, that end a sequence; None for none.
         pad_token_id: what follows the end of a sequence; the first end token, or 0, if None.
-        stop_strings: texts that end a sequence once its new tokens contain one; it needs the tokenizer.
+        stop_strings: texts that end a sequence once its new tokens contain one; it needs the
+            tokenizer.
         forbidden_tokens: ids that are never generated.
-        repetition_penalty: scores of tokens that occurred are divided by it where positive and multiplied where negative
-            (Keskar et al., "CTRL", 2019); 1 for none.
+        repetition_penalty: scores of tokens that occurred are divided by it where positive and
+            multiplied where negative (Keskar et al., "CTRL", 2019); 1 for none.
         repetition_window: only the last so many tokens count as occurred; None for all.
         penalize_prompt: whether the prompt's tokens count too.
         do_sample: draw tokens, instead of taking the likeliest.
         temperature: scores are divided by it before drawing.
         top_k: draw from the k likeliest tokens only (Fan et al., 2018); 0 for all.
-        top_p: draw from the fewest tokens that have this probability together (Holtzman et al., 2020).
+        top_p: draw from the fewest tokens that have this probability together (Holtzman et al.,
+            2020).
         seed: of the drawing, on each rank the same; None for torch's own random state.
         num_beams: sequences that compete for each prompt.
-        length_penalty: a sequence's score is its log-probability divided by (number of new tokens) ** length_penalty.
-        early_stopping: True to stop as soon as there are `num_beams` complete sequences; False when none of those going on is
-            better at its present length; "never" when none can get better at any length.
+        length_penalty: a sequence's score is its log-probability divided by (number of new tokens)
+            ** length_penalty.
+        early_stopping: True to stop as soon as there are `num_beams` complete sequences; False when
+            none of those going on is better at its present length; "never" when none can get better
+            at any length.
         num_return_sequences: results for each prompt: drawn ones, or the best beams.
         return_scores: whether to return log-probabilities.
 
@@ -82,8 +88,14 @@ class GenerationConfig:
         self._require_whole("min_new_tokens", 0)
         self._require_whole("top_k", 0)
         for name in ("temperature", "repetition_penalty"):
-            self._require(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a number above 0")
-        self._require("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1")
+            self._require(
+                name,
+                _is_number(getattr(self, name)) and getattr(self, name) > 0,
+                "a number above 0",
+            )
+        self._require(
+            "top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1"
+        )
         self._require("length_penalty", _is_number(self.length_penalty), "a number")
         is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         self._require("early_stopping", is_known, "True, False or 'never'")
@@ -92,8 +104,14 @@ class GenerationConfig:
             ("forbidden_tokens", self.forbidden_tokens),
             ("pad_token_id", [self.pad]),
         ):
-            self._require(name, all(_is_whole(token) and token >= 0 for token in ids), "ids of tokens")
-        self._require("stop_strings", all(isinstance(text, str) and text for text in self.stops), "texts, not empty ones")
+            self._require(
+                name, all(_is_whole(token) and token >= 0 for token in ids), "ids of tokens"
+            )
+        self._require(
+            "stop_strings",
+            all(isinstance(text, str) and text for text in self.stops),
+            "texts, not empty ones",
+        )
         self._check_together()
 
     @classmethod
@@ -114,7 +132,11 @@ class GenerationConfig:
         """The tokens that end a sequence."""
         if self.eos_token_id is None:
             return ()
-        return tuple(self.eos_token_id) if isinstance(self.eos_token_id, Sequence) else (self.eos_token_id,)
+        return (
+            tuple(self.eos_token_id)
+            if isinstance(self.eos_token_id, Sequence)
+            else (self.eos_token_id,)
+        )
 
     @property
     def pad(self) -> int:
@@ -126,23 +148,36 @@ class GenerationConfig:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end a sequence."""
-        return (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        return (
+            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
+        )
 
     def num_new_tokens(self, prefix: int, longest: int | None) -> int:
-        """How many tokens to add at most to `prefix` tokens, by a model that has positions for `longest` (None for any number).
+        """How many tokens to add at most to `prefix` tokens, by a model that has positions for
+        `longest` (None for any number).
 
         Raises:
             ConfigError: if there is no room for them.
         """
         asked = self.max_new_tokens if self.max_length is None else self.max_length - prefix
         if asked is None:
-            asked = DEFAULT_NEW_TOKENS if longest is None else min(DEFAULT_NEW_TOKENS, longest - prefix)
+            asked = (
+                DEFAULT_NEW_TOKENS if longest is None else min(DEFAULT_NEW_TOKENS, longest - prefix)
+            )
         if asked < 1:
-            limit = f"the model has {longest} positions" if self.max_length is None else f"max_length is {self.max_length}"
-            raise ConfigError(f"{limit}, and the prompt has {prefix} tokens: there is no room for a new one; shorten the prompt.")
+            limit = (
+                f"the model has {longest} positions"
+                if self.max_length is None
+                else f"max_length is {self.max_length}"
+            )
+            raise ConfigError(
+                f"{limit}, and the prompt has {prefix} tokens: there is no room for a new "
+                "one; shorten the prompt."
+            )
         if longest is not None and prefix + asked > longest:
             raise ConfigError(
-                f"the prompt has {prefix} tokens and {asked} may follow: the model has {longest} positions; "
+                f"the prompt has {prefix} tokens and {asked} may follow: the model has "
+                f"{longest} positions; "
                 f"ask for at most {max(longest - prefix, 0)} new tokens or shorten the prompt."
             )
         return asked
@@ -151,13 +186,21 @@ class GenerationConfig:
         if self.max_new_tokens is not None and self.max_length is not None:
             raise ConfigError("max_new_tokens and max_length are both given: give one of them.")
         if self.do_sample and self.num_beams > 1:
-            raise ConfigError(f"do_sample with num_beams={self.num_beams}: beam search takes the best tokens; choose one of both.")
+            raise ConfigError(
+                f"do_sample with num_beams={self.num_beams}: beam search takes the best "
+                "tokens; choose one of both."
+            )
         self._require_default(OF_SAMPLING, self.do_sample, "do_sample=True")
         self._require_default(OF_BEAMS, self.num_beams > 1, "num_beams above 1")
-        self._require_default(("repetition_window", "penalize_prompt"), self.repetition_penalty != 1, "repetition_penalty")
+        self._require_default(
+            ("repetition_window", "penalize_prompt"),
+            self.repetition_penalty != 1,
+            "repetition_penalty",
+        )
         if not self.do_sample and self.num_return_sequences > self.num_beams:
             raise ConfigError(
-                f"num_return_sequences is {self.num_return_sequences} with num_beams={self.num_beams}: "
+                f"num_return_sequences is {self.num_return_sequences} with "
+                f"num_beams={self.num_beams}: "
                 "expected at most as many as beams, or do_sample=True."
             )
 
@@ -165,11 +208,15 @@ class GenerationConfig:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         idle = [name for name in names if getattr(self, name) != defaults[name]]
         if idle and not is_used:
-            raise ConfigError(f"{', '.join(idle)}: of no effect without {needed}; give that too, or leave it out.")
+            raise ConfigError(
+                f"{', '.join(idle)}: of no effect without {needed}; give that too, or leave it out."
+            )
 
     def _require_whole(self, name: str, least: int) -> None:
         value = getattr(self, name)
-        self._require(name, _is_whole(value) and value >= least, f"a whole number, at least {least}")
+        self._require(
+            name, _is_whole(value) and value >= least, f"a whole number, at least {least}"
+        )
 
     def _require(self, name: str, holds: bool, expected: str) -> None:
         if not holds:

@@ -11,7 +11,10 @@ from model_center.generation.sentinels import SentinelTextGenerator
 
 
 class CPM2TextGenerator(SentinelTextGenerator):
-    """What is in the gap of each text. The encoder's text has no end token, and the decoder begins with the first sentinel."""
+    """What is in the gap of each text.
+
+    The encoder's text has no end token, and the decoder begins with the first sentinel.
+    """
 
     NAMES = r"<s_(\d+)>"
 

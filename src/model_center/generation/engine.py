@@ -31,16 +31,19 @@ def generate(
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> GenerationOutput:
-    """Continue prompts. Collective if the model is sharded: every rank calls it, each with prompts of its own, or with none.
+    """Continue prompts. Collective if the model is sharded: every rank calls it, each with prompts
+    of its own, or with none.
 
     Args:
         model: any decoder-only or encoder-decoder model. Dropout is off while it generates.
-        input_ids: integers (batch, length), on any device; of decoder-only models padded on the left. (0, any length) for none.
-        attention_mask: of the same shape, nonzero where a token is valid. If None and `pad_token_id` is given and ends no
-            sequence, tokens equal to it are padding; otherwise all are valid.
+        input_ids: integers (batch, length), on any device; of decoder-only models padded on the
+            left. (0, any length) for none.
+        attention_mask: of the same shape, nonzero where a token is valid. If None and
+            `pad_token_id` is given and ends no sequence, tokens equal to it are padding; otherwise
+            all are valid.
         config: how, or the default; `options` replace its values.
-        inputs: what else the model takes, by name: `decoder_input_ids` of encoder-decoders, in place of the one start token;
-            `context`, `span` of CPM-1; `token_type_ids` too of CPM-3.
+        inputs: what else the model takes, by name: `decoder_input_ids` of encoder-decoders, in
+            place of the one start token; `context`, `span` of CPM-1; `token_type_ids` too of CPM-3.
         tokenizer: needed for `stop_strings`.
         generator: of random numbers, in place of `seed`.
 
@@ -48,9 +51,15 @@ def generate(
         ConfigError, InputError: before anything is computed; on every rank if on one.
     """
     prompts = Prompts(
-        input_ids=input_ids, attention_mask=attention_mask, inputs=inputs or {}, tokenizer=tokenizer, generator=generator
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        inputs=inputs or {},
+        tokenizer=tokenizer,
+        generator=generator,
     )
-    return Run(model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of).completed()
+    return Run(
+        model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of
+    ).completed()
 
 
 def stream(
@@ -64,16 +73,22 @@ def stream(
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> Iterator[list[int | None]]:
-    """As `generate`, token by token: each step gives a token for each row, None for rows that have ended.
+    """As `generate`, token by token: each step gives a token for each row, None for rows that have
+    ended.
 
-    Arguments are checked at once, tokens computed when they are asked for. Where the model is sharded every rank must ask until
-    there is no more, or close the iterator after its first token (leaving a `for` loop does): it then accompanies the others.
+    Arguments are checked at once, tokens computed when they are asked for. Where the model is
+    sharded every rank must ask until there is no more, or close the iterator after its first token
+    (leaving a `for` loop does): it then accompanies the others.
 
     Raises:
         ConfigError: for beam search, whose tokens are known only at its end; and as in `generate`.
     """
     prompts = Prompts(
-        input_ids=input_ids, attention_mask=attention_mask, inputs=inputs or {}, tokenizer=tokenizer, generator=generator
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        inputs=inputs or {},
+        tokenizer=tokenizer,
+        generator=generator,
     )
     run = Run(model, lambda: (prompts, GenerationConfig.of(config, **options)), streamed_search_of)
     return (search.new_tokens() for search in run.steps())
@@ -92,7 +107,8 @@ def streamed_search_of(task: Task) -> SingleSearch:
     """
     if task.config.num_beams > 1:
         raise ConfigError(
-            f"num_beams is {task.config.num_beams}: beams are not streamed, as the best one is known at the end only."
+            f"num_beams is {task.config.num_beams}: beams are not streamed, as the "
+            "best one is known at the end only."
         )
     return SingleSearch(task)
 
@@ -110,7 +126,12 @@ class Run(Generic[Kind]):
         make: makes the search.
     """
 
-    def __init__(self, model: BaseModel, ask: Callable[[], tuple[Prompts, GenerationConfig]], make: Callable[[Task], Kind]) -> None:
+    def __init__(
+        self,
+        model: BaseModel,
+        ask: Callable[[], tuple[Prompts, GenerationConfig]],
+        make: Callable[[Task], Kind],
+    ) -> None:
         self._model, self._peers = model, Peers(model)
         error: Exception | None = None
         try:
@@ -118,7 +139,8 @@ class Run(Generic[Kind]):
             self._decoding, self.task = prepared(model, prompts, config)
             self._search = make(self.task)
             self.num_prompts = len(prompts.input_ids)
-        except Exception as failure:  # whatever it is, the other ranks must hear of it before they wait for this one
+        # whatever it is, the other ranks must hear of it before they wait for this one
+        except Exception as failure:
             error = failure
         self._peers.agree(error)
 

@@ -1,4 +1,6 @@
-"""What is done to the scores of the next token before one is chosen: pure functions of tensors, and their order."""
+"""What is done to the scores of the next token before one is chosen: pure functions of tensors, and
+their order.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,36 @@ import torch
 from model_center.generation.config import GenerationConfig
 
 
-def repetition_penalty(scores: torch.Tensor, occurred: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Scores (rows, vocab), those of the tokens `occurred` (rows, any number) made lower, once each.
+def repetition_penalty(
+    scores: torch.Tensor, occurred: torch.Tensor, penalty: float
+) -> torch.Tensor:
+    """Scores (rows, vocab), those of the tokens `occurred` (rows, any number) made lower, once
+    each.
 
-    Source: Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation" (2019).
+    Source: Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
+    Generation" (2019).
     """
     found = scores.gather(1, occurred)
     return scores.scatter(1, occurred, torch.where(found < 0, found * penalty, found / penalty))
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Scores (rows, vocab) with -inf for all tokens below the k-th best of their row; tokens equal to it stay."""
+    """Scores (rows, vocab) with -inf for all tokens below the k-th best of their row; tokens equal
+    to it stay.
+    """
     least = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < least, -math.inf)
 
 
 def top_p(scores: torch.Tensor, p: float) -> torch.Tensor:
-    """Scores (rows, vocab) with -inf for all but the fewest tokens whose probabilities add up to at least p.
+    """Scores (rows, vocab) with -inf for all but the fewest tokens whose probabilities add up to at
+    least p.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
     """
     ascending, order = scores.sort(-1)
-    # From the unlikely end: what adds up to no more than 1 - p there is not needed. The likeliest token always is.
+    # From the unlikely end: what adds up to no more than 1 - p there is not needed. The likeliest
+    # token always is.
     is_out = ascending.softmax(-1).cumsum(-1) <= 1 - p
     is_out[:, -1] = False
     return scores.masked_fill(is_out.scatter(1, order, is_out), -math.inf)
@@ -46,7 +56,9 @@ class Filters:
         device: of the scores.
     """
 
-    def __init__(self, config: GenerationConfig, prefix: int, mask: torch.Tensor | None, device: torch.device) -> None:
+    def __init__(
+        self, config: GenerationConfig, prefix: int, mask: torch.Tensor | None, device: torch.device
+    ) -> None:
         self._config, self._prefix, self._mask = config, prefix, mask
         self._eos = torch.tensor(config.eos_ids, dtype=torch.long, device=device)
         self._forbidden = torch.tensor(config.forbidden_tokens, dtype=torch.long, device=device)
@@ -66,8 +78,11 @@ class Filters:
 
     def _penalized(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         config, last = self._config, ids[:, -1:]
-        if self._mask is not None:  # any token that did occur serves in place of padding: each is penalised once
-            ids = torch.cat([torch.where(self._mask, ids[:, : self._prefix], last), ids[:, self._prefix :]], 1)
+        # any token that did occur serves in place of padding: each is penalised once
+        if self._mask is not None:
+            ids = torch.cat(
+                [torch.where(self._mask, ids[:, : self._prefix], last), ids[:, self._prefix :]], 1
+            )
         start = 0 if config.penalize_prompt else self._prefix
         if config.repetition_window is not None:
             start = max(start, ids.shape[1] - config.repetition_window)

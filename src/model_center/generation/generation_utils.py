@@ -13,7 +13,12 @@ from model_center.generation.filters import top_k as best_k
 from model_center.generation.filters import top_p as nucleus
 
 
-def pad(items: Sequence[Mapping[str, torch.Tensor]], key: str, padding_value: int = 0, padding_side: str = "left") -> torch.Tensor:
+def pad(
+    items: Sequence[Mapping[str, torch.Tensor]],
+    key: str,
+    padding_value: int = 0,
+    padding_side: str = "left",
+) -> torch.Tensor:
     """The tensors (1, length) that items have under `key`, as a batch (items, longest).
 
     Raises:
@@ -24,17 +29,26 @@ def pad(items: Sequence[Mapping[str, torch.Tensor]], key: str, padding_value: in
     rows = [item[key] for item in items]
     for place, row in enumerate(rows):
         if row.dim() != 2 or len(row) != 1:
-            raise InputError(f"item {place} has {key} of shape {tuple(row.shape)}: expected (1, length).")
+            raise InputError(
+                f"item {place} has {key} of shape {tuple(row.shape)}: expected (1, length)."
+            )
     longest = max(row.shape[1] for row in rows)
     missing = [longest - row.shape[1] for row in rows]
     sides = [(count, 0) if padding_side == "left" else (0, count) for count in missing]
-    return torch.cat([torch.nn.functional.pad(row, side, value=padding_value) for row, side in zip(rows, sides, strict=True)])
+    return torch.cat(
+        [
+            torch.nn.functional.pad(row, side, value=padding_value)
+            for row, side in zip(rows, sides, strict=True)
+        ]
+    )
 
 
 def top_k_top_p_filtering(
     logits: torch.Tensor, top_k: int = 0, top_p: float = 0.0, filter_value: float = -math.inf
 ) -> torch.Tensor:
-    """Scores (rows, vocab), `filter_value` outside of the k likeliest tokens and of the nucleus; 0 leaves one of both out."""
+    """Scores (rows, vocab), `filter_value` outside of the k likeliest tokens and of the nucleus; 0
+    leaves one of both out.
+    """
     kept = best_k(logits, top_k) if top_k else logits
     kept = nucleus(kept, top_p) if 0 < top_p < 1 else kept
     return logits.masked_fill(kept == -math.inf, filter_value)
@@ -55,7 +69,8 @@ def apply_repetition_penalty(
     Args:
         prev_output_tokens: (batch_size * num_beams, length).
         repetition_penalty: see GenerationConfig; at least 1.
-        start_idx, end_idx: only the tokens from the one to the other, both included, count; all if None.
+        start_idx, end_idx: only the tokens from the one to the other, both included, count; all if
+            None.
         window_size: only the last so many of them count.
 
     Raises:
@@ -65,7 +80,10 @@ def apply_repetition_penalty(
         raise InputError(f"repetition_penalty is {repetition_penalty}: expected at least 1.")
     if len(logits) != batch_size * num_beams or len(prev_output_tokens) != len(logits):
         found = f"{len(logits)} rows of logits and {len(prev_output_tokens)} of tokens"
-        raise InputError(f"there are {found}: expected batch_size * num_beams = {batch_size * num_beams} of both.")
+        raise InputError(
+            f"there are {found}: expected batch_size * num_beams = "
+            f"{batch_size * num_beams} of both."
+        )
     start = start_idx or 0
     end = prev_output_tokens.shape[1] if end_idx is None else end_idx + 1
     if window_size is not None:
@@ -83,7 +101,9 @@ class BeamHypotheses:
         early_stopping: whether `n_hyp` sequences are enough, however good.
     """
 
-    def __init__(self, n_hyp: int, max_len: int, length_penalty: float, early_stopping: bool) -> None:
+    def __init__(
+        self, n_hyp: int, max_len: int, length_penalty: float, early_stopping: bool
+    ) -> None:
         self.n_hyp, self.max_len = n_hyp, max_len
         self.length_penalty, self.early_stopping = length_penalty, early_stopping
         self.hyp: list[tuple[float, torch.Tensor]] = []
@@ -102,7 +122,12 @@ class BeamHypotheses:
         self.hyp = sorted(self.hyp, key=lambda pair: -pair[0])[: self.n_hyp]
 
     def is_done(self, best_sum_logprobs: float, cur_len: int) -> bool:
-        """Whether no sequence of `cur_len` tokens with this log-probability could be among the best."""
+        """Whether no sequence of `cur_len` tokens with this log-probability could be among the
+        best.
+        """
         if len(self) < self.n_hyp:
             return False
-        return self.early_stopping or self.worst_score >= best_sum_logprobs / cur_len**self.length_penalty
+        return (
+            self.early_stopping
+            or self.worst_score >= best_sum_logprobs / cur_len**self.length_penalty
+        )

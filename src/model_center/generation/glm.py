@@ -10,22 +10,33 @@ from model_center.generation.text import TextGenerator
 
 
 class GLMTextGenerator(TextGenerator):
-    """What is at the [MASK] of each text, which is at its end if the text names none; it ends at [E].
+    """What is at the [MASK] of each text, which is at its end if the text names none; it ends at
+    [E].
 
-    Source: Du et al., "GLM: General Language Model Pretraining with Autoregressive Blank Infilling" (2022).
+    Source: Du et al., "GLM: General Language Model Pretraining with Autoregressive Blank Infilling"
+    (2022).
     """
 
     def encode(self, text: str) -> list[int]:
-        """[CLS], the text's tokens, among them a [MASK]; the model adds the token that starts a span."""
+        """[CLS], the text's tokens, among them a [MASK]; the model adds the token that starts a
+        span.
+        """
         ids = list(self.tokenizer.encode(text, add_special_tokens=False))
         gap = [] if self.tokenizer.mask_token_id in ids else [self.tokenizer.mask_token_id]
         return [self.tokenizer.cls_token_id, *ids, *gap]
 
     def settled(self, config: GenerationConfig) -> GenerationConfig:
-        """As in TextGenerator; of the tokens that are no pieces of text, only those that end it are generated."""
+        """As in TextGenerator; of the tokens that are no pieces of text, only those that end it are
+        generated.
+        """
         config = super().settled(config)
-        others = {*self.tokenizer.all_special_ids, *range(self.tokenizer.first_special_id, self.model.config.vocab_size)}
-        return dataclasses.replace(config, forbidden_tokens=(*config.forbidden_tokens, *(others - set(config.eos_ids))))
+        others = {
+            *self.tokenizer.all_special_ids,
+            *range(self.tokenizer.first_special_id, self.model.config.vocab_size),
+        }
+        return dataclasses.replace(
+            config, forbidden_tokens=(*config.forbidden_tokens, *(others - set(config.eos_ids)))
+        )
 
 
 class GLMGeneration(Generation):

@@ -9,15 +9,19 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
-    """The sequences of all prompts, those of one prompt (`num_return_sequences`) next to each other, the best one first.
+    """The sequences of all prompts, those of one prompt (`num_return_sequences`) next to each
+    other, the best one first.
 
     Attributes:
-        sequences: int64 (rows, prefix + new), prompts (of the decoder) and what follows them; padded after their ends.
+        sequences: int64 (rows, prefix + new), prompts (of the decoder) and what follows them;
+            padded after their ends.
         prefix_length: number of tokens of the prompt.
         lengths: int64 (rows,), numbers of new tokens, with the one that ends the sequence.
-        scores: fp32 (rows,): of beams the score that they compete by, else the sum of `token_scores`; with `return_scores`.
-        token_scores: fp32 (rows, new), the log-probability of each new token among those that could be chosen there (of beams:
-            before they are limited), 0 after the end; with `return_scores`.
+        scores: fp32 (rows,): of beams the score that they compete by, else the sum of
+            `token_scores`; with `return_scores`.
+        token_scores: fp32 (rows, new), the log-probability of each new token among those that could
+            be chosen there (of beams: before they are limited), 0 after the end; with
+            `return_scores`.
     """
 
     sequences: torch.Tensor

@@ -1,4 +1,6 @@
-"""The ranks that compute one sharded model: each forward pass gathers parameters from all, so all do equally many."""
+"""The ranks that compute one sharded model: each forward pass gathers parameters from all, so all
+do equally many.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,16 @@ class Peers:
     """The ranks that share the parameters of a model; one rank alone if they are not sharded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        is_sharded = any(isinstance(parameter, bmt.DistributedParameter) for parameter in model.parameters())
+        is_sharded = any(
+            isinstance(parameter, bmt.DistributedParameter) for parameter in model.parameters()
+        )
         self._are_several = is_sharded and bmt.world_size() > 1
 
     def who_goes_on(self, own: torch.Tensor) -> tuple[bool, bool]:
-        """Whether this rank goes on, bool () on its device, and whether any does. Collective; waits for the device once."""
+        """Whether this rank goes on, bool () on its device, and whether any does.
+
+        Collective; waits for the device once.
+        """
         if not self._are_several:
             goes_on = bool(own)
             return goes_on, goes_on
@@ -25,7 +32,8 @@ class Peers:
         return bool(mine), bool(anyone)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise this rank's error, or tell of that of another rank, before anybody begins. Collective.
+        """Raise this rank's error, or tell of that of another rank, before anybody begins.
+        Collective.
 
         Raises:
             InputError: where only others have one.
@@ -37,4 +45,7 @@ class Peers:
         if error is not None:
             raise error
         if failed:
-            raise InputError(f"generate was called wrongly on rank {failed[0]}, which says how: no rank generates.")
+            raise InputError(
+                f"generate was called wrongly on rank {failed[0]}, which says how: no rank "
+                "generates."
+            )

@@ -1,4 +1,6 @@
-"""The arguments of a generation: checked, brought to the model's device, and made into what the engine works with."""
+"""The arguments of a generation: checked, brought to the model's device, and made into what the
+engine works with.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,18 @@ class Prompts:
 def prepared(model: BaseModel, prompts: Prompts, config: GenerationConfig) -> tuple[Decoding, Task]:
     """The model's part of the work, and the search's.
 
-    Where there are no prompts, a made-up one stands in for them: a rank without any computes beside the others all the same.
+    Where there are no prompts, a made-up one stands in for them: a rank without any computes beside
+    the others all the same.
 
     Raises:
         ConfigError, InputError: naming the argument, what it is, what is expected.
     """
     device = next(model.parameters()).device
-    decoding = decoding_of(model, prompts, config, device) if len(prompts.input_ids) else stand_in(model, device)
+    decoding = (
+        decoding_of(model, prompts, config, device)
+        if len(prompts.input_ids)
+        else stand_in(model, device)
+    )
     for name, ids in (
         ("eos_token_id", config.eos_ids),
         ("pad_token_id", (config.pad,)),
@@ -55,11 +62,16 @@ def prepared(model: BaseModel, prompts: Prompts, config: GenerationConfig) -> tu
     return decoding, task
 
 
-def decoding_of(model: BaseModel, prompts: Prompts, config: GenerationConfig, device: torch.device) -> Decoding:
+def decoding_of(
+    model: BaseModel, prompts: Prompts, config: GenerationConfig, device: torch.device
+) -> Decoding:
     """The model's part of the work for these prompts, one at least."""
     ids = prompts.input_ids
     if ids.dim() != 2 or ids.is_floating_point() or ids.shape[1] < 1:
-        raise InputError(f"input_ids is {ids.dtype} of shape {tuple(ids.shape)}: expected integers (batch, at least 1).")
+        raise InputError(
+            f"input_ids is {ids.dtype} of shape {tuple(ids.shape)}: expected integers "
+            "(batch, at least 1)."
+        )
     check_known("input_ids", ids, model)
     mask = valid_tokens(ids, prompts.attention_mask, config)
     decoding = model.decoding(
@@ -69,17 +81,25 @@ def decoding_of(model: BaseModel, prompts: Prompts, config: GenerationConfig, de
     )
     check_known("decoder_input_ids", decoding.prefix, model)
     if decoding.mask is not None and not bool(decoding.mask[:, -1].all()):
-        raise InputError("attention_mask is 0 at the last token of a row: pad prompts on the left, where nothing is added.")
+        raise InputError(
+            "attention_mask is 0 at the last token of a row: pad prompts on the left, "
+            "where nothing is added."
+        )
     return decoding
 
 
 def stand_in(model: BaseModel, device: torch.device) -> Decoding:
     """The work of a rank that has no prompts: some token."""
-    return model.decoding(torch.zeros(1, model.shortest_prompt, dtype=torch.long, device=device), None, {})
+    return model.decoding(
+        torch.zeros(1, model.shortest_prompt, dtype=torch.long, device=device), None, {}
+    )
 
 
-def valid_tokens(ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig) -> torch.Tensor | None:
-    """bool (rows, length), False where a prompt is padding; None where none is. See `attention_mask` of `generate`.
+def valid_tokens(
+    ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig
+) -> torch.Tensor | None:
+    """bool (rows, length), False where a prompt is padding; None where none is. See
+    `attention_mask` of `generate`.
 
     Raises:
         InputError: for a mask of another shape, or a row without any valid token.
@@ -90,11 +110,16 @@ def valid_tokens(ids: torch.Tensor, attention_mask: torch.Tensor | None, config:
         attention_mask = ids != config.pad_token_id
     if attention_mask.shape != ids.shape:
         shape = tuple(attention_mask.shape)
-        raise InputError(f"attention_mask has shape {shape}: expected that of input_ids, {tuple(ids.shape)}.")
+        raise InputError(
+            f"attention_mask has shape {shape}: expected that of input_ids, {tuple(ids.shape)}."
+        )
     mask = attention_mask != 0
     is_empty = (~mask).all(1)
     if bool(is_empty.any()):
-        raise InputError(f"prompt {int(is_empty.int().argmax())} has no token: expected one at least in each row.")
+        raise InputError(
+            f"prompt {int(is_empty.int().argmax())} has no token: expected one at least in "
+            "each row."
+        )
     return None if bool(mask.all()) else mask
 
 
@@ -107,10 +132,14 @@ def check_known(name: str, ids: torch.Tensor, model: BaseModel) -> None:
     size = model.config.vocab_size
     strange = ids[(ids < 0) | (ids >= size)]
     if len(strange):
-        raise InputError(f"{name} has the token {int(strange[0])}: expected ids from 0 to {size - 1}.")
+        raise InputError(
+            f"{name} has the token {int(strange[0])}: expected ids from 0 to {size - 1}."
+        )
 
 
-def stop_strings(strings: tuple[str, ...], tokenizer: Any, model: BaseModel, device: torch.device) -> StopStrings | None:
+def stop_strings(
+    strings: tuple[str, ...], tokenizer: Any, model: BaseModel, device: torch.device
+) -> StopStrings | None:
     """The automaton of stop strings, if there are any.
 
     Raises:
@@ -119,11 +148,15 @@ def stop_strings(strings: tuple[str, ...], tokenizer: Any, model: BaseModel, dev
     if not strings:
         return None
     if tokenizer is None:
-        raise ConfigError("stop_strings need the tokenizer that knows the texts of tokens: give it as tokenizer=.")
+        raise ConfigError(
+            "stop_strings need the tokenizer that knows the texts of tokens: give it as tokenizer=."
+        )
     return StopStrings(strings, bytes_of_tokens(tokenizer, model.config.vocab_size), device)
 
 
-def random_numbers(given: torch.Generator | None, config: GenerationConfig, device: torch.device) -> torch.Generator | None:
+def random_numbers(
+    given: torch.Generator | None, config: GenerationConfig, device: torch.device
+) -> torch.Generator | None:
     """Where random numbers come from; None for torch's own.
 
     Raises:

@@ -1,4 +1,6 @@
-"""How the next tokens are chosen: what all ways have in common, and choosing for each sequence by itself."""
+"""How the next tokens are chosen: what all ways have in common, and choosing for each sequence by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Task:
     generator: torch.Generator | None = None
 
     def buffer(self, copies: int) -> torch.Tensor:
-        """int64 (prompts * copies, length + num_new): each prompt `copies` times, followed by padding."""
+        """int64 (prompts * copies, length + num_new): each prompt `copies` times, followed by
+        padding.
+        """
         rows = self.prefix.repeat_interleave(copies, 0)
         return torch.cat([rows, rows.new_full((len(rows), self.num_new), self.config.pad)], 1)
 
@@ -74,7 +78,8 @@ class SingleSearch(Search):
     """Each sequence by itself: the likeliest token, or one that is drawn.
 
     Attributes:
-        is_new: bool (rows,), whether the last token belongs to the sequence, or is padding after its end.
+        is_new: bool (rows,), whether the last token belongs to the sequence, or is padding after
+            its end.
     """
 
     def __init__(self, task: Task) -> None:
@@ -97,7 +102,10 @@ class SingleSearch(Search):
         if task.config.return_scores:
             found = scores.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
             self._token_scores[:, place] = torch.where(self._running, found, 0)
-        self.tokens, self.is_new = torch.where(self._running, chosen, task.config.pad), self._running
+        self.tokens, self.is_new = (
+            torch.where(self._running, chosen, task.config.pad),
+            self._running,
+        )
         self._ids[:, self._length] = self.tokens
         self._length += 1
         self._lengths += self._running

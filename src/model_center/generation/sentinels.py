@@ -18,10 +18,11 @@ from model_center.generation.text import TextGenerator
 class SentinelTextGenerator(TextGenerator):
     """What is in the gap of each text, which is at its end if the text has no first sentinel.
 
-    The decoder begins with the first sentinel; the second one, or the tokenizer's end token, ends its text; no other sentinel
-    is generated. Sentinels are known by their names in the vocabulary.
+    The decoder begins with the first sentinel; the second one, or the tokenizer's end token, ends
+    its text; no other sentinel is generated. Sentinels are known by their names in the vocabulary.
 
-    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020).
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+    Transformer" (2020).
     """
 
     # The names of sentinels, with their numbers as a group.
@@ -41,7 +42,8 @@ class SentinelTextGenerator(TextGenerator):
                 numbers[int(found[1])] = token
         if not {0, 1} <= numbers.keys():
             raise ConfigError(
-                f"the tokenizer has no sentinels 0 and 1, whose names match {self.NAMES}: give texts to TextGenerator."
+                "the tokenizer has no sentinels 0 and 1, whose names match "
+                f"{self.NAMES}: give texts to TextGenerator."
             )
         return [numbers[number] for number in sorted(numbers)]
 
@@ -51,7 +53,11 @@ class SentinelTextGenerator(TextGenerator):
 
     def inputs(self, mask: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The decoder's start: padding, and the first sentinel."""
-        return {"decoder_input_ids": torch.tensor([[self.tokenizer.pad_token_id, self.sentinels[0]]]).repeat(len(mask), 1)}
+        return {
+            "decoder_input_ids": torch.tensor(
+                [[self.tokenizer.pad_token_id, self.sentinels[0]]]
+            ).repeat(len(mask), 1)
+        }
 
     def settled(self, config: GenerationConfig) -> GenerationConfig:
         """As in TextGenerator, with the ends and forbidden tokens named above."""

@@ -13,10 +13,12 @@ NUM_BYTES = 256
 
 
 class StopStrings:
-    """An automaton that reads tokens and knows whether the bytes read so far contain one of some strings.
+    """An automaton that reads tokens and knows whether the bytes read so far contain one of some
+    strings.
 
-    Every row of a batch is in a state, a number; the next one is looked up by token, on the device, so that neither text nor a
-    loop over rows is needed. A string may begin and end inside of tokens.
+    Every row of a batch is in a state, a number; the next one is looked up by token, on the device,
+    so that neither text nor a loop over rows is needed. A string may begin and end inside of
+    tokens.
 
     Args:
         strings: what to look for; for none, the automaton has one state.
@@ -26,7 +28,9 @@ class StopStrings:
     Source: Aho and Corasick, "Efficient string matching: an aid to bibliographic search" (1975).
     """
 
-    def __init__(self, strings: Sequence[str], tokens: Sequence[bytes], device: torch.device) -> None:
+    def __init__(
+        self, strings: Sequence[str], tokens: Sequence[bytes], device: torch.device
+    ) -> None:
         automaton = byte_automaton([text.encode() for text in strings])
         self._found = len(automaton) - 1
         self._table = token_table(automaton, tokens).to(device, torch.int32)
@@ -52,7 +56,9 @@ class Ending:
         self._eos, self._stop = eos, stop
 
     def next(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(states, bool) of the shape of both arguments: the states after these tokens, and which sequences end with them."""
+        """(states, bool) of the shape of both arguments: the states after these tokens, and which
+        sequences end with them.
+        """
         ended = (tokens[..., None] == self._eos).any(-1)
         if self._stop is None:
             return states, ended
@@ -61,13 +67,16 @@ class Ending:
 
 
 def byte_automaton(patterns: Sequence[bytes]) -> torch.Tensor:
-    """Next state by state and byte, int64 (states, 256); 0 is the first state, the last one says found and is never left."""
+    """Next state by state and byte, int64 (states, 256); 0 is the first state, the last one says
+    found and is never left.
+    """
     children, is_end = _trie(patterns)
     found = len(children)
     rows = [[0] * NUM_BYTES for _ in children]
     fallback = [0] * found
     queue = deque([0])
-    while queue:  # by length, so that the shorter text that a state falls back to has its row already
+    # by length, so that the shorter text that a state falls back to has its row already
+    while queue:
         state = queue.popleft()
         back = fallback[state]
         is_end[state] |= is_end[back]
@@ -98,7 +107,9 @@ def _trie(patterns: Sequence[bytes]) -> tuple[list[dict[int, int]], list[bool]]:
 
 
 def token_table(automaton: torch.Tensor, tokens: Sequence[bytes]) -> torch.Tensor:
-    """Next state by state and token, int64 (states, tokens): all tokens take their bytes' steps at once."""
+    """Next state by state and token, int64 (states, tokens): all tokens take their bytes' steps at
+    once.
+    """
     order = sorted(range(len(tokens)), key=lambda token: -len(tokens[token]))
     states = torch.arange(len(automaton))[:, None].repeat(1, len(tokens))
     sorted_tokens = [tokens[token] for token in order]
@@ -115,15 +126,22 @@ def token_table(automaton: torch.Tensor, tokens: Sequence[bytes]) -> torch.Tenso
 
 @functools.lru_cache(maxsize=4)
 def bytes_of_tokens(tokenizer: Any, size: int) -> tuple[bytes, ...]:
-    """What each of the first `size` ids adds to a text; nothing for special tokens and ids that the tokenizer does not have.
+    """What each of the first `size` ids adds to a text; nothing for special tokens and ids that the
+    tokenizer does not have.
 
-    The tokenizer is asked for the text of each token after another one, as first tokens may lose their blank. Tokens that are
-    parts of characters have no text of their own; their bytes are read from their names in byte-level vocabularies and in
-    SentencePiece's byte fallback (`<0x0A>`).
+    The tokenizer is asked for the text of each token after another one, as first tokens may lose
+    their blank. Tokens that are parts of characters have no text of their own; their bytes are read
+    from their names in byte-level vocabularies and in SentencePiece's byte fallback (`<0x0A>`).
     """
     special = set(tokenizer.all_special_ids)
-    names = {token: name for name, token in tokenizer.get_vocab().items() if token < size and token not in special}
-    first = next(name for name in names.values() if tokenizer.convert_tokens_to_string([name]).isalpha())
+    names = {
+        token: name
+        for name, token in tokenizer.get_vocab().items()
+        if token < size and token not in special
+    }
+    first = next(
+        name for name in names.values() if tokenizer.convert_tokens_to_string([name]).isalpha()
+    )
     start = len(tokenizer.convert_tokens_to_string([first]))
     found = [b""] * size
     for token, name in names.items():
@@ -137,15 +155,22 @@ def _bytes_of_name(name: str) -> bytes | None:
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     alphabet = byte_alphabet()
-    return bytes(alphabet[letter] for letter in name) if all(letter in alphabet for letter in name) else None
+    return (
+        bytes(alphabet[letter] for letter in name)
+        if all(letter in alphabet for letter in name)
+        else None
+    )
 
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """The byte of each letter in byte-level vocabularies: itself where it is printable, else the next letter from U+0100 on.
+    """The byte of each letter in byte-level vocabularies: itself where it is printable, else the
+    next letter from U+0100 on.
 
     Source: the vocabulary format of GPT-2.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }

@@ -26,21 +26,33 @@ Rows = list[list[int]]
 class TextGenerator:
     """Continues texts: `TextGenerator(model, tokenizer)(["Once upon a time"], max_new_tokens=20)`.
 
-    Collective if the model is sharded: every rank calls it, each with texts of its own, or with none.
+    Collective if the model is sharded: every rank calls it, each with texts of its own, or with
+    none.
 
     Args:
         model: any decoder-only or encoder-decoder model.
         tokenizer: one of transformers or of this project.
         config: how; or the default.
-        options: values that replace the configuration's. Where neither says which tokens end and pad sequences, the tokenizer
-            does; `eos_token_id=()` is for none.
+        options: values that replace the configuration's. Where neither says which tokens end and
+            pad sequences, the tokenizer does; `eos_token_id=()` is for none.
     """
 
-    def __init__(self, model: BaseModel, tokenizer: Any, config: GenerationConfig | None = None, **options: Any) -> None:
-        self.model, self.tokenizer, self.config = model, tokenizer, GenerationConfig.of(config, **options)
+    def __init__(
+        self,
+        model: BaseModel,
+        tokenizer: Any,
+        config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> None:
+        self.model, self.tokenizer, self.config = (
+            model,
+            tokenizer,
+            GenerationConfig.of(config, **options),
+        )
 
     def __call__(self, texts: Sequence[str], **options: Any) -> list[str]:
-        """What follows each text (of encoder-decoders: what is made of it), `num_return_sequences` in a row for each.
+        """What follows each text (of encoder-decoders: what is made of it), `num_return_sequences`
+        in a row for each.
 
         Raises:
             ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -56,34 +68,54 @@ class TextGenerator:
         Raises:
             InputError: for a tokenizer without a chat template; and as when called.
         """
-        return texts_of(self._run(lambda: templated(self.tokenizer, conversations), options, search_of), self.tokenizer)
+        return texts_of(
+            self._run(lambda: templated(self.tokenizer, conversations), options, search_of),
+            self.tokenizer,
+        )
 
     def stream(self, text: str, **options: Any) -> Iterator[str]:
         """What follows the text, in pieces that are there as soon as they are certain."""
         return (piece for _, piece in self.stream_batch([text], **options))
 
     def stream_batch(self, texts: Sequence[str], **options: Any) -> Iterator[tuple[int, str]]:
-        """As `stream` for several texts at once: the number of the row, and a piece of what follows."""
-        return pieces_of(self._run(lambda: self._encoded(texts), options, streamed_search_of), self.tokenizer)
+        """As `stream` for several texts at once: the number of the row, and a piece of what
+        follows.
+        """
+        return pieces_of(
+            self._run(lambda: self._encoded(texts), options, streamed_search_of), self.tokenizer
+        )
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those that the tokenizer puts around it."""
         return list(self.tokenizer.encode(text))
 
     def inputs(self, mask: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """What else the model is given: `inputs` of `generate`, for prompts whose valid tokens are bool (rows, length)."""
+        """What else the model is given: `inputs` of `generate`, for prompts whose valid tokens are
+        bool (rows, length).
+        """
         return {}
 
     def settled(self, config: GenerationConfig) -> GenerationConfig:
-        """The configuration, with the tokenizer's tokens that end and pad sequences where it names none, and with ids that have no
-        text forbidden."""
-        found = {name: getattr(self.tokenizer, name) for name in ("eos_token_id", "pad_token_id") if getattr(config, name) is None}
-        return dataclasses.replace(config, forbidden_tokens=(*config.forbidden_tokens, *self.unknown), **found)
+        """The configuration, with the tokenizer's tokens that end and pad sequences where it names
+        none, and with ids that have no text forbidden.
+        """
+        found = {
+            name: getattr(self.tokenizer, name)
+            for name in ("eos_token_id", "pad_token_id")
+            if getattr(config, name) is None
+        }
+        return dataclasses.replace(
+            config, forbidden_tokens=(*config.forbidden_tokens, *self.unknown), **found
+        )
 
     @functools.cached_property
     def unknown(self) -> list[int]:
-        """The ids of the model that are none of the tokenizer's: models may have more, as multiples of 64 compute faster."""
-        return sorted(set(range(self.model.config.vocab_size)) - set(self.tokenizer.get_vocab().values()))
+        """The ids of the model that are none of the tokenizer's: models may have more, as multiples
+        of 64 compute faster.
+        """
+        return sorted(
+            set(range(self.model.config.vocab_size)) - set(self.tokenizer.get_vocab().values())
+        )
 
     def _encoded(self, texts: Sequence[str]) -> Rows:
         if isinstance(texts, str):
@@ -93,11 +125,18 @@ class TextGenerator:
             raise InputError(f"texts holds {strange[0]}: expected a list of str.")
         return [self.encode(text) for text in texts]
 
-    def _run(self, encode: Callable[[], Rows], options: Mapping[str, Any], make: Callable[[Task], Kind]) -> Run[Kind]:
+    def _run(
+        self, encode: Callable[[], Rows], options: Mapping[str, Any], make: Callable[[Task], Kind]
+    ) -> Run[Kind]:
         def ask() -> tuple[Prompts, GenerationConfig]:
             config = self.settled(GenerationConfig.of(self.config, **options))
             ids, mask = padded(encode(), config.pad, self.model.PADDING_SIDE)
-            return Prompts(input_ids=ids, attention_mask=mask, inputs=self.inputs(mask), tokenizer=self.tokenizer), config
+            return Prompts(
+                input_ids=ids,
+                attention_mask=mask,
+                inputs=self.inputs(mask),
+                tokenizer=self.tokenizer,
+            ), config
 
         return Run(self.model, ask, make)
 
@@ -105,7 +144,10 @@ class TextGenerator:
 def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:
     """The text of each row, after all steps."""
     rows = run.completed().rows()
-    return [reader.add(*row) + reader.rest() for reader, row in zip(detokenizers(run, tokenizer), rows, strict=True)]
+    return [
+        reader.add(*row) + reader.rest()
+        for reader, row in zip(detokenizers(run, tokenizer), rows, strict=True)
+    ]
 
 
 def pieces_of(run: Run[SingleSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
@@ -126,9 +168,16 @@ def detokenizers(run: Run[Kind], tokenizer: Any) -> list[Detokenizer]:
     """One for each row of the results."""
     task, mask = run.task, run.task.mask
     valid = torch.ones_like(task.prefix, dtype=torch.bool) if mask is None else mask
-    contexts = [row[is_valid][-NUM_CONTEXT:].tolist() for row, is_valid in zip(task.prefix, valid, strict=True)]
+    contexts = [
+        row[is_valid][-NUM_CONTEXT:].tolist()
+        for row, is_valid in zip(task.prefix, valid, strict=True)
+    ]
     copies = task.config.num_return_sequences
-    return [Detokenizer(tokenizer, context, task.config.stops) for context in contexts[: run.num_prompts] for _ in range(copies)]
+    return [
+        Detokenizer(tokenizer, context, task.config.stops)
+        for context in contexts[: run.num_prompts]
+        for _ in range(copies)
+    ]
 
 
 def templated(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> Rows:
@@ -138,21 +187,35 @@ def templated(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> Row
         InputError: for a tokenizer without a chat template, or what is no list of conversations.
     """
     if not tokenizer.chat_template:
-        raise InputError("the tokenizer has no chat template: set its chat_template, or give texts instead of conversations.")
-    if not all(isinstance(message, Mapping) and "role" in message for conversation in conversations for message in conversation):
+        raise InputError(
+            "the tokenizer has no chat template: set its chat_template, or give texts "
+            "instead of conversations."
+        )
+    if not all(
+        isinstance(message, Mapping) and "role" in message
+        for conversation in conversations
+        for message in conversation
+    ):
         raise InputError("conversations must be lists of messages {'role': ..., 'content': ...}.")
-    texts = [tokenizer.apply_chat_template(list(one), tokenize=False, add_generation_prompt=True) for one in conversations]
+    texts = [
+        tokenizer.apply_chat_template(list(one), tokenize=False, add_generation_prompt=True)
+        for one in conversations
+    ]
     return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
 
 
 def padded(rows: Rows, pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens as int64 (rows, longest), padded on the "left" or "right", and bool of that shape: what is no padding.
+    """Rows of tokens as int64 (rows, longest), padded on the "left" or "right", and bool of that
+    shape: what is no padding.
 
     Raises:
         InputError: for a row without tokens.
     """
     if [] in rows:
-        raise InputError(f"text {rows.index([])} has no tokens: expected at least one; begin it with the tokenizer's first token.")
+        raise InputError(
+            f"text {rows.index([])} has no tokens: expected at least one; begin it with "
+            "the tokenizer's first token."
+        )
     length = max(map(len, rows), default=1)
     ids = torch.full((len(rows), length), pad, dtype=torch.long)
     mask = torch.zeros(len(rows), length, dtype=torch.bool)

@@ -1,4 +1,6 @@
-"""The names that the project knows: those of ModelCenter, and where Hugging Face's hub has the same model."""
+"""The names that the project knows: those of ModelCenter, and where Hugging Face's hub has the same
+model.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,24 @@ import re
 from model_center.errors import IdentifierError
 
 T5_SIZES = ("small", "base", "large", "xl", "xxl")
-BERTS = ("base-cased", "base-uncased", "large-cased", "large-uncased", "base-chinese", "base-multilingual-cased")
+BERTS = (
+    "base-cased",
+    "base-uncased",
+    "large-cased",
+    "large-uncased",
+    "base-chinese",
+    "base-multilingual-cased",
+)
 
 REPOSITORIES = {
     **{f"bert-{kind}": f"google-bert/bert-{kind}" for kind in BERTS},
     **{f"roberta-{size}": f"FacebookAI/roberta-{size}" for size in ("base", "large")},
     **{f"t5-{size}": f"google-t5/t5-{size}" for size in ("small", "base", "large", "3b", "11b")},
-    **{f"{family}-{size}": f"google/{family}-{size}" for family in ("t5-v1_1", "mt5", "flan-t5") for size in T5_SIZES},
+    **{
+        f"{family}-{size}": f"google/{family}-{size}"
+        for family in ("t5-v1_1", "mt5", "flan-t5")
+        for size in T5_SIZES
+    },
     "mengzi-t5-base": "Langboat/mengzi-t5-base",
     "gpt2": "openai-community/gpt2",
     "gpt2-base": "openai-community/gpt2",
@@ -33,7 +46,8 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def repository_of(name: str) -> str:
-    """The hub's repository for a name that the project knows, or for that of a repository itself ("org/name").
+    """The hub's repository for a name that the project knows, or for that of a repository itself
+    ("org/name").
 
     Raises:
         IdentifierError: with the nearest names that are known, or that a folder is needed.
@@ -42,7 +56,8 @@ def repository_of(name: str) -> str:
         return REPOSITORIES[name]
     if name in LOCAL_ONLY:
         raise IdentifierError(
-            f"{name!r} is on no hub: give a folder with its config.json and pytorch_model.pt, or put them into "
+            f"{name!r} is on no hub: give a folder with its config.json and "
+            "pytorch_model.pt, or put them into "
             f"~/.cache/model_center/{name}/."
         )
     if _REPOSITORY.fullmatch(name):
@@ -50,5 +65,6 @@ def repository_of(name: str) -> str:
     near = difflib.get_close_matches(name, [*REPOSITORIES, *LOCAL_ONLY], n=3)
     nearest = f" The nearest known names are {', '.join(near)}." if near else ""
     raise IdentifierError(
-        f'{name!r} is no folder, no name that is known, and no repository of the Hugging Face hub ("organisation/name").{nearest}'
+        f"{name!r} is no folder, no name that is known, and no repository of the "
+        f'Hugging Face hub ("organisation/name").{nearest}'
     )

@@ -1,4 +1,6 @@
-"""From a folder or a name to a folder with files: local, cached, or fetched from Hugging Face's hub by one process per host."""
+"""From a folder or a name to a folder with files: local, cached, or fetched from Hugging Face's hub
+by one process per host.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,40 @@ from model_center.hub.identifiers import repository_of
 
 CACHE = pathlib.Path("~/.cache/model_center")
 SAFETENSORS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
-PICKLED = ("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json", "pytorch_model.pt")
+PICKLED = (
+    "pytorch_model.bin",
+    "pytorch_model-*-of-*.bin",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.pt",
+)
 # What each kind of loader reads: alternatives, of which the first that are there are taken.
 FILES: dict[str, tuple[tuple[str, ...], ...]] = {
     "config": (("config.json",),),
     "model": (SAFETENSORS, PICKLED),
     "tokenizer": (
         (
-            "vocab.json", "vocab.txt", "merges.txt", "tokenizer.json", "added_tokens.json", "special_tokens_map.json",
-            "tokenizer_config.json", "spiece.model", "vocab.model", "tokenizer.model", "chat_template.jinja",
+            "vocab.json",
+            "vocab.txt",
+            "merges.txt",
+            "tokenizer.json",
+            "added_tokens.json",
+            "special_tokens_map.json",
+            "tokenizer_config.json",
+            "spiece.model",
+            "vocab.model",
+            "tokenizer.model",
+            "chat_template.jinja",
         ),
     ),
-}  # fmt: skip
+}
 
 
 class Client(Protocol):
     """What is asked of the hub."""
 
     def __call__(self, repository: str, patterns: Sequence[str], local_only: bool) -> str:
-        """Folder with the repository's files of these patterns, from the cache alone or fetched as needed.
+        """Folder with the repository's files of these patterns, from the cache alone or fetched as
+        needed.
 
         Raises OSError or ValueError where that cannot be done.
         """
@@ -42,34 +59,49 @@ class Client(Protocol):
 
 def fetch(repository: str, patterns: Sequence[str], local_only: bool) -> str:
     """The hub's own client: its cache, its environment variables (HF_HUB_OFFLINE, HF_HOME)."""
-    folder: str = huggingface_hub.snapshot_download(repository, allow_patterns=list(patterns), local_files_only=local_only)
+    folder: str = huggingface_hub.snapshot_download(
+        repository, allow_patterns=list(patterns), local_files_only=local_only
+    )
     return folder
 
 
-def resolve(name_or_path: str, kind: str, client: Client = fetch, cache: pathlib.Path = CACHE) -> str:
+def resolve(
+    name_or_path: str, kind: str, client: Client = fetch, cache: pathlib.Path = CACHE
+) -> str:
     """The folder with the files of a name or path. Collective in a process group.
 
-    A folder of that name wins; then a copy in `cache`/name; then the hub, from which the first process of every host fetches
-    what is missing, while the others wait for it.
+    A folder of that name wins; then a copy in `cache`/name; then the hub, from which the first
+    process of every host fetches what is missing, while the others wait for it.
 
     Args:
-        name_or_path: a folder, a name that the project knows ("gpt2-base"), or a repository of the hub ("org/name").
+        name_or_path: a folder, a name that the project knows ("gpt2-base"), or a repository of the
+            hub ("org/name").
         kind: "config", "model" (safetensors, or pickled weights if there are none) or "tokenizer".
         client, cache: in place of the hub and of ~/.cache/model_center.
 
     Raises:
-        IdentifierError: on every rank, with the nearest names, what the folder lacks, or why nothing could be fetched.
+        IdentifierError: on every rank, with the nearest names, what the folder lacks, or why
+            nothing could be fetched.
     """
     axis = everyone()
-    # All ranks take the same steps, whatever each finds: a folder that only some of them see is an error of the others.
+    # All ranks take the same steps, whatever each finds: a folder that only some of them see is an
+    # error of the others.
     local = attempt(lambda: _local(name_or_path, kind, cache.expanduser()), axis, IdentifierError)
     is_first = not world.is_initialized() or world.current().local_rank == 0
-    first = attempt(lambda: _fetched(name_or_path, kind, client, False) if is_first and not local else local, axis, IdentifierError)
-    return attempt(lambda: first or _fetched(name_or_path, kind, client, True), axis, IdentifierError)
+    first = attempt(
+        lambda: _fetched(name_or_path, kind, client, False) if is_first and not local else local,
+        axis,
+        IdentifierError,
+    )
+    return attempt(
+        lambda: first or _fetched(name_or_path, kind, client, True), axis, IdentifierError
+    )
 
 
 def _local(name: str, kind: str, cache: pathlib.Path) -> str:
-    """A folder of this name, or a cached one that has files of this kind; empty if there is none."""
+    """A folder of this name, or a cached one that has files of this kind; empty if there is
+    none.
+    """
     if os.path.isdir(name):
         return name
     cached = cache / name
@@ -85,13 +117,16 @@ def _fetched(name: str, kind: str, client: Client, local_only: bool) -> str:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise IdentifierError(
-                f"{name!r} is no folder here, and {repository} could not be fetched from the Hugging Face hub: "
+                f"{name!r} is no folder here, and {repository} could not be fetched "
+                "from the Hugging Face hub: "
                 f"{type(error).__name__}: {reason}"
             ) from error
         if _holds(pathlib.Path(folder), patterns):
             return folder
     expected = ", ".join(pattern for patterns in FILES[kind] for pattern in patterns)
-    raise IdentifierError(f"{name!r}: the repository {repository} has no {kind} files: expected any of {expected}.")
+    raise IdentifierError(
+        f"{name!r}: the repository {repository} has no {kind} files: expected any of {expected}."
+    )
 
 
 def _holds(folder: pathlib.Path, patterns: Sequence[str]) -> bool:

@@ -1,4 +1,6 @@
-"""The parts of a transformer layer, each with its norm and residual, and the layer that they make."""
+"""The parts of a transformer layer, each with its norm and residual, and the layer that they
+make.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,18 @@ Past = LayerCache | KeyValues | None
 
 
 class SelfAttentionBlock(torch.nn.Module):
-    """`h + dropout(attention(norm(h)))`; with `post_layer_norm`, `norm(h) + dropout(attention(norm(h)))`.
+    """`h + dropout(attention(norm(h)))`; with `post_layer_norm`, `norm(h) +
+    dropout(attention(norm(h)))`.
 
-    A network whose norms follow each part is written with each norm moved to the start of the next part, so that its last norm
-    is the `output_layernorm` of the stack.
+    A network whose norms follow each part is written with each norm moved to the start of the next
+    part, so that its last norm is the `output_layernorm` of the stack.
 
     Args:
         dim_model, num_heads, dim_head: sizes.
         dtype, int8: as in `Attention`.
         norm_init_var, norm_bias, norm_eps: of the LayerNorm.
-        att_init_mean, att_init_std, att_bias, att_mask_value, pos_bias_type, length_scale, attn_scale, num_heads_kv: of the
+        att_init_mean, att_init_std, att_bias, att_mask_value, pos_bias_type, length_scale,
+        attn_scale, num_heads_kv: of the
             attention; `dropout_p` is both that of its probabilities and that of its output.
         post_layer_norm: whether the residual is the normalised input.
         sparse_attention, attention_window: Longformer's attention, see `SparseSelfAttention`.
@@ -62,21 +66,41 @@ class SelfAttentionBlock(torch.nn.Module):
         variant: LayerVariant = PLAIN,
     ) -> None:
         super().__init__()
-        self.layernorm_before_attention: torch.nn.Module = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.layernorm_before_attention: torch.nn.Module = LayerNorm(
+            dim_model, dtype, norm_bias, norm_eps, norm_init_var
+        )
         if not variant.norms_input:
             self.layernorm_before_attention = torch.nn.Identity()
         options: dict[str, Any] = {
-            "dtype": dtype, "int8": int8, "init_mean": att_init_mean, "init_std": att_init_std, "bias": att_bias,
-            "mask_value": att_mask_value, "pos_bias_type": pos_bias_type, "length_scale": length_scale, "attn_scale": attn_scale,
+            "dtype": dtype,
+            "int8": int8,
+            "init_mean": att_init_mean,
+            "init_std": att_init_std,
+            "bias": att_bias,
+            "mask_value": att_mask_value,
+            "pos_bias_type": pos_bias_type,
+            "length_scale": length_scale,
+            "attn_scale": attn_scale,
             "dropout_p": dropout_p,
-        }  # fmt: skip
+        }
         self.self_attention: Attention | SparseSelfAttention
         if sparse_attention:
             self.self_attention = SparseSelfAttention(
-                attention_window, dim_in=dim_model, dim_head=dim_head, num_heads=num_heads, **options
+                attention_window,
+                dim_in=dim_model,
+                dim_head=dim_head,
+                num_heads=num_heads,
+                **options,
             )
         else:
-            self.self_attention = Attention(dim_model, dim_head, num_heads, num_heads_kv=num_heads_kv, variant=variant, **options)
+            self.self_attention = Attention(
+                dim_model,
+                dim_head,
+                num_heads,
+                num_heads_kv=num_heads_kv,
+                variant=variant,
+                **options,
+            )
         self.post_layer_norm = post_layer_norm
         self.dropout = torch.nn.Dropout(dropout_p)
 
@@ -90,10 +114,16 @@ class SelfAttentionBlock(torch.nn.Module):
         output_attentions: bool = False,
         output_normed: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, followed by the cache, probabilities and normalised input where asked for."""
+        """(batch, seq, dim_model) to the same, followed by the cache, probabilities and normalised
+        input where asked for.
+        """
         normed = self.layernorm_before_attention(hidden_states)
-        states = (normed,) if isinstance(self.self_attention, SparseSelfAttention) else (normed, normed)
-        out = self.self_attention(*states, attention_mask, position_bias, use_cache, past_key_value, output_attentions)
+        states = (
+            (normed,) if isinstance(self.self_attention, SparseSelfAttention) else (normed, normed)
+        )
+        out = self.self_attention(
+            *states, attention_mask, position_bias, use_cache, past_key_value, output_attentions
+        )
         out, extras = split_extras(out)
         out = (normed if self.post_layer_norm else hidden_states) + self.dropout(out)
         extras = (*extras, normed) if output_normed else extras
@@ -123,12 +153,24 @@ class CrossAttentionBlock(torch.nn.Module):
         dropout_p: float = 0,
     ) -> None:
         super().__init__()
-        self.layernorm_before_attention = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.layernorm_before_attention = LayerNorm(
+            dim_model, dtype, norm_bias, norm_eps, norm_init_var
+        )
         self.self_attention = Attention(
-            dim_model, dim_head, num_heads, dtype=dtype, int8=int8, init_mean=att_init_mean, init_std=att_init_std, bias=att_bias,
-            mask_value=att_mask_value, pos_bias_type=pos_bias_type, length_scale=length_scale, attn_scale=attn_scale,
+            dim_model,
+            dim_head,
+            num_heads,
+            dtype=dtype,
+            int8=int8,
+            init_mean=att_init_mean,
+            init_std=att_init_std,
+            bias=att_bias,
+            mask_value=att_mask_value,
+            pos_bias_type=pos_bias_type,
+            length_scale=length_scale,
+            attn_scale=attn_scale,
             dropout_p=dropout_p,
-        )  # fmt: skip
+        )
         self.dropout = torch.nn.Dropout(dropout_p)
 
     def forward(
@@ -141,15 +183,24 @@ class CrossAttentionBlock(torch.nn.Module):
         past_key_value: Past = None,
         output_attentions: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, over states (batch, keys, dim_model) of an encoder, which are not normalised.
+        """(batch, seq, dim_model) to the same, over states (batch, keys, dim_model) of an encoder,
+        which are not normalised.
 
-        A `past_key_value` with content holds the keys of all of them, and `key_value_states` is not looked at.
+        A `past_key_value` with content holds the keys of all of them, and `key_value_states` is not
+        looked at.
         """
-        is_known = past_key_value is not None and not (isinstance(past_key_value, LayerCache) and past_key_value.length == 0)
+        is_known = past_key_value is not None and not (
+            isinstance(past_key_value, LayerCache) and past_key_value.length == 0
+        )
         out = self.self_attention(
-            self.layernorm_before_attention(hidden_states), None if is_known else key_value_states,
-            attention_mask, position_bias, use_cache, past_key_value, output_attentions=output_attentions,
-        )  # fmt: skip
+            self.layernorm_before_attention(hidden_states),
+            None if is_known else key_value_states,
+            attention_mask,
+            position_bias,
+            use_cache,
+            past_key_value,
+            output_attentions=output_attentions,
+        )
         out, extras = split_extras(out)
         out = hidden_states + self.dropout(out)
         return (out, *extras) if extras else out
@@ -185,11 +236,20 @@ class FFNBlock(torch.nn.Module):
         dropout_p: float = 0,
     ) -> None:
         super().__init__()
-        self.layernorm_before_ffn: torch.nn.Module = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.layernorm_before_ffn: torch.nn.Module = LayerNorm(
+            dim_model, dtype, norm_bias, norm_eps, norm_init_var
+        )
         self.ffn = FeedForward(
-            dim_model, dim_ff, dtype=dtype, int8=int8, init_mean=ffn_init_mean, init_std=ffn_init_std, bias=ffn_bias,
-            activate_fn=ffn_activate_fn, length_scale=length_scale,
-        )  # fmt: skip
+            dim_model,
+            dim_ff,
+            dtype=dtype,
+            int8=int8,
+            init_mean=ffn_init_mean,
+            init_std=ffn_init_std,
+            bias=ffn_bias,
+            activate_fn=ffn_activate_fn,
+            length_scale=length_scale,
+        )
         self.post_layer_norm = post_layer_norm
         self.dropout = torch.nn.Dropout(dropout_p)
 

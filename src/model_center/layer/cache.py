@@ -1,4 +1,6 @@
-"""Keys and values of tokens that went through the model before, in memory that is allocated once."""
+"""Keys and values of tokens that went through the model before, in memory that is allocated
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerCache(Sequence[torch.Tensor]):
-    """The cache of one attention layer: reads as the pair (keys, values), each (batch, heads, length, dim_head).
+    """The cache of one attention layer: reads as the pair (keys, values), each (batch, heads,
+    length, dim_head).
 
-    Keys are kept as the attention used them: rotary positions are applied already, heads are those of keys, not of queries.
+    Keys are kept as the attention used them: rotary positions are applied already, heads are those
+    of keys, not of queries.
 
     Args:
-        capacity: number of tokens to allocate room for at the first `append`; more than that moves to a larger place.
+        capacity: number of tokens to allocate room for at the first `append`; more than that moves
+            to a larger place.
         cross: the cache of the cross-attention of the same decoder layer, whose keys never change.
     """
 
@@ -36,16 +41,23 @@ class LayerCache(Sequence[torch.Tensor]):
         return cache
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
-        """Add tokens (batch, heads, new, dim_head); returns all (keys, values) so far, which are views of the memory.
+        """Add tokens (batch, heads, new, dim_head); returns all (keys, values) so far, which are
+        views of the memory.
 
         Raises:
             InputError: for another number of rows than that of the tokens before.
         """
         if self._memory is not None and len(self._memory[0]) != len(keys):
-            raise InputError(f"the cache holds {len(self._memory[0])} rows: expected as many in the new tokens, got {len(keys)}.")
+            raise InputError(
+                f"the cache holds {len(self._memory[0])} rows: expected as many in the new "
+                f"tokens, got {len(keys)}."
+            )
         start, self.length = self.length, self.length + keys.shape[2]
-        if torch.is_grad_enabled():  # autograd keeps what queries read, even keys without gradient: it must not change
-            self._memory = (keys, values) if start == 0 else _joined(self._valid(start), (keys, values))
+        # autograd keeps what queries read, even keys without gradient: it must not change
+        if torch.is_grad_enabled():
+            self._memory = (
+                (keys, values) if start == 0 else _joined(self._valid(start), (keys, values))
+            )
             self._is_kept = True
             return self._memory
         memory = self._room_for(self.length, keys, values, start)
@@ -54,18 +66,27 @@ class LayerCache(Sequence[torch.Tensor]):
         return self._valid(self.length)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows (new batch,) of the batch, in this order: beams that go on, or samples that are not done."""
+        """Keep these rows (new batch,) of the batch, in this order: beams that go on, or samples
+        that are not done.
+        """
         if self._memory is not None:
             keys, values = self._memory
-            self._memory, self._is_kept = (keys.index_select(0, rows), values.index_select(0, rows)), False
+            self._memory, self._is_kept = (
+                (keys.index_select(0, rows), values.index_select(0, rows)),
+                False,
+            )
         if self.cross is not None:
             self.cross.select(rows)
 
     def reorder(self, rows: torch.Tensor, start: int) -> None:
-        """Give each row the tokens from `start` on of one of `rows` (batch,), in place; those before are the same in both."""
+        """Give each row the tokens from `start` on of one of `rows` (batch,), in place; those
+        before are the same in both.
+        """
         if self._memory is not None and self.length > start:
             for place in self._memory:
-                place[:, :, start : self.length] = place[:, :, start : self.length].index_select(0, rows)
+                place[:, :, start : self.length] = place[:, :, start : self.length].index_select(
+                    0, rows
+                )
 
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on."""
@@ -86,7 +107,9 @@ class LayerCache(Sequence[torch.Tensor]):
         keys, values = self._memory
         return keys[:, :, :length], values[:, :, :length]
 
-    def _room_for(self, length: int, keys: torch.Tensor, values: torch.Tensor, start: int) -> KeyValues:
+    def _room_for(
+        self, length: int, keys: torch.Tensor, values: torch.Tensor, start: int
+    ) -> KeyValues:
         """Memory of at least `length` tokens, which holds the first `start` ones."""
         memory = self._memory
         if memory is None:
@@ -95,7 +118,10 @@ class LayerCache(Sequence[torch.Tensor]):
             return memory
         else:
             capacity = max(length, 2 * start)  # so that token by token costs linear time
-        made = [like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (keys, values)]
+        made = [
+            like.new_empty(like.shape[0], like.shape[1], capacity, like.shape[3])
+            for like in (keys, values)
+        ]
         if memory is not None:
             for place, old in zip(made, memory, strict=True):
                 place[:, :, :start] = old[:, :, :start]
@@ -113,11 +139,17 @@ class KeyValueCache(Sequence[LayerCache]):
     """
 
     def __init__(self, num_layers: int, capacity: int = 0, cross_attention: bool = False) -> None:
-        self._layers = [LayerCache(capacity, LayerCache() if cross_attention else None) for _ in range(num_layers)]
+        self._layers = [
+            LayerCache(capacity, LayerCache() if cross_attention else None)
+            for _ in range(num_layers)
+        ]
 
     @classmethod
-    def of(cls, pairs: Sequence[LayerCache | KeyValues | None] | KeyValueCache, num_layers: int) -> KeyValueCache:
-        """What a program passes as `past_key_values`: a cache, or a (keys, values) pair or None per layer.
+    def of(
+        cls, pairs: Sequence[LayerCache | KeyValues | None] | KeyValueCache, num_layers: int
+    ) -> KeyValueCache:
+        """What a program passes as `past_key_values`: a cache, or a (keys, values) pair or None per
+        layer.
 
         Raises:
             ValueError: for another number of layers.
@@ -141,9 +173,11 @@ class KeyValueCache(Sequence[LayerCache]):
             layer.select(rows)
 
     def reorder(self, rows: torch.Tensor, start: int) -> None:
-        """Give each row the tokens from `start` on of one of `rows` (batch,), in place: one whose earlier tokens are the same.
+        """Give each row the tokens from `start` on of one of `rows` (batch,), in place: one whose
+        earlier tokens are the same.
 
-        So beams of one prompt change places without new memory, and without a copy of the prompt or of the encoder's keys.
+        So beams of one prompt change places without new memory, and without a copy of the prompt or
+        of the encoder's keys.
         """
         for layer in self._layers:
             layer.reorder(rows, start)

@@ -23,7 +23,8 @@ class Conv2d(bmt.DistributedModule):
     """Convolution of images (batch, in_channels, height, width) as torch.nn.Conv2d computes it.
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in torch.nn.Conv2d.
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in
+        torch.nn.Conv2d.
         dtype: of the parameters.
         int8: an error if true.
         init_mean, init_std: of the first weights; the bias starts at 0.
@@ -53,7 +54,9 @@ class Conv2d(bmt.DistributedModule):
         super().__init__()
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
         height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
-        self.weight = parameter((out_channels, in_channels // groups, height, width), dtype, normal(init_mean, init_std))
+        self.weight = parameter(
+            (out_channels, in_channels // groups, height, width), dtype, normal(init_mean, init_std)
+        )
         if bias:
             self.bias = parameter((out_channels,), dtype, constant(0.0))
         else:
@@ -61,4 +64,6 @@ class Conv2d(bmt.DistributedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, in_channels, height, width) to (batch, out_channels, height', width')."""
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        return F.conv2d(
+            x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups
+        )

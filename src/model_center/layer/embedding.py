@@ -21,7 +21,8 @@ class Embedding(bmt.DistributedModule):
         dtype: of the table.
         int8: an error if true.
         init_mean, init_std: of the first values.
-        padding_idx: a row that starts at 0 and gets no gradient from lookups; negative ones count from the end.
+        padding_idx: a row that starts at 0 and gets no gradient from lookups; negative ones count
+            from the end.
     """
 
     def __init__(
@@ -39,9 +40,15 @@ class Embedding(bmt.DistributedModule):
         super().__init__()
         if padding_idx is not None and padding_idx < 0:
             padding_idx += vocab_size
-        self.dim_model, self.length_scale, self.padding_idx = embedding_size, length_scale, padding_idx
+        self.dim_model, self.length_scale, self.padding_idx = (
+            embedding_size,
+            length_scale,
+            padding_idx,
+        )
         self.num_embeddings = vocab_size
-        self.weight = parameter((vocab_size, embedding_size), dtype, _first_values(init_mean, init_std, padding_idx))
+        self.weight = parameter(
+            (vocab_size, embedding_size), dtype, _first_values(init_mean, init_std, padding_idx)
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Integer ids (...) to rows (..., embedding_size).
@@ -54,7 +61,9 @@ class Embedding(bmt.DistributedModule):
         return rows / math.sqrt(self.dim_model) if self.length_scale else rows
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of every row, (..., vocab_size), for hidden states (..., embedding_size): a head tied to the table."""
+        """Scores of every row, (..., vocab_size), for hidden states (..., embedding_size): a head
+        tied to the table.
+        """
         if self.length_scale:
             x = x / math.sqrt(self.dim_model)
         return F.linear(x, self.weight)

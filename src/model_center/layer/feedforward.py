@@ -21,7 +21,12 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu, "gelu_new": gelu_new, "silu": F.silu}
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": gelu_new,
+    "silu": F.silu,
+}
 
 
 def activation(name: str) -> Activation:
@@ -31,14 +36,19 @@ def activation(name: str) -> Activation:
         ConfigError: naming those that exist.
     """
     if name not in ACTIVATIONS:
-        raise ConfigError(f"unknown activation {name!r}: expected one of {', '.join(ACTIVATIONS)}, or gated_ and one of them.")
+        raise ConfigError(
+            f"unknown activation {name!r}: expected one of {', '.join(ACTIVATIONS)}, or "
+            "gated_ and one of them."
+        )
     return ACTIVATIONS[name]
 
 
 class DenseACT(torch.nn.Module):
     """`act(w x)`: (..., dim_in) to (..., dim_ff). `linear` makes the map from its sizes."""
 
-    def __init__(self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]) -> None:
+    def __init__(
+        self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]
+    ) -> None:
         super().__init__()
         self.act = activation(activate_fn)
         self.w = linear(dim_in, dim_ff)
@@ -48,12 +58,15 @@ class DenseACT(torch.nn.Module):
 
 
 class DenseGatedACT(torch.nn.Module):
-    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff). `linear` makes the maps from their sizes.
+    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff). `linear` makes the maps from their
+    sizes.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
 
-    def __init__(self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]) -> None:
+    def __init__(
+        self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]
+    ) -> None:
         super().__init__()
         self.act = activation(activate_fn)
         self.w_0 = linear(dim_in, dim_ff)
@@ -93,12 +106,20 @@ class FeedForward(torch.nn.Module):
     ) -> None:
         super().__init__()
         linear = functools.partial(
-            Linear, length_scale=length_scale, dtype=dtype, int8=int8, init_mean=init_mean, init_std=init_std, bias=bias
+            Linear,
+            length_scale=length_scale,
+            dtype=dtype,
+            int8=int8,
+            init_mean=init_mean,
+            init_std=init_std,
+            bias=bias,
         )
         dense = DenseGatedACT if activate_fn.startswith(GATED) else DenseACT
         self.w_in = dense(dim_in, dim_ff, activate_fn.removeprefix(GATED), linear)
         self.dropout = torch.nn.Dropout(dropout_p)
-        self.w_out = linear(dim_ff, dim_in if dim_out is None else dim_out, length_scale_before=True)
+        self.w_out = linear(
+            dim_ff, dim_in if dim_out is None else dim_out, length_scale_before=True
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim_in) to (..., dim_out)."""

@@ -10,7 +10,8 @@ from model_center.layer.parameter import constant, parameter
 
 
 def rms_layernorm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean in fp32; dtype and shape of `hidden`.
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean in fp32; dtype and
+    shape of `hidden`.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
@@ -31,7 +32,12 @@ class LayerNorm(bmt.DistributedModule):
     """
 
     def __init__(
-        self, dim_norm: int, dtype: torch.dtype = torch.half, bias: bool = True, eps: float = 1e-5, init_var: float = 1.0
+        self,
+        dim_norm: int,
+        dtype: torch.dtype = torch.half,
+        bias: bool = True,
+        eps: float = 1e-5,
+        init_var: float = 1.0,
     ) -> None:
         super().__init__()
         self.dim_norm, self.eps = dim_norm, eps

@@ -39,7 +39,8 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
         bias: bool = False,
     ) -> None:
         refuse_int8(int8)
-        torch.nn.Module.__init__(self)  # not that of nn.Linear, which would make parameters of its own
+        # not that of nn.Linear, which would make parameters of its own
+        torch.nn.Module.__init__(self)
         self.dim_in = self.in_features = dim_in
         self.dim_out = self.out_features = dim_out
         self.length_scale, self.length_scale_before = length_scale, length_scale_before

@@ -1,4 +1,6 @@
-"""Which keys a query may see, as facts and not as a tensor of all pairs, which is made only where nothing less says it."""
+"""Which keys a query may see, as facts and not as a tensor of all pairs, which is made only where
+nothing less says it.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ class AttentionMask(NamedTuple):
     A NamedTuple, since it travels through blocks, compiled ones too, as a container of tensors.
 
     Attributes:
-        causal: keys after the query are hidden. The queries are the last ones of the keys, so that a cache of keys works.
+        causal: keys after the query are hidden. The queries are the last ones of the keys, so that
+            a cache of keys works.
         keys: bool (batch, keys), False where a key is padding; None where none is.
         pairs: bool (batch or 1, heads or 1, queries, keys); None where the others say it all.
-        window: with `causal`, the number of last keys that a query sees, itself included (sliding window); None for all.
+        window: with `causal`, the number of last keys that a query sees, itself included (sliding
+            window); None for all.
         is_settled: whether `pairs` is what `visible` would make of all of it.
     """
 
@@ -30,15 +34,19 @@ class AttentionMask(NamedTuple):
 
     def is_plain(self, num_queries: int, num_keys: int) -> bool:
         """Whether "causal" or "everything" says it all."""
-        if self.keys is not None or self.pairs is not None or (self.window is not None and self.window < num_keys):
+        if (
+            self.keys is not None
+            or self.pairs is not None
+            or (self.window is not None and self.window < num_keys)
+        ):
             return False
         return not self.causal or num_queries in {1, num_keys}
 
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
         """bool, broadcastable to (batch, heads, queries, keys); None for everything.
 
-        Where a query would see nothing it sees everything: it is padding whose output nobody reads, and a softmax over nothing
-        would be NaN and spoil the gradients of all others.
+        Where a query would see nothing it sees everything: it is padding whose output nobody reads,
+        and a softmax over nothing would be NaN and spoil the gradients of all others.
         """
         seen = self.pairs
         if self.is_settled:
@@ -52,29 +60,39 @@ class AttentionMask(NamedTuple):
         return seen | ~seen.any(-1, keepdim=True)
 
     def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
-        """The same mask with its tensor of pairs, if it needs one: made once for all layers of a pass."""
+        """The same mask with its tensor of pairs, if it needs one: made once for all layers of a
+        pass.
+        """
         if self.is_settled or self.is_plain(num_queries, num_keys):
             return self
         return self._replace(pairs=self.visible(num_queries, num_keys, device), is_settled=True)
 
 
-def causal_pairs(num_queries: int, num_keys: int, device: torch.device, window: int | None = None) -> torch.Tensor:
-    """bool (queries, keys): query i, the last but (queries - 1 - i) of the keys, sees itself and the `window` - 1 before it."""
+def causal_pairs(
+    num_queries: int, num_keys: int, device: torch.device, window: int | None = None
+) -> torch.Tensor:
+    """bool (queries, keys): query i, the last but (queries - 1 - i) of the keys, sees itself and
+    the `window` - 1 before it.
+    """
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     seen = ones.tril(num_keys - num_queries)
     return seen if window is None else seen.triu(num_keys - num_queries - window + 1)
 
 
-def mask_from(attention_mask: torch.Tensor | AttentionMask | None, *, causal: bool = False) -> AttentionMask:
+def mask_from(
+    attention_mask: torch.Tensor | AttentionMask | None, *, causal: bool = False
+) -> AttentionMask:
     """The mask that an argument `attention_mask` of a layer or model means.
 
     Args:
-        attention_mask: None for all valid; (batch, keys), nonzero where a key is valid; (batch, queries, keys) or (batch,
-            heads, queries, keys), nonzero where a query sees a key, to which `causal` adds nothing; or a mask, taken as it is.
+        attention_mask: None for all valid; (batch, keys), nonzero where a key is valid; (batch,
+            queries, keys) or (batch, heads, queries, keys), nonzero where a query sees a key, to
+            which `causal` adds nothing; or a mask, taken as it is.
         causal: whether keys after a query are hidden.
 
     Raises:
-        InputError: for another number of dims, or 4 dims of floating-point numbers, which elsewhere are added to scores.
+        InputError: for another number of dims, or 4 dims of floating-point numbers, which elsewhere
+            are added to scores.
     """
     if attention_mask is None:
         return AttentionMask(causal)
@@ -86,10 +104,16 @@ def mask_from(attention_mask: torch.Tensor | AttentionMask | None, *, causal: bo
         return AttentionMask(pairs=attention_mask[:, None].bool())
     if attention_mask.dim() == 4:
         if attention_mask.is_floating_point():
-            raise InputError("attention_mask has 4 dims of floating point: expected bool, True where a key is seen, no summands.")
+            raise InputError(
+                "attention_mask has 4 dims of floating point: expected bool, True where a "
+                "key is seen, no summands."
+            )
         return AttentionMask(pairs=attention_mask.bool())
     shape = tuple(attention_mask.shape)
-    raise InputError(f"attention_mask has shape {shape}: expected (batch, keys) or (batch, [heads,] queries, keys).")
+    raise InputError(
+        f"attention_mask has shape {shape}: expected (batch, keys) or (batch, [heads,] "
+        "queries, keys)."
+    )
 
 
 def mask_of_lengths(length: torch.Tensor, num_keys: int) -> torch.Tensor:
@@ -106,7 +130,10 @@ def last_queries(mask: AttentionMask, num_queries: int) -> AttentionMask:
     if mask.pairs is None or mask.pairs.shape[-2] in {1, num_queries}:
         return mask
     if mask.pairs.shape[-2] < num_queries:
-        raise InputError(f"attention_mask is for {mask.pairs.shape[-2]} queries: expected {num_queries} of them, or all so far.")
+        raise InputError(
+            f"attention_mask is for {mask.pairs.shape[-2]} queries: expected {num_queries} "
+            "of them, or all so far."
+        )
     return mask._replace(pairs=mask.pairs[..., -num_queries:, :])
 
 

@@ -1,4 +1,6 @@
-"""The one place where layers decide whether a parameter is sharded: it is, once `bmtrain.init_distributed` ran."""
+"""The one place where layers decide whether a parameter is sharded: it is, once
+`bmtrain.init_distributed` ran.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,20 @@ class PlainParameter(torch.nn.Parameter):
         return param
 
 
-def parameter(shape: tuple[int, ...], dtype: torch.dtype, init_method: Initializer) -> torch.nn.Parameter:
+def parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, init_method: Initializer
+) -> torch.nn.Parameter:
     """A parameter of a layer.
 
-    In a process group it is a DistributedParameter, of which only this rank's slice is ever allocated and which gets its
-    values from `bmtrain.init_parameters` or a checkpoint. Otherwise it is a plain parameter on torch's default device, and
-    has its values at once, unless that device is meta.
+    In a process group it is a DistributedParameter, of which only this rank's slice is ever
+    allocated and which gets its values from `bmtrain.init_parameters` or a checkpoint. Otherwise it
+    is a plain parameter on torch's default device, and has its values at once, unless that device
+    is meta.
     """
     if bmt.is_initialized():
-        return bmt.DistributedParameter(torch.empty(shape, dtype=dtype, device="meta"), init_method=init_method)
+        return bmt.DistributedParameter(
+            torch.empty(shape, dtype=dtype, device="meta"), init_method=init_method
+        )
     param = PlainParameter(torch.empty(shape, dtype=dtype), init_method=init_method)
     if not param.is_meta:
         with torch.no_grad():
@@ -57,7 +64,10 @@ def constant(value: float) -> Initializer:
 
 
 def materialize(module: torch.nn.Module) -> None:
-    """Give plain parameters made on the meta device memory on the CPU, without values. Ties between them are kept."""
+    """Give plain parameters made on the meta device memory on the CPU, without values.
+
+    Ties between them are kept.
+    """
     made: dict[int, PlainParameter] = {}
     for part in module.modules():
         for name, param in part._parameters.items():
@@ -75,4 +85,7 @@ def refuse_int8(int8: bool) -> None:
         ConfigError: if it is true.
     """
     if int8:
-        raise ConfigError("int8=True is not supported: weights are computed with as they are stored. Leave it out.")
+        raise ConfigError(
+            "int8=True is not supported: weights are computed with as they are stored. "
+            "Leave it out."
+        )

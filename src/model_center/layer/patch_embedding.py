@@ -11,7 +11,8 @@ from model_center.layer.parameter import normal, parameter
 
 
 class PatchEmbedding(bmt.DistributedModule):
-    """Images (batch, in_chans, img_size, img_size) to (batch, patches + 1, embed_dim): class token first, positions added.
+    """Images (batch, in_chans, img_size, img_size) to (batch, patches + 1, embed_dim): class token
+    first, positions added.
 
     Args:
         img_size, patch_size: in pixels; the patches are squares side by side.
@@ -34,10 +35,15 @@ class PatchEmbedding(bmt.DistributedModule):
     ) -> None:
         super().__init__()
         if not flatten:
-            raise InputError("PatchEmbedding(flatten=False) is not supported: the class token and positions need a sequence.")
+            raise InputError(
+                "PatchEmbedding(flatten=False) is not supported: the class token and "
+                "positions need a sequence."
+            )
         self.img_size, self.in_chans = img_size, in_chans
         num_patches = (img_size // patch_size) ** 2
-        self.proj = Conv2d(in_chans, embed_dim, patch_size, stride=patch_size, dtype=dtype, init_std=0.02)
+        self.proj = Conv2d(
+            in_chans, embed_dim, patch_size, stride=patch_size, dtype=dtype, init_std=0.02
+        )
         self.cls_token = parameter((1, 1, embed_dim), dtype, normal(0.0, 0.02))
         self.pos_embed = parameter((1, num_patches + 1, embed_dim), dtype, normal(0.0, 0.02))
 
@@ -49,7 +55,9 @@ class PatchEmbedding(bmt.DistributedModule):
         """
         expected = (self.in_chans, self.img_size, self.img_size)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
-            raise InputError(f"got images of shape {tuple(x.shape)}: expected (batch, *{expected}).")
+            raise InputError(
+                f"got images of shape {tuple(x.shape)}: expected (batch, *{expected})."
+            )
         token = self.cls_token.expand(x.shape[0], -1, -1)
         patches = self.proj(x.to(token.dtype)).flatten(2).transpose(1, 2)
         return torch.cat([token, patches], 1) + self.pos_embed

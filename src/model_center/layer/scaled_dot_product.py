@@ -1,4 +1,6 @@
-"""The arithmetic of attention: torch's fused kernels, or step by step where the probabilities are asked for."""
+"""The arithmetic of attention: torch's fused kernels, or step by step where the probabilities are
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ def attend(
 
     Args:
         query: (batch, heads, queries, dim_head).
-        key, value: (batch, key heads, keys, dim_head); each serves heads / key heads queries' heads.
+        key, value: (batch, key heads, keys, dim_head); each serves heads / key heads queries'
+            heads.
         mask: which keys are seen; plain causal attention and none at all cost no tensor.
         bias: added to the scores, broadcastable to (batch, heads, queries, keys).
         scale: 1 / sqrt(dim_head) if None.
@@ -36,11 +39,19 @@ def attend(
     if bias is None and mask.is_plain(num_queries, num_keys):
         causal, grouped = mask.causal and num_queries > 1, query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            dropout_p=dropout_p,
+            is_causal=causal,
+            scale=scale,
+            enable_gqa=grouped,
         )
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     shown = score_mask(mask, bias, query, num_keys)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=shown, dropout_p=dropout_p, scale=scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=shown, dropout_p=dropout_p, scale=scale
+    )
 
 
 def attend_visibly(
@@ -59,24 +70,34 @@ def attend_visibly(
     scores = (query * factor) @ key.transpose(-1, -2)
     shown = score_mask(mask, bias, query, key.shape[2])
     if shown is not None:
-        scores = scores.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else scores + shown
+        scores = (
+            scores.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else scores + shown
+        )
     probabilities = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return F.dropout(probabilities, dropout_p) @ value, probabilities
 
 
-def score_mask(mask: AttentionMask, bias: torch.Tensor | None, query: torch.Tensor, num_keys: int) -> torch.Tensor | None:
-    """What `scaled_dot_product_attention` takes: bool (True is seen), or numbers to add to the scores."""
+def score_mask(
+    mask: AttentionMask, bias: torch.Tensor | None, query: torch.Tensor, num_keys: int
+) -> torch.Tensor | None:
+    """What `scaled_dot_product_attention` takes: bool (True is seen), or numbers to add to the
+    scores.
+    """
     if bias is None:
         return mask.visible(query.shape[2], num_keys, query.device)
     return biased(mask, bias, query.dtype, (query.shape[2], num_keys))
 
 
-def biased(mask: AttentionMask, bias: torch.Tensor, dtype: torch.dtype, pairs: tuple[int, int]) -> torch.Tensor:
+def biased(
+    mask: AttentionMask, bias: torch.Tensor, dtype: torch.dtype, pairs: tuple[int, int]
+) -> torch.Tensor:
     """The bias, -inf where the mask hides one of the (queries, keys) `pairs`."""
     visible = mask.visible(*pairs, bias.device)
     return bias.to(dtype) if visible is None else bias.to(dtype).masked_fill(~visible, -math.inf)
 
 
 def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(batch, key heads, keys, dim) to (batch, num_heads, keys, dim), each head several times in a row."""
+    """(batch, key heads, keys, dim) to (batch, num_heads, keys, dim), each head several times in a
+    row.
+    """
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)

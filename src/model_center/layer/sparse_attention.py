@@ -1,4 +1,5 @@
-"""Longformer's attention: a window around every token, and a few tokens that see and are seen by all.
+"""Longformer's attention: a window around every token, and a few tokens that see and are seen by
+all.
 
 Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020).
 """
@@ -25,7 +26,8 @@ class SparseMask(NamedTuple):
     Attributes:
         valid: bool (batch, seq), False where a token is padding.
         is_global: bool (batch, seq), the tokens among those that see and are seen by all.
-        places: int64 (batch, globals): where the global tokens are. Rows that have fewer are filled up with other places.
+        places: int64 (batch, globals): where the global tokens are. Rows that have fewer are filled
+            up with other places.
         is_used: bool (batch, globals), False where a place is such a filling.
     """
 
@@ -36,7 +38,10 @@ class SparseMask(NamedTuple):
 
 
 def sparse_mask(valid: torch.Tensor, is_global: torch.Tensor | None = None) -> SparseMask:
-    """The mask for bool tensors (batch, seq). The number of global tokens is a shape: on a GPU, the program waits for it."""
+    """The mask for bool tensors (batch, seq).
+
+    The number of global tokens is a shape: on a GPU, the program waits for it.
+    """
     is_global = torch.zeros_like(valid) if is_global is None else is_global & valid
     count = int(is_global.sum(1).max()) if is_global.numel() else 0
     places = is_global.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -44,10 +49,11 @@ def sparse_mask(valid: torch.Tensor, is_global: torch.Tensor | None = None) -> S
 
 
 class SparseSelfAttention(Attention):
-    """Self-attention of (batch, seq, dim_in) within a window, in memory that grows linearly with seq.
+    """Self-attention of (batch, seq, dim_in) within a window, in memory that grows linearly with
+    seq.
 
-    A token sees the tokens up to half a window before and after it and all global tokens. A global token sees all tokens, by
-    three projections of its own.
+    A token sees the tokens up to half a window before and after it and all global tokens. A global
+    token sees all tokens, by three projections of its own.
 
     Args:
         attention_window: width of the window, half of it on each side; even.
@@ -75,19 +81,46 @@ class SparseSelfAttention(Attention):
         dropout_p: float = 0,
     ) -> None:
         if attention_window < 2 or attention_window % 2:
-            raise ConfigError(f"attention_window is {attention_window}: expected a positive even number.")
+            raise ConfigError(
+                f"attention_window is {attention_window}: expected a positive even number."
+            )
         if pos_bias_type != "none":
-            raise ConfigError(f"pos_bias_type is {pos_bias_type!r}: sparse attention takes 'none' only.")
+            raise ConfigError(
+                f"pos_bias_type is {pos_bias_type!r}: sparse attention takes 'none' only."
+            )
         super().__init__(
-            dim_in, dim_head, num_heads, dim_out, dtype, int8, init_mean, init_std, bias, mask_value, pos_bias_type,
-            length_scale, attn_scale, dropout_p,
-        )  # fmt: skip
+            dim_in,
+            dim_head,
+            num_heads,
+            dim_out,
+            dtype,
+            int8,
+            init_mean,
+            init_std,
+            bias,
+            mask_value,
+            pos_bias_type,
+            length_scale,
+            attn_scale,
+            dropout_p,
+        )
         self.attention_window = attention_window
         width = num_heads * dim_head
         linear = functools.partial(
-            Linear, dim_in, width, length_scale=length_scale, dtype=dtype, init_mean=init_mean, init_std=init_std, bias=bias
+            Linear,
+            dim_in,
+            width,
+            length_scale=length_scale,
+            dtype=dtype,
+            init_mean=init_mean,
+            init_std=init_std,
+            bias=bias,
         )
-        self.project_q_global, self.project_k_global, self.project_v_global = linear(), linear(), linear()
+        self.project_q_global, self.project_k_global, self.project_v_global = (
+            linear(),
+            linear(),
+            linear(),
+        )
 
     def forward(  # type: ignore[override]  # one sequence is queries and keys
         self,
@@ -102,11 +135,13 @@ class SparseSelfAttention(Attention):
 
         Args:
             hidden_states: (batch, seq, dim_in), seq of any length.
-            attention_mask: numbers (batch, seq), negative for padding, 0 for a token that sees its window, positive for a global
-                one; or the mask of a whole pass; None for windows only.
+            attention_mask: numbers (batch, seq), negative for padding, 0 for a token that sees its
+                window, positive for a global one; or the mask of a whole pass; None for windows
+                only.
             position_bias: None.
             use_cache, past_key_value: not supported.
-            output_attentions: whether to return the probabilities, for which memory grows quadratically with seq.
+            output_attentions: whether to return the probabilities, for which memory grows
+                quadratically with seq.
 
         Returns (batch, seq, dim_out), and the probabilities (batch, heads, seq, seq) where asked.
 
@@ -114,11 +149,14 @@ class SparseSelfAttention(Attention):
             InputError: for a cache.
         """
         if use_cache or past_key_value is not None:
-            raise InputError("sparse attention has no cache: leave use_cache and past_key_values out.")
+            raise InputError(
+                "sparse attention has no cache: leave use_cache and past_key_values out."
+            )
         mask = mask_of_kinds(attention_mask, hidden_states)
         attend_to = self._attend_visibly if output_attentions else self._attend
         mixed, *probabilities = attend_to(hidden_states, mask)
-        # What padding makes of nothing must not depend on how the sequence is cut, or on other rows.
+        # What padding makes of nothing must not depend on how the sequence is cut, or on other
+        # rows.
         mixed = mixed.masked_fill(~mask.valid[:, None, :, None], 0.0)
         out = self.attention_out(mixed.transpose(1, 2).flatten(2))
         return (out, *probabilities) if output_attentions else out
@@ -134,35 +172,54 @@ class SparseSelfAttention(Attention):
 
     def _attend(self, hidden: torch.Tensor, mask: SparseMask) -> tuple[torch.Tensor]:
         """What all tokens see, (batch, heads, seq, dim_head)."""
-        mixed = attend_in_window(*self._project(hidden, hidden, None), mask, self.attention_window // 2, **self._options)
+        mixed = attend_in_window(
+            *self._project(hidden, hidden, None), mask, self.attention_window // 2, **self._options
+        )
         return (self._with_global_rows(mixed, hidden, mask) if mask.places.shape[1] else mixed,)
 
-    def _with_global_rows(self, mixed: torch.Tensor, hidden: torch.Tensor, mask: SparseMask) -> torch.Tensor:
+    def _with_global_rows(
+        self, mixed: torch.Tensor, hidden: torch.Tensor, mask: SparseMask
+    ) -> torch.Tensor:
         """`mixed` with the rows of global tokens replaced by what those see."""
         chosen = hidden.gather(1, mask.places[..., None].expand(-1, -1, hidden.shape[2]))
         query = self._split(self.project_q_global(chosen), self.num_heads)
-        seen = attend(query, *self._global_keys(hidden), AttentionMask(keys=mask.valid), **self._options)
+        seen = attend(
+            query, *self._global_keys(hidden), AttentionMask(keys=mask.valid), **self._options
+        )
         places = _of_heads(mask.places, mixed)
-        # Places are distinct within a row, so that nothing is written twice; fillings keep what they have.
-        return mixed.scatter(2, places, torch.where(mask.is_used[:, None, :, None], seen, mixed.gather(2, places)))
+        # Places are distinct within a row, so that nothing is written twice; fillings keep what
+        # they have.
+        return mixed.scatter(
+            2, places, torch.where(mask.is_used[:, None, :, None], seen, mixed.gather(2, places))
+        )
 
-    def _attend_visibly(self, hidden: torch.Tensor, mask: SparseMask) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_visibly(
+        self, hidden: torch.Tensor, mask: SparseMask
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `_attend`, with the probabilities: over all pairs of tokens."""
         place = torch.arange(hidden.shape[1], device=hidden.device)
         near = (place[:, None] - place).abs() <= self.attention_window // 2
         pairs = (near & mask.valid[:, None, :]) | mask.is_global[:, None, :]
         mixed, probabilities = attend_visibly(
-            *self._project(hidden, hidden, None), AttentionMask(pairs=pairs[:, None]), **self._options
+            *self._project(hidden, hidden, None),
+            AttentionMask(pairs=pairs[:, None]),
+            **self._options,
         )
         if not mask.places.shape[1]:
             return mixed, probabilities
         query = self._split(self.project_q_global(hidden), self.num_heads)
-        of_global = attend_visibly(query, *self._global_keys(hidden), AttentionMask(keys=mask.valid), **self._options)
+        of_global = attend_visibly(
+            query, *self._global_keys(hidden), AttentionMask(keys=mask.valid), **self._options
+        )
         chosen = mask.is_global[:, None, :, None]
-        return torch.where(chosen, of_global[0], mixed), torch.where(chosen, of_global[1], probabilities)
+        return torch.where(chosen, of_global[0], mixed), torch.where(
+            chosen, of_global[1], probabilities
+        )
 
 
-def mask_of_kinds(attention_mask: torch.Tensor | SparseMask | None, hidden: torch.Tensor) -> SparseMask:
+def mask_of_kinds(
+    attention_mask: torch.Tensor | SparseMask | None, hidden: torch.Tensor
+) -> SparseMask:
     """The mask that an argument `attention_mask` means for hidden states (batch, seq, dim).
 
     Raises:
@@ -174,17 +231,26 @@ def mask_of_kinds(attention_mask: torch.Tensor | SparseMask | None, hidden: torc
         return sparse_mask(torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device))
     if attention_mask.shape != hidden.shape[:2]:
         raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, seq) = {tuple(hidden.shape[:2])}."
+            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, "
+            f"seq) = {tuple(hidden.shape[:2])}."
         )
     return sparse_mask(attention_mask >= 0, attention_mask > 0)
 
 
 def attend_in_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: SparseMask, reach: int, *, scale: float, dropout_p: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SparseMask,
+    reach: int,
+    *,
+    scale: float,
+    dropout_p: float,
 ) -> torch.Tensor:
     """Attention to the `reach` tokens before and after each, and to all global ones.
 
-    The sequence is cut into chunks of `reach` queries, each of which needs the keys of its own chunk and of the two beside it.
+    The sequence is cut into chunks of `reach` queries, each of which needs the keys of its own
+    chunk and of the two beside it.
 
     Args:
         query, key, value: (batch, heads, seq, dim_head).
@@ -197,7 +263,13 @@ def attend_in_window(
     padded = F.pad(query, (0, 0, 0, missing))
     queries = torch.unflatten(padded, 2, (chunks, reach)).transpose(1, 2).flatten(0, 1)
     keys, values = (
-        torch.cat([_neighbourhoods(x, reach, missing), _repeated(x.gather(2, _of_heads(mask.places, x)), chunks)], 2)
+        torch.cat(
+            [
+                _neighbourhoods(x, reach, missing),
+                _repeated(x.gather(2, _of_heads(mask.places, x)), chunks),
+            ],
+            2,
+        )
         for x in (key, value)
     )
     near = _window_pairs(mask, reach, missing)
@@ -208,7 +280,9 @@ def attend_in_window(
 
 
 def _neighbourhoods(x: torch.Tensor, reach: int, missing: int) -> torch.Tensor:
-    """(batch, heads, seq, dim) to (batch * chunks, heads, 3 * reach, dim): of every chunk, it and the two beside it."""
+    """(batch, heads, seq, dim) to (batch * chunks, heads, 3 * reach, dim): of every chunk, it and
+    the two beside it.
+    """
     padded = F.pad(x, (0, 0, reach, reach + missing))
     return padded.unfold(2, 3 * reach, reach).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
@@ -219,13 +293,22 @@ def _repeated(x: torch.Tensor, chunks: int) -> torch.Tensor:
 
 
 def _window_pairs(mask: SparseMask, reach: int, missing: int) -> torch.Tensor:
-    """bool (batch * chunks, 1, reach, 3 * reach): the keys of a neighbourhood that each query sees, no global ones."""
-    there = F.pad(mask.valid & ~mask.is_global, (reach, reach + missing)).unfold(1, 3 * reach, reach)
-    query, key = torch.arange(reach, device=there.device), torch.arange(3 * reach, device=there.device)
+    """bool (batch * chunks, 1, reach, 3 * reach): the keys of a neighbourhood that each query sees,
+    no global ones.
+    """
+    there = F.pad(mask.valid & ~mask.is_global, (reach, reach + missing)).unfold(
+        1, 3 * reach, reach
+    )
+    query, key = (
+        torch.arange(reach, device=there.device),
+        torch.arange(3 * reach, device=there.device),
+    )
     near = (key - reach - query[:, None]).abs() <= reach
     return (near & there[:, :, None, None, :]).flatten(0, 1)
 
 
 def _of_heads(places: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Places (batch, globals) as an index (batch, heads, globals, dim) into `like` (batch, heads, seq, dim)."""
+    """Places (batch, globals) as an index (batch, heads, globals, dim) into `like` (batch, heads,
+    seq, dim).
+    """
     return places[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])

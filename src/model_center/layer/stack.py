@@ -17,7 +17,8 @@ class ShardingPolicy:
     """How the layers of a stack are sharded; without a process group it does nothing.
 
     Attributes:
-        use_checkpoint: recompute each layer in the backward pass in place of keeping its activations.
+        use_checkpoint: recompute each layer in the backward pass in place of keeping its
+            activations.
         zero_level: 2 or 3 as in `bmtrain.Block`; None for the default given to `init_distributed`.
     """
 
@@ -31,8 +32,9 @@ class StackOutput(NamedTuple):
     Attributes:
         last_hidden_state: (batch, seq, dim_model), after the last norm.
         past_key_values: the cache, where asked for.
-        hidden_states: the inputs of all layers and the last hidden state, where asked for. With norms that follow each part,
-            which here open the layer above, the inputs are those after that norm.
+        hidden_states: the inputs of all layers and the last hidden state, where asked for. With
+            norms that follow each part, which here open the layer above, the inputs are those after
+            that norm.
         attentions: of each layer the probabilities (batch, heads, queries, keys), where asked for.
         cross_attentions: those of the cross-attention.
     """
@@ -44,12 +46,15 @@ class StackOutput(NamedTuple):
     cross_attentions: tuple[torch.Tensor, ...] | None = None
 
 
-def layer_list(layers: Iterable[torch.nn.Module], policy: ShardingPolicy) -> bmt.TransformerBlockList | torch.nn.ModuleList:
+def layer_list(
+    layers: Iterable[torch.nn.Module], policy: ShardingPolicy
+) -> bmt.TransformerBlockList | torch.nn.ModuleList:
     """The layers, each a `bmtrain.Block` in a process group."""
     if not bmt.is_initialized():
         return torch.nn.ModuleList(layers)
     return bmt.TransformerBlockList(
-        bmt.Block(layer, use_checkpoint=policy.use_checkpoint, zero_level=policy.zero_level) for layer in layers
+        bmt.Block(layer, use_checkpoint=policy.use_checkpoint, zero_level=policy.zero_level)
+        for layer in layers
     )
 
 
@@ -75,9 +80,15 @@ class Wanted:
 
 
 def run_layers(
-    layers: Iterable[torch.nn.Module], norm: torch.nn.Module, hidden: torch.Tensor, args: tuple[Any, ...], wanted: Wanted
+    layers: Iterable[torch.nn.Module],
+    norm: torch.nn.Module,
+    hidden: torch.Tensor,
+    args: tuple[Any, ...],
+    wanted: Wanted,
 ) -> StackOutput:
-    """Run all layers on `hidden` (batch, seq, dim_model), each with the further arguments `args`, and then the last norm."""
+    """Run all layers on `hidden` (batch, seq, dim_model), each with the further arguments `args`,
+    and then the last norm.
+    """
     entered: list[torch.Tensor] = []
     probabilities: list[tuple[torch.Tensor, ...]] = []
     cache = wanted.cache
@@ -94,11 +105,16 @@ def run_layers(
         probabilities.append(tuple(more if cache is None else more[1:]))
     hidden = norm(hidden)
     return StackOutput(
-        hidden, cache, (*entered, hidden) if wanted.hidden_states else None,
-        _of_all(probabilities, 0, wanted), _of_all(probabilities, 1, wanted),
-    )  # fmt: skip
+        hidden,
+        cache,
+        (*entered, hidden) if wanted.hidden_states else None,
+        _of_all(probabilities, 0, wanted),
+        _of_all(probabilities, 1, wanted),
+    )
 
 
-def _of_all(probabilities: list[tuple[torch.Tensor, ...]], place: int, wanted: Wanted) -> tuple[torch.Tensor, ...] | None:
+def _of_all(
+    probabilities: list[tuple[torch.Tensor, ...]], place: int, wanted: Wanted
+) -> tuple[torch.Tensor, ...] | None:
     found = tuple(of_layer[place] for of_layer in probabilities if len(of_layer) > place)
     return found if wanted.attentions and found else None

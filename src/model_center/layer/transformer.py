@@ -1,4 +1,7 @@
-"""Encoder and Decoder: stacks of transformer layers with a last norm. Decoder-only models are Encoders with a causal mask."""
+"""Encoder and Decoder: stacks of transformer layers with a last norm.
+
+Decoder-only models are Encoders with a causal mask.
+"""
 
 from __future__ import annotations
 
@@ -69,25 +72,47 @@ class Encoder(torch.nn.Module):
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
-            "dtype": dtype, "int8": int8, "norm_init_var": norm_init_var, "norm_bias": norm_bias, "norm_eps": norm_eps,
-            "att_init_mean": att_init_mean, "att_init_std": att_init_std, "att_bias": att_bias, "att_mask_value": att_mask_value,
-            "ffn_init_mean": ffn_init_mean, "ffn_init_std": ffn_init_std, "ffn_bias": ffn_bias, "ffn_activate_fn": ffn_activate_fn,
-            "pos_bias_type": pos_bias_type, "post_layer_norm": post_layer_norm, "length_scale": length_scale,
-            "attn_scale": attn_scale, "dropout_p": dropout_p, "parallel_ffn": parallel_ffn, "sparse_attention": sparse_attention,
-            "attention_window": attention_window, "num_heads_kv": num_heads_kv,
-        }  # fmt: skip
+            "dtype": dtype,
+            "int8": int8,
+            "norm_init_var": norm_init_var,
+            "norm_bias": norm_bias,
+            "norm_eps": norm_eps,
+            "att_init_mean": att_init_mean,
+            "att_init_std": att_init_std,
+            "att_bias": att_bias,
+            "att_mask_value": att_mask_value,
+            "ffn_init_mean": ffn_init_mean,
+            "ffn_init_std": ffn_init_std,
+            "ffn_bias": ffn_bias,
+            "ffn_activate_fn": ffn_activate_fn,
+            "pos_bias_type": pos_bias_type,
+            "post_layer_norm": post_layer_norm,
+            "length_scale": length_scale,
+            "attn_scale": attn_scale,
+            "dropout_p": dropout_p,
+            "parallel_ffn": parallel_ffn,
+            "sparse_attention": sparse_attention,
+            "attention_window": attention_window,
+            "num_heads_kv": num_heads_kv,
+        }
         self.post_layer_norm = post_layer_norm
         left_out = [(False, False)] * num_layers if mask_modules is None else mask_modules
         self.layers = layer_list(
             (
                 TransformerBlock(
-                    dim_model, dim_ff, num_heads, dim_head,
-                    mask_att=bool(att), mask_ffn=bool(ffn), variant=variant.of_layer(place), **options,
+                    dim_model,
+                    dim_ff,
+                    num_heads,
+                    dim_head,
+                    mask_att=bool(att),
+                    mask_ffn=bool(ffn),
+                    variant=variant.of_layer(place),
+                    **options,
                 )
                 for place, (att, ffn) in enumerate(left_out)
             ),
             sharding,
-        )  # fmt: skip
+        )
         self.output_layernorm = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
 
     def forward(
@@ -108,11 +133,19 @@ class Encoder(torch.nn.Module):
             attention_mask, position_bias: as in `Attention`.
             use_cache, past_key_values: the cache to return, and of earlier tokens.
             output_attentions, output_hidden_states: what a StackOutput holds beside.
-            return_dict: return a StackOutput; else the hidden states, with the cache as a pair if `use_cache`.
+            return_dict: return a StackOutput; else the hidden states, with the cache as a pair if
+                `use_cache`.
         """
-        wanted = wanted_from(len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states)
+        wanted = wanted_from(
+            len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
+        )
         wanted = dataclasses.replace(wanted, normed=self.post_layer_norm)
-        args = once_for_all(attention_mask, position_bias, hidden_states, wanted.past_length + hidden_states.shape[1])
+        args = once_for_all(
+            attention_mask,
+            position_bias,
+            hidden_states,
+            wanted.past_length + hidden_states.shape[1],
+        )
         out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
         return as_asked(out, use_cache, return_dict)
 
@@ -120,7 +153,8 @@ class Encoder(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """`num_layers` layers with cross-attention, and `output_layernorm`.
 
-    Args: as in `Encoder`; `mask_modules` has for each layer (attention, cross-attention, feed-forward network) to leave out.
+    Args: as in `Encoder`; `mask_modules` has for each layer (attention, cross-attention,
+    feed-forward network) to leave out.
     """
 
     def __init__(  # noqa: PLR0913 (ModelCenter's signature)
@@ -154,23 +188,43 @@ class Decoder(torch.nn.Module):
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {
-            "is_decoder": True, "dtype": dtype, "int8": int8, "norm_init_var": norm_init_var, "norm_bias": norm_bias,
-            "norm_eps": norm_eps, "att_init_mean": att_init_mean, "att_init_std": att_init_std, "att_bias": att_bias,
-            "att_mask_value": att_mask_value, "ffn_init_mean": ffn_init_mean, "ffn_init_std": ffn_init_std, "ffn_bias": ffn_bias,
-            "ffn_activate_fn": ffn_activate_fn, "pos_bias_type": pos_bias_type, "length_scale": length_scale,
-            "attn_scale": attn_scale, "dropout_p": dropout_p, "parallel_ffn": parallel_ffn,
-        }  # fmt: skip
+            "is_decoder": True,
+            "dtype": dtype,
+            "int8": int8,
+            "norm_init_var": norm_init_var,
+            "norm_bias": norm_bias,
+            "norm_eps": norm_eps,
+            "att_init_mean": att_init_mean,
+            "att_init_std": att_init_std,
+            "att_bias": att_bias,
+            "att_mask_value": att_mask_value,
+            "ffn_init_mean": ffn_init_mean,
+            "ffn_init_std": ffn_init_std,
+            "ffn_bias": ffn_bias,
+            "ffn_activate_fn": ffn_activate_fn,
+            "pos_bias_type": pos_bias_type,
+            "length_scale": length_scale,
+            "attn_scale": attn_scale,
+            "dropout_p": dropout_p,
+            "parallel_ffn": parallel_ffn,
+        }
         left_out = [(False, False, False)] * num_layers if mask_modules is None else mask_modules
         self.layers = layer_list(
             (
                 TransformerBlock(
-                    dim_model, dim_ff, num_heads, dim_head,
-                    mask_att=bool(att), mask_cross=bool(cross), mask_ffn=bool(ffn), **options,
+                    dim_model,
+                    dim_ff,
+                    num_heads,
+                    dim_head,
+                    mask_att=bool(att),
+                    mask_cross=bool(cross),
+                    mask_ffn=bool(ffn),
+                    **options,
                 )
                 for att, cross, ffn in left_out
             ),
             sharding,
-        )  # fmt: skip
+        )
         self.output_layernorm = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
@@ -187,21 +241,46 @@ class Decoder(torch.nn.Module):
         output_hidden_states: bool = False,
         return_dict: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, over encoder states (batch, keys, dim_model); otherwise as in `Encoder`."""
-        wanted = wanted_from(len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states, cross=True)
+        """(batch, seq, dim_model) to the same, over encoder states (batch, keys, dim_model);
+        otherwise as in `Encoder`.
+        """
+        wanted = wanted_from(
+            len(self.layers),
+            use_cache,
+            past_key_values,
+            output_attentions,
+            output_hidden_states,
+            cross=True,
+        )
         args: tuple[Any, ...] = once_for_all(
-            attention_mask, position_bias, hidden_states, wanted.past_length + hidden_states.shape[1]
+            attention_mask,
+            position_bias,
+            hidden_states,
+            wanted.past_length + hidden_states.shape[1],
         )
         if cross_hidden_states is not None:
-            of_cross = once_for_all(cross_attention_mask, cross_position_bias, hidden_states, cross_hidden_states.shape[1])
+            of_cross = once_for_all(
+                cross_attention_mask,
+                cross_position_bias,
+                hidden_states,
+                cross_hidden_states.shape[1],
+            )
             args = (*args, cross_hidden_states, *of_cross)
         else:
             args = (*args, None, cross_attention_mask, cross_position_bias)
-        return as_asked(run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted), use_cache, return_dict)
+        return as_asked(
+            run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted),
+            use_cache,
+            return_dict,
+        )
 
 
-def once_for_all(mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, num_keys: int) -> tuple[Mask, PositionBias | None]:
-    """Mask and bias for all layers of a pass, with what each of them would else make of them again (and keep for backward)."""
+def once_for_all(
+    mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, num_keys: int
+) -> tuple[Mask, PositionBias | None]:
+    """Mask and bias for all layers of a pass, with what each of them would else make of them again
+    (and keep for backward).
+    """
     if not isinstance(mask, AttentionMask):
         return mask, bias
     mask = last_queries(mask, hidden.shape[1]).settled(hidden.shape[1], num_keys, hidden.device)
@@ -211,7 +290,13 @@ def once_for_all(mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, nu
 
 
 def wanted_from(
-    num_layers: int, use_cache: bool, past: Past, output_attentions: bool, output_hidden_states: bool, *, cross: bool = False
+    num_layers: int,
+    use_cache: bool,
+    past: Past,
+    output_attentions: bool,
+    output_hidden_states: bool,
+    *,
+    cross: bool = False,
 ) -> Wanted:
     """What to return of a pass, with the cache that it goes on with."""
     cache = None

@@ -1,7 +1,8 @@
-"""Metrics: `update` counts this rank's rows, `compute`, which is collective, gives the result over the rows of all ranks.
+"""Metrics: `update` counts this rank's rows, `compute`, which is collective, gives the result over
+the rows of all ranks.
 
-Without a process group, those are the rows of one process. `DistributedDataLoader` hands out every row once, so that none
-counts twice.
+Without a process group, those are the rows of one process. `DistributedDataLoader` hands out every
+row once, so that none counts twice.
 """
 
 from model_center.metrics.answers import AnswerScore, exact_match, normalized, token_f1

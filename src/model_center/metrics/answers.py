@@ -17,11 +17,14 @@ WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class AnswerScore:
-    """Exact match and F1, each the best over the answers of a question, averaged over the questions of all ranks."""
+    """Exact match and F1, each the best over the answers of a question, averaged over the questions
+    of all ranks.
+    """
 
     def __init__(self) -> None:
         """No questions yet."""
-        self._own = torch.zeros(3, dtype=torch.float64)  # sum of exact matches, sum of F1, questions
+        # sum of exact matches, sum of F1, questions
+        self._own = torch.zeros(3, dtype=torch.float64)
 
     def update(self, predictions: Sequence[str], answers: Sequence[Iterable[str]]) -> None:
         """Add questions: the predicted text and the right ones of each.
@@ -30,12 +33,20 @@ class AnswerScore:
             DataError: for different numbers of them, and for a question without an answer.
         """
         if len(predictions) != len(answers):
-            raise DataError(f"got {len(predictions)} predictions and answers to {len(answers)} questions: expected equally many.")
+            raise DataError(
+                f"got {len(predictions)} predictions and answers to {len(answers)} "
+                "questions: expected equally many."
+            )
         for prediction, right in zip(predictions, map(list, answers), strict=True):
             if not right:
-                raise DataError(f"there is no answer to score {prediction!r} by: expected at least one.")
+                raise DataError(
+                    f"there is no answer to score {prediction!r} by: expected at least one."
+                )
             exact = max(float(exact_match(prediction, answer)) for answer in right)
-            self._own += torch.tensor([exact, max(token_f1(prediction, answer) for answer in right), 1.0], dtype=torch.float64)
+            self._own += torch.tensor(
+                [exact, max(token_f1(prediction, answer) for answer in right), 1.0],
+                dtype=torch.float64,
+            )
 
     def compute(self) -> tuple[float, float]:
         """(exact match, F1), each in [0, 1], over all ranks. Collective.
@@ -60,7 +71,9 @@ def exact_match(prediction: str, answer: str) -> bool:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """The harmonic mean of precision and recall of the normalised words, each counted as often as it comes."""
+    """The harmonic mean of precision and recall of the normalised words, each counted as often as
+    it comes.
+    """
     predicted, right = normalized(prediction).split(), normalized(answer).split()
     if not predicted or not right:
         return float(predicted == right)

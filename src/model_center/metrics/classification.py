@@ -31,10 +31,15 @@ class Confusion:
         """
         predicted, true = as_classes(predictions), as_classes(labels)
         if len(predicted) != len(true):
-            raise DataError(f"got {len(predicted)} predictions and {len(true)} labels: expected equally many.")
+            raise DataError(
+                f"got {len(predicted)} predictions and {len(true)} labels: expected equally many."
+            )
         both = torch.cat([predicted, true])
         if len(both) and not 0 <= int(both.min()) <= int(both.max()) < self.num_classes:
-            raise DataError(f"got classes from {both.min()} to {both.max()}: expected 0 to {self.num_classes - 1}.")
+            raise DataError(
+                f"got classes from {both.min()} to {both.max()}: expected 0 to "
+                f"{self.num_classes - 1}."
+            )
         cells = torch.bincount(true * self.num_classes + predicted, minlength=self.num_classes**2)
         self._own += cells.view(self.num_classes, self.num_classes)
 
@@ -60,7 +65,10 @@ class Accuracy(Confusion):
 
 
 class MacroF1(Confusion):
-    """The mean over classes of F1, the harmonic mean of precision and recall. Classes that never occur do not count."""
+    """The mean over classes of F1, the harmonic mean of precision and recall.
+
+    Classes that never occur do not count.
+    """
 
     def compute(self) -> float:
         """In [0, 1], over the rows of all ranks. Collective."""
@@ -82,7 +90,9 @@ class BinaryF1(Confusion):
 
 
 def f1_of_classes(counts: torch.Tensor) -> torch.Tensor:
-    """float64 (classes,): F1 of each class, from counts (true classes, predicted classes); 0 where a class never occurs."""
+    """float64 (classes,): F1 of each class, from counts (true classes, predicted classes); 0 where
+    a class never occurs.
+    """
     occurrences = counts.sum(0) + counts.sum(1)
     return 2 * counts.diagonal().double() / occurrences.clamp(min=1)
 
@@ -96,6 +106,7 @@ def as_classes(values: Classes) -> torch.Tensor:
     given = torch.as_tensor(values)
     if given.is_floating_point() and given.numel():  # an empty list is a tensor of floats
         raise DataError(
-            f"got {given.dtype} of shape {tuple(given.shape)} as classes: expected integers; of scores, take argmax(-1)."
+            f"got {given.dtype} of shape {tuple(given.shape)} as classes: expected "
+            "integers; of scores, take argmax(-1)."
         )
     return given.detach().cpu().to(torch.int64).reshape(-1)

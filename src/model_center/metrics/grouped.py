@@ -1,4 +1,6 @@
-"""Scores of questions that have several rows each, which may lie on different ranks: MultiRC and ReCoRD."""
+"""Scores of questions that have several rows each, which may lie on different ranks: MultiRC and
+ReCoRD.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class GroupExactMatch:
         Raises:
             DataError: if no rank has any rows.
         """
-        groups, right = gathered(torch.cat([torch.zeros(0, 2, dtype=torch.int64), *self._rows])).unbind(1)
+        groups, right = gathered(
+            torch.cat([torch.zeros(0, 2, dtype=torch.int64), *self._rows])
+        ).unbind(1)
         _check_any(groups)
         numbers = groups.unique(return_inverse=True)[1]
         wrong = torch.bincount(numbers, weights=(1 - right).double())
@@ -42,8 +46,9 @@ class GroupExactMatch:
 class BestOfGroup:
     """The row of each group with the highest score; the first one of equals.
 
-    For ReCoRD these are the entities that fit best. `dataset.examples[row]` has the entity's text and the right answers,
-    which `AnswerScore` compares: given the same questions on every rank, it gives what one rank would.
+    For ReCoRD these are the entities that fit best. `dataset.examples[row]` has the entity's text
+    and the right answers, which `AnswerScore` compares: given the same questions on every rank, it
+    gives what one rank would.
     """
 
     def __init__(self) -> None:
@@ -79,7 +84,10 @@ class BestOfGroup:
 
 def _check_lengths(columns: list[torch.Tensor]) -> None:
     if len({len(column) for column in columns}) > 1:
-        raise DataError(f"got columns of {', '.join(str(len(column)) for column in columns)} rows: expected equally many.")
+        raise DataError(
+            f"got columns of {', '.join(str(len(column)) for column in columns)} rows: "
+            "expected equally many."
+        )
 
 
 def _check_any(rows: torch.Tensor) -> None:

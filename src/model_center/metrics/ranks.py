@@ -15,7 +15,10 @@ def summed(counts: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(rows: torch.Tensor) -> torch.Tensor:
-    """Every rank's `rows`, which may be of different numbers, in rank order, on the CPU. Collective."""
+    """Every rank's `rows`, which may be of different numbers, in rank order, on the CPU.
+
+    Collective.
+    """
     if not bmt.is_initialized():
         return rows
     return bmt.gather_result(rows.to(bmt.device())).cpu()

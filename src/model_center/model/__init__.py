@@ -1,4 +1,6 @@
-"""Pretrained language models: each file has a configuration, a model, and where its weights are in Hugging Face's files."""
+"""Pretrained language models: each file has a configuration, a model, and where its weights are in
+Hugging Face's files.
+"""
 
 from model_center.config.base import Config
 from model_center.model.base import BaseModel
@@ -13,7 +15,12 @@ from model_center.model.llama import Llama, LlamaConfig
 from model_center.model.longformer import Longformer, LongformerConfig
 from model_center.model.mistral import Mistral, MistralConfig
 from model_center.model.opt import OPT, OPTConfig
-from model_center.model.outputs import BaseModelOutput, BaseModelOutputWithPooling, ModelOutput, Seq2SeqModelOutput
+from model_center.model.outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPooling,
+    ModelOutput,
+    Seq2SeqModelOutput,
+)
 from model_center.model.qwen2 import Qwen2, Qwen2Config
 from model_center.model.qwen3 import Qwen3, Qwen3Config
 from model_center.model.roberta import Roberta, RobertaConfig

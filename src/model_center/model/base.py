@@ -30,8 +30,9 @@ FORMATS = ("hf", "model_center")
 class BaseModel(bmt.DistributedModule):
     """A model with its configuration, `config`.
 
-    Made before `bmtrain.init_distributed` it is an ordinary module with ordinary parameters. Made after it, it is sharded, and
-    gets its values from `from_pretrained`, `bmtrain.init_parameters` or `bmtrain.load`.
+    Made before `bmtrain.init_distributed` it is an ordinary module with ordinary parameters. Made
+    after it, it is sharded, and gets its values from `from_pretrained`, `bmtrain.init_parameters`
+    or `bmtrain.load`.
     """
 
     _CONFIG_TYPE: ClassVar[type[Config]] = Config
@@ -40,7 +41,10 @@ class BaseModel(bmt.DistributedModule):
 
     def __init__(self, config: Config) -> None:
         if not isinstance(config, self._CONFIG_TYPE):
-            raise ConfigError(f"{type(self).__name__} got {type(config).__name__}: expected {self._CONFIG_TYPE.__name__}.")
+            raise ConfigError(
+                f"{type(self).__name__} got {type(config).__name__}: expected "
+                f"{self._CONFIG_TYPE.__name__}."
+            )
         super().__init__()
         self.config: Any = config
 
@@ -51,25 +55,35 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_pretrained(
-        cls: type[Model], name_or_path: str | os.PathLike[str], config: Config | None = None, **kwargs: Any
+        cls: type[Model],
+        name_or_path: str | os.PathLike[str],
+        config: Config | None = None,
+        **kwargs: Any,
     ) -> Model:
-        """A model with the weights of a folder or a known name. Collective in a process group: each rank reads its shard.
+        """A model with the weights of a folder or a known name. Collective in a process group: each
+        rank reads its shard.
 
         Args:
-            name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt) or Hugging Face (config.json, safetensors or
-                .bin files), a name the project knows, or a Hugging Face repository.
+            name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt) or Hugging Face
+                (config.json, safetensors or .bin files), a name the project knows, or a Hugging
+                Face repository.
             config: used in place of that of the folder.
-            kwargs: values that replace those of the folder's configuration, `dtype=torch.bfloat16` for example.
+            kwargs: values that replace those of the folder's configuration, `dtype=torch.bfloat16`
+                for example.
 
         Raises:
             IdentifierError: for an unknown name.
             ConfigError: for a folder without configuration, or one of another model.
-            WeightsError: for files that are missing or do not fit the model; new heads are initialised and named instead.
+            WeightsError: for files that are missing or do not fit the model; new heads are
+                initialised and named instead.
         """
         if config is None:
             config = cls._CONFIG_TYPE.from_pretrained(name_or_path, **kwargs)
         elif kwargs:
-            raise ConfigError(f"from_pretrained got a config and {', '.join(kwargs)} as well: set those in the config.")
+            raise ConfigError(
+                f"from_pretrained got a config and {', '.join(kwargs)} as well: set those "
+                "in the config."
+            )
         folder = pathlib.Path(resolve(str(name_or_path), "model"))
         model = cls.without_values(config)
         load_weights(model, folder, cls._map_of(config))
@@ -85,20 +99,31 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_json_file(cls: type[Model], path: str | os.PathLike[str], **kwargs: Any) -> Model:
-        """A model with first values, of the configuration in this file, whose values `kwargs` replace. Collective."""
-        model = cls(attempt(lambda: cls._CONFIG_TYPE.from_json_file(path, **kwargs), everyone(), ConfigError))
+        """A model with first values, of the configuration in this file, whose values `kwargs`
+        replace. Collective.
+        """
+        model = cls(
+            attempt(
+                lambda: cls._CONFIG_TYPE.from_json_file(path, **kwargs), everyone(), ConfigError
+            )
+        )
         if bmt.is_initialized():
             bmt.init_parameters(model)
         return model
 
     def save_pretrained(
-        self, folder: str | os.PathLike[str], format: str = "hf", max_shard_size: str | int = "5GB", tokenizer: Any = None
+        self,
+        folder: str | os.PathLike[str],
+        format: str = "hf",
+        max_shard_size: str | int = "5GB",
+        tokenizer: Any = None,
     ) -> None:
         """Write config.json and the weights. Collective in a process group; rank 0 writes.
 
         Args:
             folder: made if it is not there.
-            format: "hf" for safetensors that `transformers` loads, "model_center" for pytorch_model.pt in our names.
+            format: "hf" for safetensors that `transformers` loads, "model_center" for
+                pytorch_model.pt in our names.
             max_shard_size: of one safetensors file, in bytes or as "5GB".
             tokenizer: saved beside, if given.
 
@@ -111,7 +136,9 @@ class BaseModel(bmt.DistributedModule):
             raise ConfigError(f"format is {format!r}: expected one of {', '.join(FORMATS)}.")
         if format == "hf":
             content = self.config.hugging_face_content(tokenizer)
-            save_hugging_face(self, path, self.key_map(self.config), content, max_shard_size, tokenizer)
+            save_hugging_face(
+                self, path, self.key_map(self.config), content, max_shard_size, tokenizer
+            )
         else:
             save_model_center(self, path, self.config.to_dict(), tokenizer)
 
@@ -125,7 +152,9 @@ class BaseModel(bmt.DistributedModule):
         """The fewest tokens that a generation can begin with."""
         return 1
 
-    def decoding(self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]) -> Decoding:
+    def decoding(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
+    ) -> Decoding:
         """The beginning of a generation; see `model_center.generation.engine.generate`.
 
         Args:
@@ -136,7 +165,10 @@ class BaseModel(bmt.DistributedModule):
         Raises:
             InputError: for a model that does not generate, or inputs that it does not take.
         """
-        raise InputError(f"{type(self).__name__} does not generate text: expected a decoder-only or an encoder-decoder model.")
+        raise InputError(
+            f"{type(self).__name__} does not generate text: expected a decoder-only or an "
+            "encoder-decoder model."
+        )
 
     @classmethod
     def _map_of(cls, config: Any) -> KeyMap | None:

@@ -1,4 +1,6 @@
-"""BERT (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language Understanding", 2019)."""
+"""BERT (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers for Language
+Understanding", 2019).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Past
 from model_center.model.causal import Asked
-from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from, refuse
+from model_center.model.inputs import (
+    attention_mask_of,
+    embedded,
+    past_length,
+    positions_from,
+    refuse,
+)
 from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
 from model_center.weights.keymap import KeyMap
 
@@ -59,10 +67,12 @@ class Bert(MaskedModel):
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
             length, attention_mask: see `attention_mask_of`; without either all tokens are valid.
-            token_type_ids, position_ids: (batch, seq); zeros, and the places of the tokens, if None.
+            token_type_ids, position_ids: (batch, seq); zeros, and the places of the tokens, if
+                None.
             head_mask: accepted as None only.
             use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_logits: scores of the language model's head, or with `cls_head` of the classes, at every position.
+            output_logits: scores of the language model's head, or with `cls_head` of the classes,
+                at every position.
             output_pooler_output, output_attentions, output_hidden_states: what else to return.
             return_dict: False for a tuple of all fields.
         """
@@ -75,13 +85,28 @@ class Bert(MaskedModel):
         else:
             positions = positions_from(position_ids, start, hidden)
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
-        return self.run(hidden, positions, token_type_ids, mask, asked, output_pooler_output=output_pooler_output)
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+        return self.run(
+            hidden,
+            positions,
+            token_type_ids,
+            mask,
+            asked,
+            output_pooler_output=output_pooler_output,
+        )
 
-    def positions(self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): their places."""
+    def positions(
+        self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask
+    ) -> torch.Tensor:
+        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): their
+        places.
+        """
         return positions_from(None, start, hidden, self.config.position_size)
 
     @classmethod

@@ -1,4 +1,6 @@
-"""CausalModel: what decoder-only models share, which is everything but how tokens become hidden states."""
+"""CausalModel: what decoder-only models share, which is everything but how tokens become hidden
+states.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,13 @@ class Asked:
 
 
 class CausalModel(BaseModel):
-    """A stack of layers over an embedding, and a head: tied to the embedding, of its own, or for classes."""
+    """A stack of layers over an embedding, and a head: tied to the embedding, of its own, or for
+    classes.
+    """
 
     PADDING_SIDE = "left"  # new tokens follow the last ones
-    # What `forward` takes for each token beside its id, and what generated tokens get: a number, or None for the last one's.
+    # What `forward` takes for each token beside its id, and what generated tokens get: a number, or
+    # None for the last one's.
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {}
 
     encoder: Encoder
@@ -54,12 +59,26 @@ class CausalModel(BaseModel):
         """The layers."""
         return self.encoder
 
-    def run(self, hidden: torch.Tensor, mask: AttentionMask, position_bias: PositionBias | None, asked: Asked) -> Any:
-        """Hidden states (batch, seq, dim_model) through all layers and the head; a BaseModelOutput, or its tuple."""
+    def run(
+        self,
+        hidden: torch.Tensor,
+        mask: AttentionMask,
+        position_bias: PositionBias | None,
+        asked: Asked,
+    ) -> Any:
+        """Hidden states (batch, seq, dim_model) through all layers and the head; a BaseModelOutput,
+        or its tuple.
+        """
         out = self.stack(
-            hidden, mask, position_bias, asked.use_cache, asked.past_key_values, asked.output_attentions,
-            asked.output_hidden_states, return_dict=True,
-        )  # fmt: skip
+            hidden,
+            mask,
+            position_bias,
+            asked.use_cache,
+            asked.past_key_values,
+            asked.output_attentions,
+            asked.output_hidden_states,
+            return_dict=True,
+        )
         output = BaseModelOutput(
             last_hidden_state=out.last_hidden_state,
             past_key_values=out.past_key_values if asked.use_cache else None,
@@ -73,7 +92,11 @@ class CausalModel(BaseModel):
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        return self.input_embedding.projection(hidden) if self.config.tied else self.output_projection(hidden)
+        return (
+            self.input_embedding.projection(hidden)
+            if self.config.tied
+            else self.output_projection(hidden)
+        )
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
         """Arguments of `forward` for tokens some of which are padding.
@@ -90,13 +113,21 @@ class CausalModel(BaseModel):
             InputError: naming the head.
         """
         if self.config.cls_head:
-            raise InputError(f"{type(self).__name__} has a head for {self.config.cls_head} classes: it does not generate text.")
+            raise InputError(
+                f"{type(self).__name__} has a head for {self.config.cls_head} classes: it "
+                "does not generate text."
+            )
 
-    def decoding(self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]) -> Decoding:
+    def decoding(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
+    ) -> Decoding:
         """As in BaseModel; `inputs` are those of `PER_TOKEN`, (rows, length)."""
         self.check_generates()
         if input_ids.shape[1] < self.shortest_prompt:
-            raise InputError(f"the prompt has {input_ids.shape[1]} tokens: expected at least {self.shortest_prompt}.")
+            raise InputError(
+                f"the prompt has {input_ids.shape[1]} tokens: expected at least "
+                f"{self.shortest_prompt}."
+            )
         check_inputs(inputs, self.PER_TOKEN, input_ids, type(self).__name__)
         return CausalDecoding(self, input_ids, mask, inputs)
 
@@ -105,7 +136,11 @@ class CausalDecoding(Decoding):
     """Sequences that a decoder-only model continues."""
 
     def __init__(
-        self, model: CausalModel, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
+        self,
+        model: CausalModel,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        inputs: Mapping[str, torch.Tensor],
     ) -> None:
         super().__init__(input_ids, mask, model.config.num_layers)
         self._model, self._mask, self._inputs = model, mask, dict(inputs)
@@ -118,9 +153,18 @@ class CausalDecoding(Decoding):
         length = self.cache.length + ids.shape[1]
         if self._mask is not None:
             self._mask = lengthened(self._mask, length, 1)
-        self._inputs = {name: self._extended(name, value, length) for name, value in self._inputs.items()}
+        self._inputs = {
+            name: self._extended(name, value, length) for name, value in self._inputs.items()
+        }
         masked = {} if self._mask is None else self._model.mask_arguments(self._mask)
-        out = self._model(input_ids=ids, use_cache=True, past_key_values=self.cache, output_logits=False, **masked, **self._inputs)
+        out = self._model(
+            input_ids=ids,
+            use_cache=True,
+            past_key_values=self.cache,
+            output_logits=False,
+            **masked,
+            **self._inputs,
+        )
         return self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
@@ -129,9 +173,15 @@ class CausalDecoding(Decoding):
 
 
 def lengthened(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
-    """(rows, tokens) cut or continued to (rows, length), by a number or, for None, the last one of each row."""
+    """(rows, tokens) cut or continued to (rows, length), by a number or, for None, the last one of
+    each row.
+    """
     missing = length - values.shape[1]
     if missing <= 0:
         return values[:, :length]
-    new = values[:, -1:].expand(-1, missing) if fill is None else values.new_full((len(values), missing), fill)
+    new = (
+        values[:, -1:].expand(-1, missing)
+        if fill is None
+        else values.new_full((len(values), missing), fill)
+    )
     return torch.cat([values, new], 1)

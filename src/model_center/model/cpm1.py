@@ -1,4 +1,6 @@
-"""CPM-1 (Zhang et al., "CPM: A Large-scale Generative Chinese Pre-trained Language Model", 2020)."""
+"""CPM-1 (Zhang et al., "CPM: A Large-scale Generative Chinese Pre-trained Language Model",
+2020).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class CPM1Config(TransformerConfig):
 
     Attributes:
         num_layers: number of layers.
-        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see `bucket_of`.
+        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see
+            `bucket_of`.
         pos_init_mean, pos_init_std: of their first values.
     """
 
@@ -60,7 +63,9 @@ class CPM1Config(TransformerConfig):
 
 
 class CPM1(CausalModel):
-    """The language model CPM-1: a causal stack with relative positions that may see parts of its input, the context, whole."""
+    """The language model CPM-1: a causal stack with relative positions that may see parts of its
+    input, the context, whole.
+    """
 
     _CONFIG_TYPE = CPM1Config
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {"context": 0, "span": None}
@@ -99,45 +104,73 @@ class CPM1(CausalModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used as it is, not causal.
+            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
+                as it is, not causal.
             token_type_ids: what segment each token is in, for models that have segments.
-            position_ids, context, span: (batch, tokens), those of a cache included, as `token_type_ids` too.
+            position_ids, context, span: (batch, tokens), those of a cache included, as
+                `token_type_ids` too.
             position_ids: counted from 0 if None.
-            context: nonzero for tokens that all see, and that see each other but nothing else; all others see what is before
-                them, too. None for no context.
-            span: tokens see only those with their number: several texts in a row. None for one text.
+            context: nonzero for tokens that all see, and that see each other but nothing else; all
+                others see what is before them, too. None for no context.
+            span: tokens see only those with their number: several texts in a row. None for one
+                text.
             head_mask: accepted as None only.
             use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_logits, output_attentions, output_hidden_states: what to return beside the last hidden states.
+            output_logits, output_attentions, output_hidden_states: what to return beside the last
+                hidden states.
             return_dict: False for a tuple of all fields.
         """
         refuse(head_mask=head_mask)
         start = past_length(past_key_values)
         hidden = self.embed(input_ids, inputs_embeds, start)
         end = start + hidden.shape[1]
-        check_of_all(end, position_ids=position_ids, token_type_ids=token_type_ids, context=context, span=span)
+        check_of_all(
+            end,
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+            context=context,
+            span=span,
+        )
         if context is None and span is None:
             mask = attention_mask_of(attention_mask, length, end, causal=True)
         else:
             causal = causal_pairs(hidden.shape[1], end, hidden.device)
-            mask = prefix_mask(attention_mask_of(attention_mask, length, end), context, span, causal)
-        positions = torch.arange(end, device=hidden.device) if position_ids is None else position_ids
+            mask = prefix_mask(
+                attention_mask_of(attention_mask, length, end), context, span, causal
+            )
+        positions = (
+            torch.arange(end, device=hidden.device) if position_ids is None else position_ids
+        )
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
-        return self.run(self.embed_dropout(hidden), mask, self.bias(positions, token_type_ids, start), asked)
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+        return self.run(
+            self.embed_dropout(hidden), mask, self.bias(positions, token_type_ids, start), asked
+        )
 
-    def embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, start: int) -> torch.Tensor:
-        """Hidden states (batch, seq, dim_model) of the new tokens, before which there are `start` others."""
+    def embed(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, start: int
+    ) -> torch.Tensor:
+        """Hidden states (batch, seq, dim_model) of the new tokens, before which there are `start`
+        others.
+        """
         return embedded(input_ids, inputs_embeds, self.input_embedding)
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
         """As in CausalModel: only distances count, which padding in front does not change."""
         return {"attention_mask": mask}
 
-    def bias(self, positions: torch.Tensor, segments: torch.Tensor | None, start: int) -> torch.Tensor:
-        """The bias of the scores, ([batch,] heads, queries, keys), for positions ([batch,] keys); queries begin at `start`."""
+    def bias(
+        self, positions: torch.Tensor, segments: torch.Tensor | None, start: int
+    ) -> torch.Tensor:
+        """The bias of the scores, ([batch,] heads, queries, keys), for positions ([batch,] keys);
+        queries begin at `start`.
+        """
         refuse(token_type_ids=segments)
         out: torch.Tensor = self.position_bias(positions[..., start:], positions)
         return out
@@ -152,24 +185,34 @@ def check_of_all(num_tokens: int, **arguments: torch.Tensor | None) -> None:
     for name, value in arguments.items():
         if value is not None and (value.dim() != 2 or value.shape[1] != num_tokens):
             shape = tuple(value.shape)
-            raise InputError(f"{name} has shape {shape}: expected (batch, {num_tokens}), all tokens, those of the cache too.")
+            raise InputError(
+                f"{name} has shape {shape}: expected (batch, {num_tokens}), all tokens, "
+                "those of the cache too."
+            )
 
 
 def prefix_mask(
-    mask: AttentionMask, context: torch.Tensor | None, span: torch.Tensor | None, causal: torch.Tensor
+    mask: AttentionMask,
+    context: torch.Tensor | None,
+    span: torch.Tensor | None,
+    causal: torch.Tensor,
 ) -> AttentionMask:
     """The mask of `CPM1.forward`.
 
     Args:
         mask: which keys are valid.
         context, span: (batch, keys), at least one of them.
-        causal: bool (queries, keys), which keys are none after the query; the queries are the last keys.
+        causal: bool (queries, keys), which keys are none after the query; the queries are the last
+            keys.
 
     Raises:
         InputError: for a mask of pairs, which says all already.
     """
     if mask.pairs is not None or mask.causal:
-        raise InputError("attention_mask says which token sees which, and context or span does so too: give one of them.")
+        raise InputError(
+            "attention_mask says which token sees which, and context or span does so too: "
+            "give one of them."
+        )
     num_queries, pairs = len(causal), causal[None]
     if context is not None:
         seen_by_all = context.bool()

@@ -10,7 +10,10 @@ from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
 
 @dataclasses.dataclass(kw_only=True)
 class CPM2Config(Seq2SeqConfig):
-    """Configuration of CPM2; defaults are ModelCenter's. `length_scale` is not for the embedding."""
+    """Configuration of CPM2; defaults are ModelCenter's.
+
+    `length_scale` is not for the embedding.
+    """
 
     vocab_size: int = 26240
     dim_ff: int = 1920
@@ -24,4 +27,9 @@ class CPM2(Seq2SeqModel):
     _CONFIG_TYPE = CPM2Config
 
     def __init__(self, config: CPM2Config) -> None:
-        super().__init__(config, Embedding(config.vocab_size, config.dim_model, **config.embedding() | {"length_scale": False}))
+        super().__init__(
+            config,
+            Embedding(
+                config.vocab_size, config.dim_model, **config.embedding() | {"length_scale": False}
+            ),
+        )

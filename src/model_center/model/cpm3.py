@@ -1,4 +1,6 @@
-"""CPM-3, the third model of the CPM series (OpenBMB, 2022): CPM-1 with segments and with prompts that are trained."""
+"""CPM-3, the third model of the CPM series (OpenBMB, 2022): CPM-1 with segments and with prompts
+that are trained.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ class CPM3Config(CPM1Config):
     """Configuration of CPM3; defaults are ModelCenter's.
 
     Attributes:
-        prompt_types, prompt_length: number of prompts and tokens in each: each has rows of a table of their own.
+        prompt_types, prompt_length: number of prompts and tokens in each: each has rows of a table
+            of their own.
         segment_types: number of segments.
         absolute_inner_segment: see SegmentPositionEmbedding.
-        max_exact_rate, max_distance_rate: how buckets of distances grow; other than the defaults are an error.
+        max_exact_rate, max_distance_rate: how buckets of distances grow; other than the defaults
+            are an error.
     """
 
     vocab_size: int = 30720
@@ -53,17 +57,25 @@ class CPM3Config(CPM1Config):
         super().__post_init__()
         if (self.max_exact_rate, self.max_distance_rate) != (0.25, 1.0):
             raise ConfigError(
-                f"max_exact_rate={self.max_exact_rate} and max_distance_rate={self.max_distance_rate}: only 0.25 and 1.0 are known."
+                f"max_exact_rate={self.max_exact_rate} and "
+                f"max_distance_rate={self.max_distance_rate}: only 0.25 and 1.0 are "
+                "known."
             )
 
     def positions(self) -> dict[str, Any]:
         """Arguments of the module of positions of this configuration."""
-        of_segments = {"num_segments": self.segment_types, "absolute_inner_segment": self.absolute_inner_segment}
+        of_segments = {
+            "num_segments": self.segment_types,
+            "absolute_inner_segment": self.absolute_inner_segment,
+        }
         return super().positions() | of_segments
 
 
 class CPM3(CPM1):
-    """The language model CPM-3. `token_type_ids` are segments, between which a number of each pair stands for the distance."""
+    """The language model CPM-3.
+
+    `token_type_ids` are segments, between which a number of each pair stands for the distance.
+    """
 
     _CONFIG_TYPE = CPM3Config
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {**CPM1.PER_TOKEN, "token_type_ids": None}
@@ -77,7 +89,9 @@ class CPM3(CPM1):
         """Make `position_bias`."""
         self.position_bias = SegmentPositionEmbedding(**config.positions())
 
-    def embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, start: int) -> torch.Tensor:
+    def embed(
+        self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, start: int
+    ) -> torch.Tensor:
         """As in CPM1, but the first `prompt_length` ids of a text are rows of the table of prompts.
 
         Raises:
@@ -87,7 +101,10 @@ class CPM3(CPM1):
         if input_ids is None or start > 0:
             return super().embed(input_ids, inputs_embeds, start)
         if input_ids.shape[-1] < size:
-            raise InputError(f"input_ids has shape {tuple(input_ids.shape)}: expected {size} ids of the prompt first.")
+            raise InputError(
+                f"input_ids has shape {tuple(input_ids.shape)}: expected {size} ids of the "
+                "prompt first."
+            )
         prompt = embedded(input_ids[..., :size], inputs_embeds, self.prompt_embedding)
         return torch.cat([prompt, self.input_embedding(input_ids[..., size:])], 1)
 
@@ -96,21 +113,39 @@ class CPM3(CPM1):
         """The ids of the prompt and one more."""
         return int(self.config.prompt_length) + 1
 
-    def decoding(self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]) -> Decoding:
-        """As in CausalModel; numbers outside of the tables are told before ranks wait for each other."""
+    def decoding(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
+    ) -> Decoding:
+        """As in CausalModel; numbers outside of the tables are told before ranks wait for each
+        other.
+        """
         rows = self.prompt_embedding.num_embeddings
-        check_at_most("the prompt, the first ids of input_ids,", input_ids[:, : self.config.prompt_length], rows - 1)
-        check_at_most("token_type_ids", inputs.get("token_type_ids", input_ids[:0]), self.config.segment_types - 1)
+        check_at_most(
+            "the prompt, the first ids of input_ids,",
+            input_ids[:, : self.config.prompt_length],
+            rows - 1,
+        )
+        check_at_most(
+            "token_type_ids",
+            inputs.get("token_type_ids", input_ids[:0]),
+            self.config.segment_types - 1,
+        )
         return super().decoding(input_ids, mask, inputs)
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
-        """As in CausalModel. Padding stands behind the ids of the prompt, which are the first ones of every row."""
+        """As in CausalModel. Padding stands behind the ids of the prompt, which are the first ones
+        of every row.
+        """
         return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
-    def bias(self, positions: torch.Tensor, segments: torch.Tensor | None, start: int) -> torch.Tensor:
+    def bias(
+        self, positions: torch.Tensor, segments: torch.Tensor | None, start: int
+    ) -> torch.Tensor:
         """As in CPM1, by segments (batch, keys) too; all of them one segment if None."""
         of_queries = None if segments is None else segments[:, start:]
-        out: torch.Tensor = self.position_bias(positions, positions[..., start:], segments, of_queries)
+        out: torch.Tensor = self.position_bias(
+            positions, positions[..., start:], segments, of_queries
+        )
         return out
 
 

@@ -1,4 +1,7 @@
-"""Decoding: sequences that grow token by token, with the keys and values of what is there. What generation asks of a model."""
+"""Decoding: sequences that grow token by token, with the keys and values of what is there.
+
+What generation asks of a model.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from model_center.layer.cache import KeyValueCache
 class Decoding(abc.ABC):
     """A batch of sequences and what a model remembers of them.
 
-    First `start`, then `expand`, then `step` and `idle` as often as there is room. Every one but `expand` is one forward pass of
-    the model, the same for all of them as far as gathering parameters goes, so that ranks may mix steps and idle passes.
+    First `start`, then `expand`, then `step` and `idle` as often as there is room. Every one but
+    `expand` is one forward pass of the model, the same for all of them as far as gathering
+    parameters goes, so that ranks may mix steps and idle passes.
 
     Attributes:
         prefix: int64 (rows, length), the tokens that new ones follow.
@@ -23,14 +27,24 @@ class Decoding(abc.ABC):
         cache: keys and values of all tokens so far; made by `start`.
     """
 
-    def __init__(self, prefix: torch.Tensor, mask: torch.Tensor | None, num_layers: int, *, cross_attention: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: torch.Tensor,
+        mask: torch.Tensor | None,
+        num_layers: int,
+        *,
+        cross_attention: bool = False,
+    ) -> None:
         self.prefix, self.mask = prefix, mask
         self.cache = KeyValueCache(num_layers, cross_attention=cross_attention)
         self._last, self._num_rows = prefix[:, -1], len(prefix)
         self._num_layers, self._cross_attention = num_layers, cross_attention
 
     def start(self, num_new: int) -> torch.Tensor:
-        """Run the prefix, with room for `num_new` more tokens. Returns scores (rows, vocab) of what follows."""
+        """Run the prefix, with room for `num_new` more tokens.
+
+        Returns scores (rows, vocab) of what follows.
+        """
         capacity = self.prefix.shape[1] + num_new
         self.cache = KeyValueCache(self._num_layers, capacity, self._cross_attention)
         return self._forward(self.prefix)
@@ -46,7 +60,8 @@ class Decoding(abc.ABC):
 
         Args:
             tokens: int64 (rows,).
-            parents: int64 (rows,): the row of which each is a continuation, one with the same prefix; None for itself.
+            parents: int64 (rows,): the row of which each is a continuation, one with the same
+                prefix; None for itself.
         """
         if parents is not None:
             self.cache.reorder(parents, self.prefix.shape[1])
@@ -54,7 +69,10 @@ class Decoding(abc.ABC):
         return self._forward(tokens[:, None])
 
     def idle(self) -> None:
-        """A forward pass of which nothing comes: the last token again, of one row. There is no way back to the others."""
+        """A forward pass of which nothing comes: the last token again, of one row.
+
+        There is no way back to the others.
+        """
         if self._num_rows > 1:
             self._select(torch.zeros(1, dtype=torch.long, device=self.prefix.device))
             self._last = self._last[:1]
@@ -80,7 +98,9 @@ def select_rows(tensor: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor
     return None if tensor is None else tensor.index_select(0, rows)
 
 
-def check_inputs(inputs: Mapping[str, torch.Tensor], known: Iterable[str], like: torch.Tensor | None, model: str) -> None:
+def check_inputs(
+    inputs: Mapping[str, torch.Tensor], known: Iterable[str], like: torch.Tensor | None, model: str
+) -> None:
     """Refuse inputs that a model does not take.
 
     Args:
@@ -95,7 +115,13 @@ def check_inputs(inputs: Mapping[str, torch.Tensor], known: Iterable[str], like:
     unknown = sorted(set(inputs) - set(known))
     if unknown:
         expected = ", ".join(sorted(known)) or "none"
-        raise InputError(f"{model} does not take the inputs {', '.join(unknown)} in generation: expected {expected}.")
+        raise InputError(
+            f"{model} does not take the inputs {', '.join(unknown)} in generation: "
+            f"expected {expected}."
+        )
     for name, value in inputs.items():
         if like is not None and value.shape != like.shape:
-            raise InputError(f"{name} has shape {tuple(value.shape)}: expected that of input_ids, {tuple(like.shape)}.")
+            raise InputError(
+                f"{name} has shape {tuple(value.shape)}: expected that of input_ids, "
+                f"{tuple(like.shape)}."
+            )

@@ -1,8 +1,10 @@
-"""GLM (Du et al., "GLM: General Language Model Pretraining with Autoregressive Blank Infilling", 2022).
+"""GLM (Du et al., "GLM: General Language Model Pretraining with Autoregressive Blank Infilling",
+2022).
 
-A sequence is a text in which spans are replaced by [MASK], the context, followed by the spans, each begun by a start token. Tokens
-of the context see each other; those of spans see the context and what is before them. Every token has two positions: that in the
-context, where tokens of a span have that of its [MASK], and that in the span, from 1 on, which is 0 in the context.
+A sequence is a text in which spans are replaced by [MASK], the context, followed by the spans, each
+begun by a start token. Tokens of the context see each other; those of spans see the context and
+what is before them. Every token has two positions: that in the context, where tokens of a span have
+that of its [MASK], and that in the span, from 1 on, which is 0 in the context.
 """
 
 from __future__ import annotations
@@ -61,15 +63,23 @@ class GLMConfig(TransformerConfig):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of the config.json of THUDM's repositories glm-*, which bring their own code.
+        """Our values for those of the config.json of THUDM's repositories glm-*, which bring their
+        own code.
 
         Their special tokens are not there: those of the English models are to be given beside.
 
         Raises:
             ConfigError: for another model called GLM, GLM-4 for example, or a variant.
         """
-        if not content.get("block_position_encoding") or content.get("relative_encoding") or content.get("spell_length"):
-            raise ConfigError("model_type 'glm' is of another GLM: expected block_position_encoding true, and no other encoding.")
+        if (
+            not content.get("block_position_encoding")
+            or content.get("relative_encoding")
+            or content.get("spell_length")
+        ):
+            raise ConfigError(
+                "model_type 'glm' is of another GLM: expected block_position_encoding "
+                "true, and no other encoding."
+            )
         dim_model, num_heads = content["hidden_size"], content["num_attention_heads"]
         return {
             "vocab_size": content["vocab_size"],
@@ -93,8 +103,12 @@ class GLM(CausalModel):
         super().__init__(config)
         self.encoder = Encoder(**config.stack(config.num_layers), sharding=policy_of(config))
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
-        self.position_embedding = Embedding(config.position_size, config.dim_model, **config.embedding())
-        self.block_position_embedding = Embedding(config.position_size, config.dim_model, **config.embedding())
+        self.position_embedding = Embedding(
+            config.position_size, config.dim_model, **config.embedding()
+        )
+        self.block_position_embedding = Embedding(
+            config.position_size, config.dim_model, **config.embedding()
+        )
         self.embed_dropout = torch.nn.Dropout(config.dropout_p)
         if config.cls_head:
             self.output_projection = Linear(config.dim_model, config.cls_head, **config.head())
@@ -119,12 +133,17 @@ class GLM(CausalModel):
         """Score the next token at every position.
 
         Args:
-            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model), with all that is said below of ids.
-            position_ids, block_position_ids: (batch, tokens), those of a cache included; found by `places` if None.
-            sep: (batch,), the number of tokens of the context, padding before them included: the place of the first start token
-                if None. With a cache None means that it holds all of the context.
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used as it is.
-            use_cache, past_key_values: the cache to return, and of earlier tokens, the whole context at least.
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model), with all
+                that is said below of ids.
+            position_ids, block_position_ids: (batch, tokens), those of a cache included; found by
+                `places` if None.
+            sep: (batch,), the number of tokens of the context, padding before them included: the
+                place of the first start token if None. With a cache None means that it holds all of
+                the context.
+            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
+                as it is.
+            use_cache, past_key_values: the cache to return, and of earlier tokens, the whole
+                context at least.
             output_logits: scores of tokens, or with `cls_head` of the classes, at every position.
             output_attentions, output_hidden_states: what else to return.
             return_dict: False for a tuple of all fields.
@@ -139,31 +158,51 @@ class GLM(CausalModel):
             sep = self.context_length(input_ids)
         if position_ids is None or block_position_ids is None:
             if input_ids is None or start > 0 or sep is None:
-                raise InputError("position_ids and block_position_ids of all tokens are needed with a cache, or without input_ids.")
+                raise InputError(
+                    "position_ids and block_position_ids of all tokens are needed with a "
+                    "cache, or without input_ids."
+                )
             found = self.places(input_ids, mask.keys, sep)
             position_ids = found[0] if position_ids is None else position_ids
             block_position_ids = found[1] if block_position_ids is None else block_position_ids
-        places, inner = (positions_from(given, start, hidden) for given in (position_ids, block_position_ids))
+        places, inner = (
+            positions_from(given, start, hidden) for given in (position_ids, block_position_ids)
+        )
         hidden = hidden + self.position_embedding(places) + self.block_position_embedding(inner)
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
-        return self.run(self.embed_dropout(hidden), _with_context(mask, sep, hidden.shape[1], start), None, asked)
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+        return self.run(
+            self.embed_dropout(hidden),
+            _with_context(mask, sep, hidden.shape[1], start),
+            None,
+            asked,
+        )
 
     def context_length(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The place of the first start token of each row of (batch, seq), int64 (batch,); seq where there is none."""
+        """The place of the first start token of each row of (batch, seq), int64 (batch,); seq where
+        there is none.
+        """
         is_start = input_ids == self.config.sop_tok_id
         return torch.where(is_start.any(1), is_start.int().argmax(1), input_ids.shape[1])
 
-    def places(self, input_ids: torch.Tensor, valid: torch.Tensor | None, sep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def places(
+        self, input_ids: torch.Tensor, valid: torch.Tensor | None, sep: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions in the context and in the spans, each int64 (batch, seq).
 
-        The spans belong to the [MASK]s in their order. In a context without [MASK] all are behind its last token.
+        The spans belong to the [MASK]s in their order. In a context without [MASK] all are behind
+        its last token.
 
         Args:
             input_ids: (batch, seq).
-            valid: bool (batch, seq), False where a token is padding, which does not count; None where none is.
+            valid: bool (batch, seq), False where a token is padding, which does not count; None
+                where none is.
             sep: (batch,), number of tokens of the context.
 
         Raises:
@@ -172,18 +211,30 @@ class GLM(CausalModel):
         place = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         counted = place if valid is None else (valid.cumsum(1) - 1).clamp(min=0)
         in_span = place >= sep[:, None]
-        is_mask, is_start = (input_ids == self.config.mask_tok_id) & ~in_span, (input_ids == self.config.sop_tok_id) & in_span
+        is_mask, is_start = (
+            (input_ids == self.config.mask_tok_id) & ~in_span,
+            (input_ids == self.config.sop_tok_id) & in_span,
+        )
         num_masks = is_mask.sum(1, keepdim=True)
         _check_spans(is_start.sum(1, keepdim=True), num_masks)
-        of_masks = is_mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)  # the k-th [MASK] comes k-th
+        # the k-th [MASK] comes k-th
+        of_masks = is_mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
         span = torch.minimum(is_start.cumsum(1) - 1, num_masks - 1).clamp(min=0)
-        blank = torch.where(num_masks > 0, of_masks.gather(1, span), (sep[:, None] - 1).clamp(min=0))
+        blank = torch.where(
+            num_masks > 0, of_masks.gather(1, span), (sep[:, None] - 1).clamp(min=0)
+        )
         begin = torch.maximum(torch.where(is_start, place, 0).cummax(1).values, sep[:, None])
-        return torch.where(in_span, counted.gather(1, blank), counted), torch.where(in_span, place - begin + 1, 0)
+        return torch.where(in_span, counted.gather(1, blank), counted), torch.where(
+            in_span, place - begin + 1, 0
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
-        return self.output_projection(hidden) if self.config.cls_head else self.input_embedding.projection(hidden)
+        return (
+            self.output_projection(hidden)
+            if self.config.cls_head
+            else self.input_embedding.projection(hidden)
+        )
 
     @property
     def num_positions(self) -> int:
@@ -194,7 +245,9 @@ class GLM(CausalModel):
         """As in CausalModel: positions are found with the prompt."""
         return {"attention_mask": mask}
 
-    def decoding(self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]) -> CausalDecoding:
+    def decoding(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
+    ) -> CausalDecoding:
         """As in BaseModel. Prompts without a start token get one, at their end.
 
         Raises:
@@ -206,13 +259,16 @@ class GLM(CausalModel):
         if not bool(has_start.all()):
             if bool(has_start.any()):
                 raise InputError(
-                    f"some prompts have the token {self.config.sop_tok_id}, which starts a span: give it to all or none."
+                    f"some prompts have the token {self.config.sop_tok_id}, which "
+                    "starts a span: give it to all or none."
                 )
             input_ids = torch.nn.functional.pad(input_ids, (0, 1), value=self.config.sop_tok_id)
             mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
         sep = self.context_length(input_ids)
         places, inner = self.places(input_ids, mask, sep)
-        return GLMDecoding(self, input_ids, mask, {"position_ids": places, "block_position_ids": inner, "sep": sep})
+        return GLMDecoding(
+            self, input_ids, mask, {"position_ids": places, "block_position_ids": inner, "sep": sep}
+        )
 
     @classmethod
     def key_map(cls, config: GLMConfig) -> KeyMap:
@@ -220,11 +276,17 @@ class GLM(CausalModel):
         pieces = {
             "input_embedding.weight": Piece("word_embeddings.weight"),
             "position_embedding.weight": Piece("transformer.position_embeddings.weight"),
-            "block_position_embedding.weight": Piece("transformer.block_position_embeddings.weight"),
+            "block_position_embedding.weight": Piece(
+                "transformer.block_position_embeddings.weight"
+            ),
             **both("encoder.output_layernorm", "transformer.final_layernorm"),
         }
         for layer in range(config.num_layers):
-            pieces |= _layer(f"encoder.layers.{layer}.", f"transformer.layers.{layer}.", config.num_heads * config.dim_head)
+            pieces |= _layer(
+                f"encoder.layers.{layer}.",
+                f"transformer.layers.{layer}.",
+                config.num_heads * config.dim_head,
+            )
         return KeyMap(pieces, prefix="glm.", new=(r"output_projection\.",))
 
 
@@ -232,16 +294,22 @@ class GLMDecoding(CausalDecoding):
     """Prompts whose last span goes on."""
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
-        """Inside a span the position in the context stays, that in the span grows, and `sep` is that of the prompt."""
+        """Inside a span the position in the context stays, that in the span grows, and `sep` is
+        that of the prompt.
+        """
         if name == "sep":
             return value
         longer = lengthened(value, length, None)
         if name == "block_position_ids" and length > value.shape[1]:
-            longer[:, value.shape[1] :] += torch.arange(1, length - value.shape[1] + 1, device=value.device)
+            longer[:, value.shape[1] :] += torch.arange(
+                1, length - value.shape[1] + 1, device=value.device
+            )
         return longer
 
 
-def _with_context(mask: AttentionMask, sep: torch.Tensor | None, num_queries: int, start: int) -> AttentionMask:
+def _with_context(
+    mask: AttentionMask, sep: torch.Tensor | None, num_queries: int, start: int
+) -> AttentionMask:
     """The mask for contexts of `sep` (batch,) tokens; causal where that is None."""
     if mask.pairs is not None:
         return mask
@@ -256,7 +324,10 @@ def _check_spans(num_spans: torch.Tensor, num_masks: torch.Tensor) -> None:
     # Where numbers are on a GPU, looking at them would stop the program until the GPU has them.
     if num_spans.device.type == "cpu" and bool(((num_spans > num_masks) & (num_masks > 0)).any()):
         row = int((num_spans - num_masks).argmax())
-        raise InputError(f"row {row} has {int(num_spans[row])} spans and {int(num_masks[row])} [MASK]s: give position_ids.")
+        raise InputError(
+            f"row {row} has {int(num_spans[row])} spans and {int(num_masks[row])} [MASK]s: "
+            "give position_ids."
+        )
 
 
 def _layer(ours: str, theirs: str, width: int) -> dict[str, Piece]:

@@ -16,7 +16,13 @@ from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalModel
-from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from, refuse
+from model_center.model.inputs import (
+    attention_mask_of,
+    embedded,
+    past_length,
+    positions_from,
+    refuse,
+)
 from model_center.weights.keymap import KeyMap, Piece
 
 
@@ -68,9 +74,13 @@ class GPT2Config(TransformerConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head, norm_bias=True, att_bias=True, ffn_bias=True, length_scale=False,
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            att_bias=True,
+            ffn_bias=True,
+            length_scale=False,
             ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
-        )  # fmt: skip
+        )
         if not self.tied:
             self.refuse_unless(proj_bias=False)
         return {
@@ -103,7 +113,9 @@ class GPT2(CausalModel):
         super().__init__(config)
         self.encoder = Encoder(**config.stack(config.num_layers), sharding=policy_of(config))
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
-        self.position_embedding = Embedding(config.position_size, config.dim_model, **config.embedding())
+        self.position_embedding = Embedding(
+            config.position_size, config.dim_model, **config.embedding()
+        )
         self.embed_dropout = torch.nn.Dropout(config.dropout_p)
         self.add_head(config)
 
@@ -127,12 +139,14 @@ class GPT2(CausalModel):
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used as it is, not causal.
+            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
+                as it is, not causal.
             token_type_ids: their embeddings are added to the tokens', if given.
             position_ids: (batch, seq); counted from the cached tokens on if None.
             head_mask: accepted as None only.
             use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_logits, output_attentions, output_hidden_states: what to return beside the last hidden states.
+            output_logits, output_attentions, output_hidden_states: what to return beside the last
+                hidden states.
             return_dict: False for a tuple of all fields.
         """
         refuse(head_mask=head_mask)
@@ -144,9 +158,13 @@ class GPT2(CausalModel):
         if token_type_ids is not None:
             hidden = hidden + self.input_embedding(token_type_ids[:, -hidden.shape[1] :])
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
         return self.run(self.embed_dropout(hidden), mask, None, asked)
 
     @property
@@ -187,8 +205,12 @@ def _layer(ours: str, theirs: str, width: int) -> dict[str, Piece]:
         pieces[f"{ours}ffn.layernorm_before_ffn.{kind}"] = Piece(f"{theirs}ln_2.{kind}")
         for place, name in enumerate(("project_q", "project_k", "project_v")):
             rows = (place * width, (place + 1) * width)
-            pieces[f"{attention}{name}.{kind}"] = Piece(f"{theirs}attn.c_attn.{kind}", transpose=turned, rows=rows)
-        pieces[f"{attention}attention_out.{kind}"] = Piece(f"{theirs}attn.c_proj.{kind}", transpose=turned)
+            pieces[f"{attention}{name}.{kind}"] = Piece(
+                f"{theirs}attn.c_attn.{kind}", transpose=turned, rows=rows
+            )
+        pieces[f"{attention}attention_out.{kind}"] = Piece(
+            f"{theirs}attn.c_proj.{kind}", transpose=turned
+        )
         pieces[f"{ffn}w_in.w.{kind}"] = Piece(f"{theirs}mlp.c_fc.{kind}", transpose=turned)
         pieces[f"{ffn}w_out.{kind}"] = Piece(f"{theirs}mlp.c_proj.{kind}", transpose=turned)
     return pieces

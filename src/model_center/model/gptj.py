@@ -1,4 +1,6 @@
-"""GPT-J (Wang and Komatsuzaki, "GPT-J-6B: A 6 Billion Parameter Autoregressive Language Model", 2021)."""
+"""GPT-J (Wang and Komatsuzaki, "GPT-J-6B: A 6 Billion Parameter Autoregressive Language Model",
+2021).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,20 @@ from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalModel
-from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from, refuse
+from model_center.model.inputs import (
+    attention_mask_of,
+    embedded,
+    past_length,
+    positions_from,
+    refuse,
+)
 from model_center.weights.keymap import KeyMap, Piece
 
 
 @dataclasses.dataclass(kw_only=True)
 class GPTjConfig(TransformerConfig):
-    """Configuration of GPTj; defaults are ModelCenter's, whose activation is not the one that the weights were trained with.
+    """Configuration of GPTj; defaults are ModelCenter's, whose activation is not the one that the
+    weights were trained with.
 
     Attributes:
         num_layers: number of layers.
@@ -54,7 +63,9 @@ class GPTjConfig(TransformerConfig):
         """As in TransformerConfig; positions turn channels that there are."""
         super().__post_init__()
         if not 0 < self.pos_rotary_dim <= self.dim_head:
-            raise ConfigError(f"pos_rotary_dim is {self.pos_rotary_dim}: expected 1 to dim_head={self.dim_head}.")
+            raise ConfigError(
+                f"pos_rotary_dim is {self.pos_rotary_dim}: expected 1 to dim_head={self.dim_head}."
+            )
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,9 +89,16 @@ class GPTjConfig(TransformerConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head, norm_bias=True, att_bias=False, ffn_bias=True, proj_bias=True, tied=False,
-            attn_scale=True, length_scale=False, ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
-        )  # fmt: skip
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            att_bias=False,
+            ffn_bias=True,
+            proj_bias=True,
+            tied=False,
+            attn_scale=True,
+            length_scale=False,
+            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+        )
         return {
             "architectures": ["GPTJForCausalLM"],
             "model_type": self.model_type,
@@ -102,9 +120,11 @@ class GPTjConfig(TransformerConfig):
 
 
 class GPTj(CausalModel):
-    """The decoder-only language model GPT-J: attention and feed-forward network read one normalised input, side by side.
+    """The decoder-only language model GPT-J: attention and feed-forward network read one normalised
+    input, side by side.
 
-    ModelCenter has two norms in a layer, which are copies of the original one; here they are one parameter under both names.
+    ModelCenter has two norms in a layer, which are copies of the original one; here they are one
+    parameter under both names.
     """
 
     _CONFIG_TYPE = GPTjConfig
@@ -112,7 +132,10 @@ class GPTj(CausalModel):
     def __init__(self, config: GPTjConfig) -> None:
         super().__init__(config)
         self.encoder = Encoder(
-            **config.stack(config.num_layers), parallel_ffn=True, variant=LayerVariant(one_norm=True), sharding=policy_of(config)
+            **config.stack(config.num_layers),
+            parallel_ffn=True,
+            variant=LayerVariant(one_norm=True),
+            sharding=policy_of(config),
         )
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
         self.position_bias = RotaryEmbedding(config.pos_rotary_dim)
@@ -144,9 +167,13 @@ class GPTj(CausalModel):
         if token_type_ids is not None:
             hidden = hidden + self.input_embedding(token_type_ids[:, -hidden.shape[1] :])
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
         return self.run(self.embed_dropout(hidden), mask, tables, asked)
 
     @classmethod
@@ -168,7 +195,10 @@ class GPTj(CausalModel):
 
 def _layer(ours: str, theirs: str) -> dict[str, Piece]:
     attention = ours + "self_att.self_attention."
-    pieces = {f"{attention}project_{name}.weight": Piece(f"{theirs}attn.{name}_proj.weight") for name in "qkv"}
+    pieces = {
+        f"{attention}project_{name}.weight": Piece(f"{theirs}attn.{name}_proj.weight")
+        for name in "qkv"
+    }
     pieces[f"{attention}attention_out.weight"] = Piece(f"{theirs}attn.out_proj.weight")
     for kind in ("weight", "bias"):
         for norm in ("self_att.layernorm_before_attention", "ffn.layernorm_before_ffn"):

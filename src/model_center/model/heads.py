@@ -15,7 +15,9 @@ from model_center.layer.parameter import constant, normal, parameter
 
 
 class VocabularyScores(bmt.DistributedModule):
-    """Scores of all tokens: `x W^T + b`, with a matrix of its own or, tied, that of an embedding."""
+    """Scores of all tokens: `x W^T + b`, with a matrix of its own or, tied, that of an
+    embedding.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -37,7 +39,13 @@ class LanguageModelHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, activate_fn: str) -> None:
         super().__init__()
-        self.dense = Linear(config.dim_model, config.dim_model, dtype=config.dtype, init_std=config.proj_init_std, bias=True)
+        self.dense = Linear(
+            config.dim_model,
+            config.dim_model,
+            dtype=config.dtype,
+            init_std=config.proj_init_std,
+            bias=True,
+        )
         self.act = activation(activate_fn)
         self.layer_norm = LayerNorm(config.dim_model, config.dtype, eps=config.norm_eps)
         self.decoder = VocabularyScores(config)
@@ -52,7 +60,13 @@ class Pooler(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.dense = Linear(config.dim_model, config.dim_model, dtype=config.dtype, init_std=config.proj_init_std, bias=True)
+        self.dense = Linear(
+            config.dim_model,
+            config.dim_model,
+            dtype=config.dtype,
+            init_std=config.proj_init_std,
+            bias=True,
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.dense(hidden[:, 0]))

@@ -13,7 +13,10 @@ from model_center.layer.transformer import Past
 
 
 def embedded(
-    input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, embedding: torch.nn.Module, what: str = "input"
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    embedding: torch.nn.Module,
+    what: str = "input",
 ) -> torch.Tensor:
     """Hidden states (batch, seq, dim_model) of ids (batch, seq), or those given in their place.
 
@@ -21,7 +24,10 @@ def embedded(
         InputError: unless exactly one of them is given, in the right number of dims.
     """
     if (input_ids is None) == (inputs_embeds is None):
-        raise InputError(f"give either {what}_ids or {what}s_embeds: got {'neither' if input_ids is None else 'both'}.")
+        raise InputError(
+            f"give either {what}_ids or {what}s_embeds: got "
+            f"{'neither' if input_ids is None else 'both'}."
+        )
     if input_ids is None:
         if inputs_embeds is None or inputs_embeds.dim() != 3:
             shape = None if inputs_embeds is None else tuple(inputs_embeds.shape)
@@ -55,41 +61,58 @@ def past_length(past_key_values: Past) -> int:
 
 
 def attention_mask_of(
-    attention_mask: torch.Tensor | AttentionMask | None, length: torch.Tensor | None, num_keys: int, *, causal: bool = False
+    attention_mask: torch.Tensor | AttentionMask | None,
+    length: torch.Tensor | None,
+    num_keys: int,
+    *,
+    causal: bool = False,
 ) -> AttentionMask:
     """The mask of a model from its arguments.
 
     Args:
-        attention_mask: (batch, num_keys), nonzero where a token is valid, or (batch, queries, num_keys), used as it is; any dtype.
-        length: (batch,), the number of valid tokens at the start of each row: an alternative to the mask, and where attention
-            is causal one that costs nothing, since no valid token sees what is behind it.
+        attention_mask: (batch, num_keys), nonzero where a token is valid, or (batch, queries,
+            num_keys), used as it is; any dtype.
+        length: (batch,), the number of valid tokens at the start of each row: an alternative to the
+            mask, and where attention is causal one that costs nothing, since no valid token sees
+            what is behind it.
         num_keys: tokens so far, those of a cache included.
         causal: whether keys after a query are hidden.
 
     Raises:
-        InputError: for a mask of another length, a `length` that is no tensor (batch,), or both arguments.
+        InputError: for a mask of another length, a `length` that is no tensor (batch,), or both
+            arguments.
     """
     if length is not None:
         if attention_mask is not None:
             raise InputError("give either length or attention_mask, not both.")
         if not isinstance(length, torch.Tensor) or length.dim() != 1:
-            got = f"shape {tuple(length.shape)}" if isinstance(length, torch.Tensor) else f"type {type(length).__name__}"
+            got = (
+                f"shape {tuple(length.shape)}"
+                if isinstance(length, torch.Tensor)
+                else f"type {type(length).__name__}"
+            )
             raise InputError(f"length is of {got}: expected a tensor (batch,).")
         return AttentionMask(causal, keys=None if causal else mask_of_lengths(length, num_keys))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] != num_keys:
         shape = tuple(attention_mask.shape)
-        raise InputError(f"attention_mask has shape {shape}: expected {num_keys} keys, those of the cache and the new ones.")
+        raise InputError(
+            f"attention_mask has shape {shape}: expected {num_keys} keys, those of the "
+            "cache and the new ones."
+        )
     return mask_from(attention_mask, causal=causal)
 
 
 def positions_from(
-    position_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, table_size: int | None = None
+    position_ids: torch.Tensor | None,
+    start: int,
+    hidden: torch.Tensor,
+    table_size: int | None = None,
 ) -> torch.Tensor:
     """Positions of the new tokens, (seq,) or (batch, seq).
 
     Args:
-        position_ids: (batch, seq) or, with a cache, of all tokens so far, which is cut to the new ones; None to count from
-            `start` on.
+        position_ids: (batch, seq) or, with a cache, of all tokens so far, which is cut to the new
+            ones; None to count from `start` on.
         start: number of earlier tokens.
         hidden: (batch, seq, dim_model).
         table_size: rows of the table of positions.
@@ -101,22 +124,31 @@ def positions_from(
     if position_ids is not None:
         return position_ids[..., -hidden.shape[1] :]
     if table_size is not None and end > table_size:
-        raise InputError(f"the sequence has {end} tokens: the model's table of positions has {table_size}.")
+        raise InputError(
+            f"the sequence has {end} tokens: the model's table of positions has {table_size}."
+        )
     return torch.arange(start, end, device=hidden.device)
 
 
 def positions_after_padding(
-    input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, valid: torch.Tensor | None, config: Any
+    input_ids: torch.Tensor | None,
+    start: int,
+    hidden: torch.Tensor,
+    valid: torch.Tensor | None,
+    config: Any,
 ) -> torch.Tensor:
-    """Positions of the new tokens as RoBERTa counts them, (seq,) or (batch, seq): padding does not count.
+    """Positions of the new tokens as RoBERTa counts them, (seq,) or (batch, seq): padding does not
+    count.
 
-    The first token has position `pad_token_id` + 1, padding itself has `pad_token_id`. Without ids all tokens count.
+    The first token has position `pad_token_id` + 1, padding itself has `pad_token_id`. Without ids
+    all tokens count.
 
     Args:
         input_ids: (batch, seq), integers.
         start: number of earlier tokens.
         hidden: (batch, seq, dim_model).
-        valid: bool (batch, start + seq), which tokens are none of the padding: says how many of the earlier ones count.
+        valid: bool (batch, start + seq), which tokens are none of the padding: says how many of the
+            earlier ones count.
         config: has `pad_token_id` and `position_size`.
 
     Raises:
@@ -124,10 +156,16 @@ def positions_after_padding(
     """
     pad, end = config.pad_token_id, start + hidden.shape[1]
     if pad is None:
-        raise InputError("pad_token_id is None: this model counts positions from it on; set it in the configuration.")
+        raise InputError(
+            "pad_token_id is None: this model counts positions from it on; set it in the "
+            "configuration."
+        )
     if pad + end >= config.position_size:
         longest = config.position_size - pad - 1
-        raise InputError(f"the sequence has {end} tokens: the model's table of positions is for {longest} at most.")
+        raise InputError(
+            f"the sequence has {end} tokens: the model's table of positions is for "
+            f"{longest} at most."
+        )
     if input_ids is None:
         return torch.arange(pad + 1 + start, pad + 1 + end, device=hidden.device)
     counts = input_ids != pad

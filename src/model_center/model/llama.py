@@ -1,4 +1,6 @@
-"""LLaMA 1, 2 and 3 (Touvron et al., "LLaMA", 2023; Grattafiori et al., "The Llama 3 Herd of Models", 2024)."""
+"""LLaMA 1, 2 and 3 (Touvron et al., "LLaMA", 2023; Grattafiori et al., "The Llama 3 Herd of
+Models", 2024).
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,10 @@ class LlamaConfig(TransformerConfig):
         """As in TransformerConfig; a window holds at least the token itself."""
         super().__post_init__()
         if self.sliding_window is not None and self.sliding_window < 1:
-            raise ConfigError(f"sliding_window is {self.sliding_window}: expected a positive number of tokens, or None.")
+            raise ConfigError(
+                f"sliding_window is {self.sliding_window}: expected a positive number of "
+                "tokens, or None."
+            )
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +95,9 @@ class LlamaConfig(TransformerConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         act = self.ffn_activate_fn.removeprefix(GATED)
-        self.refuse_unless(norm_bias=False, attn_scale=True, length_scale=False, ffn_activate_fn=GATED + act)
+        self.refuse_unless(
+            norm_bias=False, attn_scale=True, length_scale=False, ffn_activate_fn=GATED + act
+        )
         if not self.has_window:
             self.refuse_unless(sliding_window=None)
         if not self.tied:
@@ -135,7 +142,9 @@ class Llama(CausalModel):
             sharding=policy_of(config),
         )
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
-        self.position_bias = RotaryEmbeddingESM(config.dim_head, config.rope_base, scaling=config.rope_scaling)
+        self.position_bias = RotaryEmbeddingESM(
+            config.dim_head, config.rope_base, scaling=config.rope_scaling
+        )
         self.add_head(config)
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
@@ -160,9 +169,13 @@ class Llama(CausalModel):
         mask = mask._replace(window=self.config.sliding_window if mask.causal else None)
         tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
         return self.run(hidden, mask, tables, asked)
 
     @classmethod
@@ -189,23 +202,37 @@ class Llama(CausalModel):
         attention, variant = ours + "self_att.self_attention.", config.layer_variant()
         out_bias = config.att_bias if variant.out_bias is None else variant.out_bias
         pieces = {
-            f"{ours}self_att.layernorm_before_attention.weight": Piece(f"{theirs}input_layernorm.weight"),
-            f"{ours}ffn.layernorm_before_ffn.weight": Piece(f"{theirs}post_attention_layernorm.weight"),
+            f"{ours}self_att.layernorm_before_attention.weight": Piece(
+                f"{theirs}input_layernorm.weight"
+            ),
+            f"{ours}ffn.layernorm_before_ffn.weight": Piece(
+                f"{theirs}post_attention_layernorm.weight"
+            ),
         }
-        maps = {f"{attention}project_{name}": (f"{theirs}self_attn.{name}_proj", config.att_bias) for name in "qkv"}
+        maps = {
+            f"{attention}project_{name}": (f"{theirs}self_attn.{name}_proj", config.att_bias)
+            for name in "qkv"
+        }
         maps[f"{attention}attention_out"] = (f"{theirs}self_attn.o_proj", out_bias)
         maps[f"{ours}ffn.ffn.w_in.w_0"] = (f"{theirs}mlp.gate_proj", config.ffn_bias)
         maps[f"{ours}ffn.ffn.w_in.w_1"] = (f"{theirs}mlp.up_proj", config.ffn_bias)
         maps[f"{ours}ffn.ffn.w_out"] = (f"{theirs}mlp.down_proj", config.ffn_bias)
         for own, (other, has_bias) in maps.items():
-            pieces |= {f"{own}.{kind}": Piece(f"{other}.{kind}") for kind in (("weight", "bias") if has_bias else ("weight",))}
+            pieces |= {
+                f"{own}.{kind}": Piece(f"{other}.{kind}")
+                for kind in (("weight", "bias") if has_bias else ("weight",))
+            }
         if variant.head_norm_eps is not None:
-            pieces |= {f"{attention}norm_{name}.weight": Piece(f"{theirs}self_attn.{name}_norm.weight") for name in "qk"}
+            pieces |= {
+                f"{attention}norm_{name}.weight": Piece(f"{theirs}self_attn.{name}_norm.weight")
+                for name in "qk"
+            }
         return pieces
 
 
 def rope_of(content: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of rotary positions, as configurations of transformers before and after version 5 state them.
+    """Base and scaling of rotary positions, as configurations of transformers before and after
+    version 5 state them.
 
     Raises:
         ConfigError: for values that are no mapping, or positions of a part of the channels.
@@ -214,8 +241,14 @@ def rope_of(content: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
     if not isinstance(stated, Mapping):
         raise ConfigError(f"rope_scaling is a {type(stated).__name__}: expected a mapping.")
     if stated.get("partial_rotary_factor", 1) != 1:
-        raise ConfigError(f"partial_rotary_factor={stated['partial_rotary_factor']} is not supported: expected 1.")
+        raise ConfigError(
+            f"partial_rotary_factor={stated['partial_rotary_factor']} is not supported: expected 1."
+        )
     base = stated.get("rope_theta", content.get("rope_theta", 10000.0))
-    scaling = {name: value for name, value in stated.items() if name not in {"rope_theta", "partial_rotary_factor"}}
+    scaling = {
+        name: value
+        for name, value in stated.items()
+        if name not in {"rope_theta", "partial_rotary_factor"}
+    }
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     return float(base), scaling if kind != "default" else None

@@ -1,4 +1,6 @@
-"""Longformer (Beltagy et al., "Longformer: The Long-Document Transformer", 2020), and Lawformer, which is built alike."""
+"""Longformer (Beltagy et al., "Longformer: The Long-Document Transformer", 2020), and Lawformer,
+which is built alike.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +60,25 @@ class LongformerConfig(MaskedConfig):
         widths = {windows} if isinstance(windows, int) else set(windows)
         if len(widths) != 1:
             raise ConfigError(f"attention_window is {windows}: expected one width for all layers.")
-        of_longformer = {"attention_window": widths.pop(), "sep_tok_id": content.get("sep_token_id", 2)}
+        of_longformer = {
+            "attention_window": widths.pop(),
+            "sep_tok_id": content.get("sep_token_id", 2),
+        }
         return super().from_hugging_face(content) | of_longformer
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         windows = [self.attention_window] * self.num_layers
-        return super().to_hugging_face() | {"attention_window": windows, "sep_token_id": self.sep_tok_id}
+        return super().to_hugging_face() | {
+            "attention_window": windows,
+            "sep_token_id": self.sep_tok_id,
+        }
 
 
 class Longformer(MaskedModel):
-    """An encoder for long texts: memory and time grow linearly with the number of tokens, which may be any."""
+    """An encoder for long texts: memory and time grow linearly with the number of tokens, which may
+    be any.
+    """
 
     _CONFIG_TYPE = LongformerConfig
 
@@ -96,13 +106,18 @@ class Longformer(MaskedModel):
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
             length: (batch,), the number of valid tokens at the start of each row.
-            attention_mask: (batch, seq), nonzero where a token is valid; without it and `length` all are.
-            global_attention_mask: (batch, seq), nonzero where a valid token sees all and is seen by all; None for none.
-            token_type_ids, position_ids: (batch, seq); zeros, and the number of tokens so far, if None.
+            attention_mask: (batch, seq), nonzero where a token is valid; without it and `length`
+                all are.
+            global_attention_mask: (batch, seq), nonzero where a valid token sees all and is seen by
+                all; None for none.
+            token_type_ids, position_ids: (batch, seq); zeros, and the number of tokens so far, if
+                None.
             return_dict: False for a tuple of all fields.
-            return_logits: scores of the language model's head, or with `cls_head` of the classes, at every position.
+            return_logits: scores of the language model's head, or with `cls_head` of the classes,
+                at every position.
             output_pooler_output, output_hidden_states: what else to return.
-            output_attentions: probabilities (batch, heads, seq, seq), for which memory grows quadratically with seq.
+            output_attentions: probabilities (batch, heads, seq, seq), for which memory grows
+                quadratically with seq.
 
         Raises:
             InputError: for masks of another shape.
@@ -114,10 +129,19 @@ class Longformer(MaskedModel):
         else:
             positions = positions_from(position_ids, 0, hidden)
         asked = Asked(
-            output_logits=return_logits, output_attentions=output_attentions, output_hidden_states=output_hidden_states,
+            output_logits=return_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
             return_dict=return_dict,
-        )  # fmt: skip
-        return self.run(hidden, positions, token_type_ids, mask, asked, output_pooler_output=output_pooler_output)
+        )
+        return self.run(
+            hidden,
+            positions,
+            token_type_ids,
+            mask,
+            asked,
+            output_pooler_output=output_pooler_output,
+        )
 
     @classmethod
     def key_map(cls, config: LongformerConfig) -> KeyMap:
@@ -135,11 +159,19 @@ def _mask(
     if length is not None and attention_mask is not None:
         raise InputError("give either length or attention_mask, not both.")
     shape = hidden.shape[:2]
-    for name, mask in (("attention_mask", attention_mask), ("global_attention_mask", global_attention_mask)):
+    for name, mask in (
+        ("attention_mask", attention_mask),
+        ("global_attention_mask", global_attention_mask),
+    ):
         if mask is not None and mask.shape != shape:
-            raise InputError(f"{name} has shape {tuple(mask.shape)}: expected (batch, seq) = {tuple(shape)}.")
+            raise InputError(
+                f"{name} has shape {tuple(mask.shape)}: expected (batch, seq) = {tuple(shape)}."
+            )
     if length is not None:
         attention_mask = mask_of_lengths(length, shape[1])
     if attention_mask is None:
         attention_mask = torch.ones(shape, dtype=torch.bool, device=hidden.device)
-    return sparse_mask(attention_mask.bool(), None if global_attention_mask is None else global_attention_mask.bool())
+    return sparse_mask(
+        attention_mask.bool(),
+        None if global_attention_mask is None else global_attention_mask.bool(),
+    )

@@ -1,4 +1,6 @@
-"""MaskedModel: what BERT and its relatives share, which is everything but positions and the form of the attention."""
+"""MaskedModel: what BERT and its relatives share, which is everything but positions and the form of
+the attention.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,15 @@ class MaskedConfig(TransformerConfig):
         """Our values for those of a Hugging Face config.json.
 
         Raises:
-            ConfigError: for a model that is another in substance: a decoder, or one with relative positions.
+            ConfigError: for a model that is another in substance: a decoder, or one with relative
+                positions.
         """
-        if content.get("position_embedding_type", "absolute") != "absolute" or content.get("is_decoder", False):
-            raise ConfigError("only encoders with position_embedding_type 'absolute' are supported.")
+        if content.get("position_embedding_type", "absolute") != "absolute" or content.get(
+            "is_decoder", False
+        ):
+            raise ConfigError(
+                "only encoders with position_embedding_type 'absolute' are supported."
+            )
         dim_model, num_heads = content["hidden_size"], content["num_attention_heads"]
         return {
             "vocab_size": content["vocab_size"],
@@ -89,9 +96,15 @@ class MaskedConfig(TransformerConfig):
             ConfigError: for values that transformers' model cannot have.
         """
         self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head, norm_bias=True, att_bias=True, ffn_bias=True, length_scale=False,
-            attn_scale=True, post_layer_norm=True, ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
-        )  # fmt: skip
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            att_bias=True,
+            ffn_bias=True,
+            length_scale=False,
+            attn_scale=True,
+            post_layer_norm=True,
+            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+        )
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -113,7 +126,8 @@ class MaskedConfig(TransformerConfig):
 
 
 class MaskedModel(BaseModel):
-    """Embeddings of tokens, positions and types, an encoder, the head of the pre-training, and the pooler.
+    """Embeddings of tokens, positions and types, an encoder, the head of the pre-training, and the
+    pooler.
 
     Args:
         config: of the model.
@@ -123,12 +137,19 @@ class MaskedModel(BaseModel):
     def __init__(self, config: MaskedConfig, **attention: Any) -> None:
         super().__init__(config)
         of_all = {"embedding_size": config.dim_model, **config.embedding()}
-        self.input_embedding = Embedding(config.vocab_size, padding_idx=config.pad_token_id, **of_all)
-        self.position_embedding = Embedding(config.position_size, padding_idx=config.position_padding_idx, **of_all)
+        self.input_embedding = Embedding(
+            config.vocab_size, padding_idx=config.pad_token_id, **of_all
+        )
+        self.position_embedding = Embedding(
+            config.position_size, padding_idx=config.position_padding_idx, **of_all
+        )
         self.token_type_embedding = Embedding(config.type_size, **of_all)
         self.embed_dropout = torch.nn.Dropout(config.dropout_p)
         self.encoder = Encoder(
-            **config.stack(config.num_layers), post_layer_norm=config.post_layer_norm, sharding=policy_of(config), **attention
+            **config.stack(config.num_layers),
+            post_layer_norm=config.post_layer_norm,
+            sharding=policy_of(config),
+            **attention,
         )
         if config.cls_head:
             self.cls_projection = Linear(config.dim_model, config.cls_head, **config.head())
@@ -145,7 +166,8 @@ class MaskedModel(BaseModel):
         *,
         output_pooler_output: bool,
     ) -> Any:
-        """Tokens' embeddings through all layers and heads; a BaseModelOutputWithPooling, or its tuple.
+        """Tokens' embeddings through all layers and heads; a BaseModelOutputWithPooling, or its
+        tuple.
 
         Args:
             hidden: (batch, seq, dim_model), of the tokens alone.
@@ -154,12 +176,22 @@ class MaskedModel(BaseModel):
             mask: of the attention.
             asked, output_pooler_output: what to return.
         """
-        types = torch.zeros_like(positions) if token_type_ids is None else token_type_ids[:, -hidden.shape[1] :]
+        types = (
+            torch.zeros_like(positions)
+            if token_type_ids is None
+            else token_type_ids[:, -hidden.shape[1] :]
+        )
         hidden = hidden + self.position_embedding(positions) + self.token_type_embedding(types)
         out = self.encoder(
-            self.embed_dropout(hidden), mask, None, asked.use_cache, asked.past_key_values, asked.output_attentions,
-            asked.output_hidden_states, return_dict=True,
-        )  # fmt: skip
+            self.embed_dropout(hidden),
+            mask,
+            None,
+            asked.use_cache,
+            asked.past_key_values,
+            asked.output_attentions,
+            asked.output_hidden_states,
+            return_dict=True,
+        )
         output = BaseModelOutputWithPooling(
             last_hidden_state=out.last_hidden_state,
             pooler_output=self.pooler(out.last_hidden_state) if output_pooler_output else None,
@@ -177,7 +209,9 @@ class MaskedModel(BaseModel):
         return self.lm_head(hidden, self.input_embedding)
 
 
-def masked_key_map(config: MaskedConfig, prefix: str, head: dict[str, str], *, global_attention: bool = False) -> KeyMap:
+def masked_key_map(
+    config: MaskedConfig, prefix: str, head: dict[str, str], *, global_attention: bool = False
+) -> KeyMap:
     """Where each tensor of a MaskedModel is in a checkpoint of Hugging Face.
 
     Args:
@@ -191,11 +225,20 @@ def masked_key_map(config: MaskedConfig, prefix: str, head: dict[str, str], *, g
     decoder = head["decoder"]
     if config.tied:
         pieces["lm_head.decoder.bias"] = Piece(head["bias"])
-        tied = {f"{decoder}.bias": head["bias"], f"{decoder}.weight": prefix + "embeddings.word_embeddings.weight"}
+        tied = {
+            f"{decoder}.bias": head["bias"],
+            f"{decoder}.weight": prefix + "embeddings.word_embeddings.weight",
+        }
     else:  # `bias` is another tensor then, which nothing adds
         pieces |= both("lm_head.decoder", decoder)
         tied, ignored = {}, (*ignored, f"^{re.escape(head['bias'])}$")
-    return KeyMap(pieces, prefix=prefix, ignored=ignored, tied=tied, new=(r"cls_projection\.", r"pooler\.", r"lm_head\."))
+    return KeyMap(
+        pieces,
+        prefix=prefix,
+        ignored=ignored,
+        tied=tied,
+        new=(r"cls_projection\.", r"pooler\.", r"lm_head\."),
+    )
 
 
 def both(ours: str, theirs: str) -> dict[str, Piece]:
@@ -206,7 +249,8 @@ def both(ours: str, theirs: str) -> dict[str, Piece]:
 def _encoder_pieces(config: MaskedConfig, prefix: str, global_attention: bool) -> dict[str, Piece]:
     """Embeddings, layers and pooler.
 
-    Norms there follow each part: that before attention is the last one of the layer below, or of the embeddings.
+    Norms there follow each part: that before attention is the last one of the layer below, or of
+    the embeddings.
     """
     pieces = {
         "input_embedding.weight": Piece(prefix + "embeddings.word_embeddings.weight"),
@@ -227,4 +271,8 @@ def _encoder_pieces(config: MaskedConfig, prefix: str, global_attention: bool) -
         pieces |= both(ours + "ffn.ffn.w_in.w", theirs + "intermediate.dense")
         pieces |= both(ours + "ffn.ffn.w_out", theirs + "output.dense")
         below = theirs + "output.LayerNorm"
-    return pieces | both("encoder.output_layernorm", below) | both("pooler.dense", prefix + "pooler.dense")
+    return (
+        pieces
+        | both("encoder.output_layernorm", below)
+        | both("pooler.dense", prefix + "pooler.dense")
+    )

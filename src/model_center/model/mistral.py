@@ -1,4 +1,6 @@
-"""Mistral (Jiang et al., "Mistral 7B", 2023): LLaMA whose tokens may see a window of last tokens only."""
+"""Mistral (Jiang et al., "Mistral 7B", 2023): LLaMA whose tokens may see a window of last tokens
+only.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class MistralConfig(LlamaConfig):
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json."""
-        return super().from_hugging_face(content) | {"sliding_window": content.get("sliding_window", 4096)}
+        return super().from_hugging_face(content) | {
+            "sliding_window": content.get("sliding_window", 4096)
+        }
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""

@@ -18,10 +18,17 @@ from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalModel
-from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from, refuse
+from model_center.model.inputs import (
+    attention_mask_of,
+    embedded,
+    past_length,
+    positions_from,
+    refuse,
+)
 from model_center.weights.keymap import KeyMap, Piece, both
 
-OFFSET = 2  # rows of the table of positions before that of the first token; padding has the one before it
+# rows of the table of positions before that of the first token; padding has the one before it
+OFFSET = 2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,7 +39,8 @@ class OPTConfig(TransformerConfig):
         num_layers: number of layers.
         position_size: longest sequence.
         pad_token_id: a token whose embedding is not trained by being looked up; None for none.
-        dim_embedding: width of the embedding, between which and dim_model two maps stand (OPT-350m); None for dim_model.
+        dim_embedding: width of the embedding, between which and dim_model two maps stand
+            (OPT-350m); None for dim_model.
         prefix: accepted; of the tokenizer.
     """
 
@@ -63,8 +71,13 @@ class OPTConfig(TransformerConfig):
             ConfigError: for norms without parameters, or without a last one.
         """
         norms_first = content.get("do_layer_norm_before", True)
-        if not content.get("layer_norm_elementwise_affine", True) or (norms_first and content.get("_remove_final_layer_norm")):
-            raise ConfigError("layer_norm_elementwise_affine=False and _remove_final_layer_norm=True are not supported.")
+        if not content.get("layer_norm_elementwise_affine", True) or (
+            norms_first and content.get("_remove_final_layer_norm")
+        ):
+            raise ConfigError(
+                "layer_norm_elementwise_affine=False and _remove_final_layer_norm=True are "
+                "not supported."
+            )
         dim_model, num_heads = content["hidden_size"], content["num_attention_heads"]
         dim_embedding = content.get("word_embed_proj_dim") or dim_model
         return {
@@ -88,9 +101,14 @@ class OPTConfig(TransformerConfig):
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
         self.refuse_unless(
-            dim_model=self.num_heads * self.dim_head, norm_bias=True, norm_eps=1e-5, ffn_bias=self.att_bias, attn_scale=True,
-            length_scale=False, ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
-        )  # fmt: skip
+            dim_model=self.num_heads * self.dim_head,
+            norm_bias=True,
+            norm_eps=1e-5,
+            ffn_bias=self.att_bias,
+            attn_scale=True,
+            length_scale=False,
+            ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
+        )
         return {
             "architectures": ["OPTForCausalLM"],
             "model_type": self.model_type,
@@ -126,8 +144,12 @@ class OPT(CausalModel):
             sharding=policy_of(config),
         )
         width = config.dim_embedding or config.dim_model
-        self.input_embedding = Embedding(config.vocab_size, width, padding_idx=config.pad_token_id, **config.embedding())
-        self.position_embedding = Embedding(config.position_size + OFFSET, config.dim_model, **config.embedding())
+        self.input_embedding = Embedding(
+            config.vocab_size, width, padding_idx=config.pad_token_id, **config.embedding()
+        )
+        self.position_embedding = Embedding(
+            config.position_size + OFFSET, config.dim_model, **config.embedding()
+        )
         if config.dim_embedding:
             maps: dict[str, Any] = {"dtype": config.dtype, "init_std": config.proj_init_std}
             self.project_in = Linear(width, config.dim_model, **maps)
@@ -157,8 +179,9 @@ class OPT(CausalModel):
     ) -> Any:
         """Score the next token at every position.
 
-        Arguments as in `GPT2`, but `inputs_embeds` are as wide as the embedding, and `position_ids` are rows of the table of
-        positions, of which 2 is that of the first token; without them valid tokens are counted, those of a cache included.
+        Arguments as in `GPT2`, but `inputs_embeds` are as wide as the embedding, and `position_ids`
+        are rows of the table of positions, of which 2 is that of the first token; without them
+        valid tokens are counted, those of a cache included.
         """
         refuse(head_mask=head_mask, token_type_ids=token_type_ids)
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
@@ -167,15 +190,25 @@ class OPT(CausalModel):
         positions = self.positions(position_ids, mask.keys, start, hidden)
         hidden = self.project_in(hidden) if self.config.dim_embedding else hidden
         asked = Asked(
-            use_cache=use_cache, past_key_values=past_key_values, output_logits=output_logits,
-            output_attentions=output_attentions, output_hidden_states=output_hidden_states, return_dict=return_dict,
-        )  # fmt: skip
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
         return self.run(hidden + self.position_embedding(positions), mask, None, asked)
 
     def positions(
-        self, position_ids: torch.Tensor | None, valid: torch.Tensor | None, start: int, hidden: torch.Tensor
+        self,
+        position_ids: torch.Tensor | None,
+        valid: torch.Tensor | None,
+        start: int,
+        hidden: torch.Tensor,
     ) -> torch.Tensor:
-        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq); `valid` is bool (batch, tokens so far)."""
+        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq); `valid` is
+        bool (batch, tokens so far).
+        """
         counted = positions_from(position_ids, start, hidden, self.config.position_size)
         if position_ids is not None:
             return counted
@@ -206,7 +239,10 @@ class OPT(CausalModel):
             "position_embedding.weight": Piece("model.decoder.embed_positions.weight"),
         }
         if config.dim_embedding:
-            pieces |= {f"project_{way}.weight": Piece(f"model.decoder.project_{way}.weight") for way in ("in", "out")}
+            pieces |= {
+                f"project_{way}.weight": Piece(f"model.decoder.project_{way}.weight")
+                for way in ("in", "out")
+            }
         below = ""
         for layer in range(config.num_layers):
             theirs = f"model.decoder.layers.{layer}."
@@ -214,21 +250,33 @@ class OPT(CausalModel):
             below = theirs
         last = below if config.post_layer_norm else "model.decoder."
         pieces |= both("decoder.output_layernorm", last + "final_layer_norm")
-        return KeyMap(pieces, prefix="model.", tied={"lm_head.weight": table}, new=(r"cls_projection\.",))
+        return KeyMap(
+            pieces, prefix="model.", tied={"lm_head.weight": table}, new=(r"cls_projection\.",)
+        )
 
 
 def _layer(config: OPTConfig, ours: str, theirs: str, below: str) -> dict[str, Piece]:
-    """One layer. With norms behind each part, that before attention is the last one of the layer `below`, if there is one."""
-    attention, before, after = ours + "self_att.self_attention.", "self_attn_layer_norm", "final_layer_norm"
+    """One layer. With norms behind each part, that before attention is the last one of the layer
+    `below`, if there is one.
+    """
+    attention, before, after = (
+        ours + "self_att.self_attention.",
+        "self_attn_layer_norm",
+        "final_layer_norm",
+    )
     pieces: dict[str, Piece] = {}
     if not config.post_layer_norm:
         pieces |= both(ours + "self_att.layernorm_before_attention", theirs + before)
     elif below:
         pieces |= both(ours + "self_att.layernorm_before_attention", below + after)
-    pieces |= both(ours + "ffn.layernorm_before_ffn", theirs + (before if config.post_layer_norm else after))
+    pieces |= both(
+        ours + "ffn.layernorm_before_ffn", theirs + (before if config.post_layer_norm else after)
+    )
     maps = {f"{attention}project_{name}": f"{theirs}self_attn.{name}_proj" for name in "qkv"}
     maps[attention + "attention_out"] = theirs + "self_attn.out_proj"
     maps |= {f"{ours}ffn.ffn.w_in.w": f"{theirs}fc1", f"{ours}ffn.ffn.w_out": f"{theirs}fc2"}
     for own, other in maps.items():
-        pieces |= both(own, other) if config.att_bias else {f"{own}.weight": Piece(f"{other}.weight")}
+        pieces |= (
+            both(own, other) if config.att_bias else {f"{own}.weight": Piece(f"{other}.weight")}
+        )
     return pieces

@@ -15,7 +15,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass
 class ModelOutput:
-    """Fields of tensors. `output.name` and `output["name"]` read one; positions, slices and `to_tuple` skip None."""
+    """Fields of tensors. `output.name` and `output["name"]` read one; positions, slices and
+    `to_tuple` skip None.
+    """
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in order."""
@@ -57,7 +59,8 @@ class BaseModelOutput(ModelOutput):
         last_hidden_state: (batch, seq, dim_model), after the last norm.
         past_key_values: the cache, with `use_cache`.
         logits: (batch, seq, vocab_size), or (batch, seq, cls_head), with `output_logits`.
-        hidden_states: the inputs of all layers and the last hidden state, with `output_hidden_states`.
+        hidden_states: the inputs of all layers and the last hidden state, with
+            `output_hidden_states`.
         attentions: of each layer (batch, heads, queries, keys), with `output_attentions`.
     """
 
@@ -70,7 +73,9 @@ class BaseModelOutput(ModelOutput):
 
 @dataclasses.dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """Output of an encoder: as BaseModelOutput, and `pooler_output` (batch, dim_model), made of the first token."""
+    """Output of an encoder: as BaseModelOutput, and `pooler_output` (batch, dim_model), made of the
+    first token.
+    """
 
     last_hidden_state: torch.Tensor | None = None
     pooler_output: torch.Tensor | None = None

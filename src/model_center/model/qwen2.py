@@ -1,4 +1,6 @@
-"""Qwen2 and Qwen2.5 (Yang et al., "Qwen2 Technical Report", 2024): LLaMA with biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5 (Yang et al., "Qwen2 Technical Report", 2024): LLaMA with biases of queries,
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ class Qwen2Config(LlamaConfig):
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json."""
-        return super().from_hugging_face(content) | {"att_bias": True, "sliding_window": window_of(content)}
+        return super().from_hugging_face(content) | {
+            "att_bias": True,
+            "sliding_window": window_of(content),
+        }
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model."""
@@ -70,14 +75,20 @@ def window_of(content: Mapping[str, Any]) -> int | None:
     """
     size = content.get("sliding_window") if content.get("use_sliding_window") else None
     depth, first = content["num_hidden_layers"], content.get("max_window_layers", 28)
-    kinds = content.get("layer_types") or [SLIDING if size is not None and layer >= first else FULL for layer in range(depth)]
+    kinds = content.get("layer_types") or [
+        SLIDING if size is not None and layer >= first else FULL for layer in range(depth)
+    ]
     if len(set(kinds)) > 1:
         raise ConfigError(
-            f"layers of several kinds of attention ({', '.join(sorted(set(kinds)))}; max_window_layers={first} of {depth}) are not "
+            f"layers of several kinds of attention ({', '.join(sorted(set(kinds)))}; "
+            f"max_window_layers={first} of {depth}) are not "
             f"supported: expected {FULL!r} or {SLIDING!r} for all."
         )
     if kinds[0] not in {FULL, SLIDING}:
         raise ConfigError(f"layer_types are {kinds[0]!r}: expected {FULL!r} or {SLIDING!r}.")
     if kinds[0] == SLIDING and size is None:
-        raise ConfigError(f"layer_types are {SLIDING!r}, but use_sliding_window or sliding_window says that there is no window.")
+        raise ConfigError(
+            f"layer_types are {SLIDING!r}, but use_sliding_window or sliding_window says "
+            "that there is no window."
+        )
     return size if kinds[0] == SLIDING else None

@@ -1,4 +1,6 @@
-"""Qwen3 (Yang et al., "Qwen3 Technical Report", 2025): Qwen2 with norms of queries and keys in place of their biases."""
+"""Qwen3 (Yang et al., "Qwen3 Technical Report", 2025): Qwen2 with norms of queries and keys in
+place of their biases.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Qwen3Config(Qwen2Config):
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json."""
-        own = {"att_bias": content.get("attention_bias", False), "dim_head": content.get("head_dim", 128)}
+        own = {
+            "att_bias": content.get("attention_bias", False),
+            "dim_head": content.get("head_dim", 128),
+        }
         return super().from_hugging_face(content) | own
 
     def of_attention(self) -> dict[str, Any]:

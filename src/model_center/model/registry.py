@@ -53,5 +53,7 @@ def model_class(content: Mapping[str, Any]) -> type[BaseModel]:
     if kind not in CLASSES:
         near = difflib.get_close_matches(kind, CLASSES, n=1)
         hint = f"; nearest: {near[0]!r}" if near else ""
-        raise ConfigError(f"model_type is {kind!r}: expected one of {', '.join(sorted(CLASSES))}{hint}.")
+        raise ConfigError(
+            f"model_type is {kind!r}: expected one of {', '.join(sorted(CLASSES))}{hint}."
+        )
     return CLASSES[kind]

@@ -15,7 +15,12 @@ from model_center.model.masked import MaskedConfig, masked_key_map
 from model_center.weights.keymap import KeyMap
 
 # Names of the head in checkpoints of RoBERTa and its relatives.
-HEAD = {"dense": "lm_head.dense", "layer_norm": "lm_head.layer_norm", "decoder": "lm_head.decoder", "bias": "lm_head.bias"}
+HEAD = {
+    "dense": "lm_head.dense",
+    "layer_norm": "lm_head.layer_norm",
+    "decoder": "lm_head.decoder",
+    "bias": "lm_head.bias",
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -47,15 +52,20 @@ class RobertaConfig(MaskedConfig):
 
 
 class Roberta(Bert):
-    """The encoder RoBERTa, with the head of its pre-training and the pooler; `forward` is that of Bert.
+    """The encoder RoBERTa, with the head of its pre-training and the pooler; `forward` is that of
+    Bert.
 
     Positions count the tokens that are not `pad_token_id`, from `pad_token_id` + 1 on.
     """
 
     _CONFIG_TYPE: ClassVar[type[Config]] = RobertaConfig
 
-    def positions(self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask) -> torch.Tensor:
-        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): the number of tokens so far."""
+    def positions(
+        self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask
+    ) -> torch.Tensor:
+        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): the number of
+        tokens so far.
+        """
         return positions_after_padding(input_ids, start, hidden, mask.keys, self.config)
 
     @classmethod

@@ -28,7 +28,8 @@ class Seq2SeqConfig(TransformerConfig):
 
     Attributes:
         num_encoder_layers, num_decoder_layers: numbers of layers.
-        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see `bucket_of`.
+        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see
+            `bucket_of`.
         pos_init_mean, pos_init_std: of their first values.
     """
 
@@ -60,15 +61,21 @@ class Seq2SeqConfig(TransformerConfig):
 
 
 class Seq2SeqModel(BaseModel):
-    """An encoder and a decoder over one embedding, and a head: tied to it, of its own, or for classes."""
+    """An encoder and a decoder over one embedding, and a head: tied to it, of its own, or for
+    classes.
+    """
 
     # What the decoder starts with in generation, where nothing else is said.
     DECODER_START: ClassVar[int] = 0
 
     def __init__(self, config: Seq2SeqConfig, embedding: Embedding) -> None:
         super().__init__(config)
-        self.encoder = Encoder(**config.stack(config.num_encoder_layers), sharding=policy_of(config))
-        self.decoder = Decoder(**config.stack(config.num_decoder_layers), sharding=policy_of(config))
+        self.encoder = Encoder(
+            **config.stack(config.num_encoder_layers), sharding=policy_of(config)
+        )
+        self.decoder = Decoder(
+            **config.stack(config.num_decoder_layers), sharding=policy_of(config)
+        )
         self.input_embedding = embedding
         self.position_bias_enc = RelativePositionEmbedding(**config.relative(bidirectional=True))
         self.position_bias_dec = RelativePositionEmbedding(**config.relative(bidirectional=False))
@@ -104,32 +111,60 @@ class Seq2SeqModel(BaseModel):
         """Encode a sequence and score the next token at every position of another.
 
         Args:
-            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model); or `encoder_outputs`.
-            length, attention_mask: see `attention_mask_of`, for the encoder's tokens; of pairs only with `encoder_outputs`.
-            decoder_input_ids, decoder_inputs_embeds, decoder_length, decoder_attention_mask: the same for the decoder.
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model); or
+                `encoder_outputs`.
+            length, attention_mask: see `attention_mask_of`, for the encoder's tokens; of pairs only
+                with `encoder_outputs`.
+            decoder_input_ids, decoder_inputs_embeds, decoder_length, decoder_attention_mask: the
+            same for the decoder.
             head_mask, decoder_head_mask, cross_attn_head_mask: accepted as None only.
-            encoder_outputs: last hidden states (batch, seq, dim_model) of the encoder, or a tuple that begins with them.
+            encoder_outputs: last hidden states (batch, seq, dim_model) of the encoder, or a tuple
+                that begins with them.
             use_cache, past_key_values: the decoder's cache to return, and of earlier tokens.
             output_attentions, output_hidden_states: of the encoder; those of the decoder with it.
             output_decoder_attentions, output_decoder_hidden_states: of the decoder only.
             output_logits: whether to score.
             return_dict: False for a tuple of all fields.
         """
-        refuse(head_mask=head_mask, decoder_head_mask=decoder_head_mask, cross_attn_head_mask=cross_attn_head_mask)
+        refuse(
+            head_mask=head_mask,
+            decoder_head_mask=decoder_head_mask,
+            cross_attn_head_mask=cross_attn_head_mask,
+        )
         if encoder_outputs is None:
-            encoded = self.encode(input_ids, inputs_embeds, length, _both(attention_mask), output_attentions, output_hidden_states)
+            encoded = self.encode(
+                input_ids,
+                inputs_embeds,
+                length,
+                _both(attention_mask),
+                output_attentions,
+                output_hidden_states,
+            )
         else:
-            encoded = StackOutput(encoder_outputs if isinstance(encoder_outputs, torch.Tensor) else encoder_outputs[0])
+            encoded = StackOutput(
+                encoder_outputs if isinstance(encoder_outputs, torch.Tensor) else encoder_outputs[0]
+            )
         states = encoded.last_hidden_state
-        hidden = self.embed_dropout(embedded(decoder_input_ids, decoder_inputs_embeds, self.input_embedding, "decoder_input"))
+        hidden = self.embed_dropout(
+            embedded(
+                decoder_input_ids, decoder_inputs_embeds, self.input_embedding, "decoder_input"
+            )
+        )
         start = past_length(past_key_values)
         end = start + hidden.shape[1]
         out = self.decoder(
-            hidden, attention_mask_of(decoder_attention_mask, decoder_length, end, causal=True),
-            self.position_bias_dec(torch.arange(start, end, device=hidden.device), end), states,
-            attention_mask_of(attention_mask, length, states.shape[1]), None, use_cache, past_key_values,
-            output_attentions or output_decoder_attentions, output_hidden_states or output_decoder_hidden_states, return_dict=True,
-        )  # fmt: skip
+            hidden,
+            attention_mask_of(decoder_attention_mask, decoder_length, end, causal=True),
+            self.position_bias_dec(torch.arange(start, end, device=hidden.device), end),
+            states,
+            attention_mask_of(attention_mask, length, states.shape[1]),
+            None,
+            use_cache,
+            past_key_values,
+            output_attentions or output_decoder_attentions,
+            output_hidden_states or output_decoder_hidden_states,
+            return_dict=True,
+        )
         output = Seq2SeqModelOutput(
             last_hidden_state=out.last_hidden_state,
             encoder_last_hidden_state=states,
@@ -152,7 +187,16 @@ class Seq2SeqModel(BaseModel):
         hidden = self.embed_dropout(embedded(input_ids, inputs_embeds, self.input_embedding))
         mask = attention_mask_of(attention_mask, length, hidden.shape[1])
         bias = self.position_bias_enc(hidden.shape[1], hidden.shape[1])
-        out: StackOutput = self.encoder(hidden, mask, bias, False, None, output_attentions, output_hidden_states, return_dict=True)
+        out: StackOutput = self.encoder(
+            hidden,
+            mask,
+            bias,
+            False,
+            None,
+            output_attentions,
+            output_hidden_states,
+            return_dict=True,
+        )
         return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -160,65 +204,100 @@ class Seq2SeqModel(BaseModel):
         if self.config.cls_head:
             return self.cls_projection(hidden)
         hidden = hidden * self.logit_factor
-        return self.input_embedding.projection(hidden) if self.config.tied else self.output_projection(hidden)
+        return (
+            self.input_embedding.projection(hidden)
+            if self.config.tied
+            else self.output_projection(hidden)
+        )
 
     @property
     def logit_factor(self) -> float:
         """What hidden states are multiplied by before the head."""
         return 1.0
 
-    def decoding(self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]) -> Decoding:
-        """As in BaseModel; `inputs` may have `decoder_input_ids`, int64 (rows, length), in place of the one start token."""
+    def decoding(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
+    ) -> Decoding:
+        """As in BaseModel; `inputs` may have `decoder_input_ids`, int64 (rows, length), in place of
+        the one start token.
+        """
         name = type(self).__name__
         if self.config.cls_head:
-            raise InputError(f"{name} has a head for {self.config.cls_head} classes: it does not generate text.")
+            raise InputError(
+                f"{name} has a head for {self.config.cls_head} classes: it does not generate text."
+            )
         check_inputs(inputs, ["decoder_input_ids"], None, name)
-        prefix = inputs.get("decoder_input_ids", input_ids.new_full((len(input_ids), 1), self.DECODER_START))
+        prefix = inputs.get(
+            "decoder_input_ids", input_ids.new_full((len(input_ids), 1), self.DECODER_START)
+        )
         if prefix.dim() != 2 or len(prefix) != len(input_ids) or prefix.shape[1] < 1:
-            raise InputError(f"decoder_input_ids has shape {tuple(prefix.shape)}: expected ({len(input_ids)}, at least 1).")
+            raise InputError(
+                f"decoder_input_ids has shape {tuple(prefix.shape)}: expected "
+                f"({len(input_ids)}, at least 1)."
+            )
         return Seq2SeqDecoding(self, input_ids, mask, prefix.long())
 
 
 class Seq2SeqDecoding(Decoding):
     """Sequences that a decoder continues, each for a sequence that was encoded once."""
 
-    def __init__(self, model: Seq2SeqModel, input_ids: torch.Tensor, mask: torch.Tensor | None, prefix: torch.Tensor) -> None:
+    def __init__(
+        self,
+        model: Seq2SeqModel,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        prefix: torch.Tensor,
+    ) -> None:
         super().__init__(prefix, None, model.config.num_decoder_layers, cross_attention=True)
         self._model, self._input_ids, self._encoder_mask = model, input_ids, mask
         self._states = prefix.new_empty(0)
 
     def start(self, num_new: int) -> torch.Tensor:
         """As in Decoding, after a pass of the encoder."""
-        self._states = self._model.encode(self._input_ids, attention_mask=self._encoder_mask).last_hidden_state
+        self._states = self._model.encode(
+            self._input_ids, attention_mask=self._encoder_mask
+        ).last_hidden_state
         return super().start(num_new)
 
     def _select_inputs(self, rows: torch.Tensor) -> None:
-        # The states stay as they are: their keys and values are in the cache, so that only their number is looked at.
+        # The states stay as they are: their keys and values are in the cache, so that only their
+        # number is looked at.
         self._encoder_mask = select_rows(self._encoder_mask, rows)
 
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         out = self._model(
-            decoder_input_ids=ids, encoder_outputs=self._states, attention_mask=self._encoder_mask, use_cache=True,
-            past_key_values=self.cache, output_logits=False,
-        )  # fmt: skip
+            decoder_input_ids=ids,
+            encoder_outputs=self._states,
+            attention_mask=self._encoder_mask,
+            use_cache=True,
+            past_key_values=self.cache,
+            output_logits=False,
+        )
         return self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
 
 
-def _both(attention_mask: torch.Tensor | AttentionMask | None) -> torch.Tensor | AttentionMask | None:
+def _both(
+    attention_mask: torch.Tensor | AttentionMask | None,
+) -> torch.Tensor | AttentionMask | None:
     """The mask, which encoder and decoder can share.
 
     Raises:
-        InputError: for one of pairs of the encoder's tokens: it does not say which of them the decoder's tokens see.
+        InputError: for one of pairs of the encoder's tokens: it does not say which of them the
+            decoder's tokens see.
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 2:
         raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, keys), since the decoder sees the encoder's "
-            "tokens through it too. Use encode() with this mask, and pass its states as encoder_outputs."
+            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, "
+            "keys), since the decoder sees the encoder's "
+            "tokens through it too. Use encode() with this mask, and pass its states "
+            "as encoder_outputs."
         )
     return attention_mask
 
 
-def _traces(encoded: StackOutput, decoded: StackOutput) -> dict[str, tuple[torch.Tensor, ...] | None]:
+def _traces(
+    encoded: StackOutput, decoded: StackOutput
+) -> dict[str, tuple[torch.Tensor, ...] | None]:
     """What both stacks say of their layers, by the names of a Seq2SeqModelOutput."""
     return {
         "decoder_hidden_states": decoded.hidden_states,

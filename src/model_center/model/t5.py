@@ -1,7 +1,8 @@
 """T5, T5 v1.1, mT5 and Flan-T5.
 
-Sources: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020); Xue et al.,
-"mT5" (2021); Chung et al., "Scaling Instruction-Finetuned Language Models" (2022).
+Sources: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+Transformer" (2020); Xue et al., "mT5" (2021); Chung et al., "Scaling Instruction-Finetuned Language
+Models" (2022).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ class T5Config(Seq2SeqConfig):
     """Configuration of T5; defaults are ModelCenter's.
 
     Attributes:
-        scale: whether logits are multiplied by 100 / sqrt(dim_model): ModelCenter's files of T5 1.0, whose weights are a
-            hundredth of the original ones so that fp16 does not overflow, need it.
-        scale_logits: whether logits are multiplied by 1 / sqrt(dim_model), as the original files of T5 1.0 need it.
+        scale: whether logits are multiplied by 100 / sqrt(dim_model): ModelCenter's files of T5
+            1.0, whose weights are a hundredth of the original ones so that fp16 does not overflow,
+            need it.
+        scale_logits: whether logits are multiplied by 1 / sqrt(dim_model), as the original files of
+            T5 1.0 need it.
     """
 
     model_type: ClassVar[str] = "t5"
@@ -39,13 +42,17 @@ class T5Config(Seq2SeqConfig):
         """As in TransformerConfig; only one scale can be meant."""
         super().__post_init__()
         if self.scale and self.scale_logits:
-            raise ConfigError("scale and scale_logits are both true: scale is for ModelCenter's files, the other for the original.")
+            raise ConfigError(
+                "scale and scale_logits are both true: scale is for ModelCenter's files, "
+                "the other for the original."
+            )
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
         """Our values for those of a Hugging Face config.json.
 
-        transformers 5 says of every model that it is tied; those that do not scale their logits have heads of their own.
+        transformers 5 says of every model that it is tied; those that do not scale their logits
+        have heads of their own.
         """
         tied = content.get("tie_word_embeddings", True)
         scaled = content.get("scale_decoder_outputs", tied and content.get("model_type") != "mt5")
@@ -74,9 +81,12 @@ class T5Config(Seq2SeqConfig):
         """The content of a Hugging Face config.json for this model."""
         if self.scale:
             raise ConfigError(
-                "scale=True: the weights are those of ModelCenter, a hundredth of the original ones, which transformers cannot say."
+                "scale=True: the weights are those of ModelCenter, a hundredth of the "
+                "original ones, which transformers cannot say."
             )
-        self.refuse_unless(norm_bias=False, att_bias=False, ffn_bias=False, attn_scale=False, length_scale=False)
+        self.refuse_unless(
+            norm_bias=False, att_bias=False, ffn_bias=False, attn_scale=False, length_scale=False
+        )
         if self.ffn_activate_fn == "gated_gelu":  # "gated-gelu" stands for the tanh form there
             self.refuse_unless(ffn_activate_fn="gated_gelu_new")
         if not self.tied:
@@ -115,7 +125,9 @@ class T5(Seq2SeqModel):
     _CONFIG_TYPE = T5Config
 
     def __init__(self, config: T5Config) -> None:
-        super().__init__(config, Embedding(config.vocab_size, config.dim_model, **config.embedding()))
+        super().__init__(
+            config, Embedding(config.vocab_size, config.dim_model, **config.embedding())
+        )
 
     @property
     def logit_factor(self) -> float:
@@ -132,16 +144,28 @@ class T5(Seq2SeqModel):
         head = {"lm_head.weight": "shared.weight"}
         if not config.tied:
             pieces["output_projection.weight"] = Piece("lm_head.weight")
-        for part, short, depth in (("encoder", "enc", config.num_encoder_layers), ("decoder", "dec", config.num_decoder_layers)):
+        for part, short, depth in (
+            ("encoder", "enc", config.num_encoder_layers),
+            ("decoder", "dec", config.num_decoder_layers),
+        ):
             bias = f"{part}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
             pieces[f"position_bias_{short}.relative_attention_bias"] = Piece(bias)
             pieces[f"{part}.output_layernorm.weight"] = Piece(f"{part}.final_layer_norm.weight")
             for layer in range(depth):
-                pieces |= _layer(config, f"{part}.layers.{layer}.", f"{part}.block.{layer}.layer.", part == "decoder")
-        ignored = (r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",)
+                pieces |= _layer(
+                    config,
+                    f"{part}.layers.{layer}.",
+                    f"{part}.block.{layer}.layer.",
+                    part == "decoder",
+                )
+        ignored = (
+            r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
+        )
         if config.tied:
             return KeyMap(pieces, ignored=ignored, tied=tied | head, new=(r"cls_projection\.",))
-        return KeyMap(pieces, ignored=ignored, tied=tied, substitutes=head, new=(r"cls_projection\.",))
+        return KeyMap(
+            pieces, ignored=ignored, tied=tied, substitutes=head, new=(r"cls_projection\.",)
+        )
 
 
 def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[str, Piece]:
@@ -152,7 +176,9 @@ def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[s
     pieces[ours + "ffn.layernorm_before_ffn.weight"] = Piece(last + "layer_norm.weight")
     if config.ffn_activate_fn.startswith(GATED):
         for place in (0, 1):
-            pieces[f"{ours}ffn.ffn.w_in.w_{place}.weight"] = Piece(f"{last}DenseReluDense.wi_{place}.weight")
+            pieces[f"{ours}ffn.ffn.w_in.w_{place}.weight"] = Piece(
+                f"{last}DenseReluDense.wi_{place}.weight"
+            )
     else:
         pieces[f"{ours}ffn.ffn.w_in.w.weight"] = Piece(f"{last}DenseReluDense.wi.weight")
     pieces[f"{ours}ffn.ffn.w_out.weight"] = Piece(f"{last}DenseReluDense.wo.weight")
@@ -160,7 +186,10 @@ def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[s
 
 
 def _attention(ours: str, theirs: str, kind: str) -> dict[str, Piece]:
-    pieces = {f"{ours}self_attention.project_{name}.weight": Piece(f"{theirs}{kind}.{name}.weight") for name in "qkv"}
+    pieces = {
+        f"{ours}self_attention.project_{name}.weight": Piece(f"{theirs}{kind}.{name}.weight")
+        for name in "qkv"
+    }
     pieces[f"{ours}self_attention.attention_out.weight"] = Piece(f"{theirs}{kind}.o.weight")
     pieces[f"{ours}layernorm_before_attention.weight"] = Piece(f"{theirs}layer_norm.weight")
     return pieces

@@ -1,4 +1,6 @@
-"""ViT (Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale", 2021)."""
+"""ViT (Dosovitskiy et al., "An Image is Worth 16x16 Words: Transformers for Image Recognition at
+Scale", 2021).
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,12 @@ class VitConfig(Config):
         num_classes: what the head scores.
         hidden_size, num_layers, num_heads, mlp_size: sizes.
         attn_bias, norm_bias, ffn_bias: which parts have a bias.
-        attn_scale: whether scores of the attention are divided by the square root of their length; None for yes.
+        attn_scale: whether scores of the attention are divided by the square root of their length;
+            None for yes.
         representation_size: width of a layer before the head; None for none.
         drop: dropout probability.
-        norm_eps: of the norms. Models that Google published were trained with 1e-12, which Hugging Face's files say;
-            ModelCenter's files do not, and its default is 1e-5.
+        norm_eps: of the norms. Models that Google published were trained with 1e-12, which Hugging
+            Face's files say; ModelCenter's files do not, and its default is 1e-5.
         ffn_activate_fn: activation of the feed-forward networks.
     """
 
@@ -63,8 +66,15 @@ class VitConfig(Config):
         super().__post_init__()
         self.attn_scale = self.attn_scale is not False
         for whole, part in (("hidden_size", "num_heads"), ("img_size", "patch_size")):
-            if getattr(self, part) < 1 or getattr(self, whole) < 1 or getattr(self, whole) % getattr(self, part):
-                raise ConfigError(f"{whole} is {getattr(self, whole)}: expected a multiple of {part}={getattr(self, part)}.")
+            if (
+                getattr(self, part) < 1
+                or getattr(self, whole) < 1
+                or getattr(self, whole) % getattr(self, part)
+            ):
+                raise ConfigError(
+                    f"{whole} is {getattr(self, whole)}: expected a multiple of "
+                    f"{part}={getattr(self, part)}."
+                )
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,14 +83,24 @@ class VitConfig(Config):
         Raises:
             ConfigError: for images or patches that are no squares, or projections without bias.
         """
-        sizes = {name: content.get(name, default) for name, default in (("image_size", 224), ("patch_size", 16))}
-        if not all(isinstance(size, int) for size in sizes.values()) or not content.get("qkv_bias", True):
-            raise ConfigError(f"{sizes}, qkv_bias {content.get('qkv_bias', True)}: expected squares, and projections with a bias.")
+        sizes = {
+            name: content.get(name, default)
+            for name, default in (("image_size", 224), ("patch_size", 16))
+        }
+        if not all(isinstance(size, int) for size in sizes.values()) or not content.get(
+            "qkv_bias", True
+        ):
+            raise ConfigError(
+                f"{sizes}, qkv_bias {content.get('qkv_bias', True)}: expected squares, and "
+                "projections with a bias."
+            )
         return {
             "img_size": sizes["image_size"],
             "patch_size": sizes["patch_size"],
             "channels_in": content.get("num_channels", 3),
-            "num_classes": len(content["id2label"]) if content.get("id2label") else content.get("num_labels", 2),
+            "num_classes": len(content["id2label"])
+            if content.get("id2label")
+            else content.get("num_labels", 2),
             "hidden_size": content["hidden_size"],
             "num_layers": content["num_hidden_layers"],
             "num_heads": content["num_attention_heads"],
@@ -96,7 +116,9 @@ class VitConfig(Config):
         Raises:
             ConfigError: for values that transformers' model cannot have.
         """
-        self.refuse_unless(attn_bias=True, norm_bias=True, ffn_bias=True, attn_scale=True, representation_size=None)
+        self.refuse_unless(
+            attn_bias=True, norm_bias=True, ffn_bias=True, attn_scale=True, representation_size=None
+        )
         self.refuse_unless(ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED))
         labels = [f"LABEL_{number}" for number in range(self.num_classes)]
         return {
@@ -128,17 +150,31 @@ class ViT(BaseModel):
     def __init__(self, config: VitConfig) -> None:
         super().__init__(config)
         width = config.hidden_size
-        self.patch_embed = PatchEmbedding(config.img_size, config.patch_size, config.channels_in, width, dtype=config.dtype)
+        self.patch_embed = PatchEmbedding(
+            config.img_size, config.patch_size, config.channels_in, width, dtype=config.dtype
+        )
         self.pos_drop = torch.nn.Dropout(config.drop)
         self.blocks = Encoder(
-            config.num_layers, width, config.mlp_size, config.num_heads, width // config.num_heads, dtype=config.dtype,
-            norm_bias=config.norm_bias, norm_eps=config.norm_eps, att_bias=config.attn_bias, ffn_bias=config.ffn_bias,
-            ffn_activate_fn=config.ffn_activate_fn, attn_scale=bool(config.attn_scale), dropout_p=config.drop,
+            config.num_layers,
+            width,
+            config.mlp_size,
+            config.num_heads,
+            width // config.num_heads,
+            dtype=config.dtype,
+            norm_bias=config.norm_bias,
+            norm_eps=config.norm_eps,
+            att_bias=config.attn_bias,
+            ffn_bias=config.ffn_bias,
+            ffn_activate_fn=config.ffn_activate_fn,
+            attn_scale=bool(config.attn_scale),
+            dropout_p=config.drop,
             sharding=policy_of(config),
-        )  # fmt: skip
+        )
         self.representation_layer: Linear | None = None
         if config.representation_size:
-            self.representation_layer = Linear(width, config.representation_size, dtype=config.dtype, init_std=0.02)
+            self.representation_layer = Linear(
+                width, config.representation_size, dtype=config.dtype, init_std=0.02
+            )
             width = config.representation_size
         self.head = Linear(width, config.num_classes, dtype=config.dtype, init_std=0.02, bias=True)
 
@@ -157,25 +193,37 @@ class ViT(BaseModel):
         Args:
             input_seq: images (batch, channels_in, img_size, img_size) of any floating-point dtype.
             register_blk: only -1.
-            attention_mask: (batch, patches + 1) or (batch, patches + 1, patches + 1), nonzero where a patch is seen; the class
-                token comes first.
+            attention_mask: (batch, patches + 1) or (batch, patches + 1, patches + 1), nonzero where
+                a patch is seen; the class token comes first.
             output_attentions, output_hidden_states: what else to return.
             return_dict: False for a tuple of all fields.
 
-        Returns a BaseModelOutput with `logits` (batch, num_classes), and `last_hidden_state` (batch, patches + 1, hidden_size).
+        Returns a BaseModelOutput with `logits` (batch, num_classes), and `last_hidden_state`
+        (batch, patches + 1, hidden_size).
 
         Raises:
             InputError: for images of another shape, or a mask of another length.
         """
         if register_blk != -1:
-            raise InputError(f"register_blk is {register_blk}: only -1 is supported; ask for output_attentions instead.")
+            raise InputError(
+                f"register_blk is {register_blk}: only -1 is supported; ask for "
+                "output_attentions instead."
+            )
         hidden = self.pos_drop(self.patch_embed(input_seq))
         if attention_mask is not None and attention_mask.shape[-1] != hidden.shape[1]:
             raise InputError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}: expected {hidden.shape[1]} patches and class."
+                f"attention_mask has shape {tuple(attention_mask.shape)}: expected "
+                f"{hidden.shape[1]} patches and class."
             )
         out = self.blocks(
-            hidden, mask_from(attention_mask), None, False, None, output_attentions, output_hidden_states, return_dict=True
+            hidden,
+            mask_from(attention_mask),
+            None,
+            False,
+            None,
+            output_attentions,
+            output_hidden_states,
+            return_dict=True,
         )
         output = BaseModelOutput(
             last_hidden_state=out.last_hidden_state,
@@ -203,7 +251,12 @@ class ViT(BaseModel):
         }
         for layer in range(config.num_layers):
             pieces |= _layer(f"blocks.layers.{layer}.", f"vit.encoder.layer.{layer}.")
-        return KeyMap(pieces, prefix="vit.", ignored=(r"^(vit\.)?pooler\.",), new=(r"head\.", r"representation_layer\."))
+        return KeyMap(
+            pieces,
+            prefix="vit.",
+            ignored=(r"^(vit\.)?pooler\.",),
+            new=(r"head\.", r"representation_layer\."),
+        )
 
 
 def _layer(ours: str, theirs: str) -> dict[str, Piece]:

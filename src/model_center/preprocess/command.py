@@ -21,14 +21,23 @@ from model_center.dataset.indexed_builder import MMapIndexedDatasetBuilder, make
 from model_center.errors import DataError
 from model_center.preprocess import documents
 from model_center.preprocess.documents import Batch, batches, check_files
-from model_center.preprocess.encode import TOKENIZERS, Encoded, Recipe, encode, end_of_document, load_tokenizer
+from model_center.preprocess.encode import (
+    TOKENIZERS,
+    Encoded,
+    Recipe,
+    encode,
+    end_of_document,
+    load_tokenizer,
+)
 
-DESCRIPTION = """Turn text files, a document on each line, or JSONL files into token data: PREFIX.bin and PREFIX.idx, as
-MMapIndexedDataset reads them. Documents keep their order, whatever the number of workers."""
+DESCRIPTION = """Turn text files, a document on each line, or JSONL files into token data:
+PREFIX.bin and PREFIX.idx, as MMapIndexedDataset reads them. Documents keep their order, whatever
+the number of workers."""
 
-# What CPM-1 was trained on: `<n>` in the text is a line break, every document starts with id 1 and ends with <eod>, unknown
-# characters are left out, documents of fewer than 32 tokens are skipped, the others cut into pieces of 512, and a last piece
-# of fewer than 32 is dropped; int32. Arguments that are given as well go first.
+# What CPM-1 was trained on: `<n>` in the text is a line break, every document starts with id 1 and
+# ends with <eod>, unknown characters are left out, documents of fewer than 32 tokens are skipped,
+# the others cut into pieces of 512, and a last piece of fewer than 32 is dropped; int32. Arguments
+# that are given as well go first.
 PRESETS: dict[str, dict[str, Any]] = {
     "": {"dtype": "auto"},
     "cpm1": {
@@ -47,18 +56,54 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments; those of the recipe are None when not given, so that a preset may say."""
+    """The command's arguments; those of the recipe are None when not given, so that a preset may
+    say.
+    """
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add("--input", nargs="+", required=True, metavar="FILE", help="text, a document per line, or JSONL (*.jsonl, *.json)")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text, a document per line, or JSONL (*.jsonl, *.json)",
+    )
     add("--output", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
-    add("--tokenizer", required=True, metavar="NAME", help="a folder, an identifier of model_center or a name on the hub")
-    add("--tokenizer-type", choices=["auto", *TOKENIZERS], help="whose tokenizer the folder holds (default: as transformers sees)")
-    add("--preset", choices=[name for name in PRESETS if name], default="", help="the rules by which a model's data were made")
+    add(
+        "--tokenizer",
+        required=True,
+        metavar="NAME",
+        help="a folder, an identifier of model_center or a name on the hub",
+    )
+    add(
+        "--tokenizer-type",
+        choices=["auto", *TOKENIZERS],
+        help="whose tokenizer the folder holds (default: as transformers sees)",
+    )
+    add(
+        "--preset",
+        choices=[name for name in PRESETS if name],
+        default="",
+        help="the rules by which a model's data were made",
+    )
     add("--key", metavar="NAME", help="key of the text in JSONL (default: text)")
-    add("--append-eod", action="store_true", default=None, help="end every document with the tokenizer's eos")
-    add("--split-length", type=int, metavar="N", help="cut documents into sequences of at most N tokens")
-    add("--dtype", choices=["auto", "uint16", "int32"], help="of the file (default: uint16 if all ids fit)")
+    add(
+        "--append-eod",
+        action="store_true",
+        default=None,
+        help="end every document with the tokenizer's eos",
+    )
+    add(
+        "--split-length",
+        type=int,
+        metavar="N",
+        help="cut documents into sequences of at most N tokens",
+    )
+    add(
+        "--dtype",
+        choices=["auto", "uint16", "int32"],
+        help="of the file (default: uint16 if all ids fit)",
+    )
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenise (default: 1)")
 
 
@@ -66,31 +111,47 @@ def run(args: argparse.Namespace) -> None:
     """Write the token data that the arguments ask for, or nothing.
 
     Raises:
-        DataError: for arguments that cannot work, a tokenizer that is not there, and text that cannot be read, with file
-            and line.
+        DataError: for arguments that cannot work, a tokenizer that is not there, and text that
+            cannot be read, with file and line.
     """
     if args.workers < 1:
         raise DataError(f"workers is {args.workers}: expected a number from 1 on.")
     if args.output.endswith(("/", os.sep)):
-        raise DataError(f"output {args.output} is a folder: expected the beginning of file names too, {args.output}corpus.")
+        raise DataError(
+            f"output {args.output} is a folder: expected the beginning of file names too, "
+            f"{args.output}corpus."
+        )
     total = check_files(args.input)
     preset = PRESETS[args.preset]
     recipe = _recipe(args, {name: value for name, value in preset.items() if name != "dtype"})
     end_of_document(recipe)  # loads the tokenizer: it fails here rather than in every worker
-    dtype = _dtype(args.dtype or preset["dtype"], len(load_tokenizer(recipe.tokenizer, recipe.tokenizer_type)))
+    dtype = _dtype(
+        args.dtype or preset["dtype"], len(load_tokenizer(recipe.tokenizer, recipe.tokenizer_type))
+    )
     console = rich.console.Console(file=sys.stderr, soft_wrap=True)
-    with _folder(Path(args.output).parent), make_builder(f"{args.output}.bin", "mmap", dtype) as builder:
-        with rich.progress.Progress(*_COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        _folder(Path(args.output).parent),
+        make_builder(f"{args.output}.bin", "mmap", dtype) as builder,
+    ):
+        with rich.progress.Progress(
+            *_COLUMNS, console=console, transient=True, disable=not console.is_terminal
+        ) as progress:
             task = progress.add_task("tokens", total=total)
             counts: collections.Counter[str] = collections.Counter()
-            for batch, encoded in _encoded(recipe, batches(args.input, documents.BATCH_BYTES), args.workers):
+            for batch, encoded in _encoded(
+                recipe, batches(args.input, documents.BATCH_BYTES), args.workers
+            ):
                 counts += _add(builder, encoded)
                 progress.advance(task, batch.num_bytes)
         if not counts["documents"]:
-            raise DataError(f"no document in {', '.join(args.input)}: {counts['skipped']} lines, all empty or too short.")
+            raise DataError(
+                f"no document in {', '.join(args.input)}: {counts['skipped']} lines, all "
+                "empty or too short."
+            )
         builder.finalize(f"{args.output}.idx")
     console.print(
-        f"{args.output}.bin, .idx: {counts['documents']:,} documents, {counts['sequences']:,} sequences, {counts['tokens']:,} "
+        f"{args.output}.bin, .idx: {counts['documents']:,} documents, "
+        f"{counts['sequences']:,} sequences, {counts['tokens']:,} "
         f"tokens of {dtype}; {counts['skipped']:,} lines skipped.",
         highlight=False,
     )
@@ -110,14 +171,20 @@ def _recipe(args: argparse.Namespace, preset: dict[str, Any]) -> Recipe:
     if len(json_lines) > 1:
         raise DataError(f"input {', '.join(args.input)} is text and JSONL: give files of one kind.")
     if args.key and json_lines == {False}:
-        raise DataError(f"--key {args.key} is for JSONL files (*.jsonl, *.json), but the input is {args.input[0]}.")
+        raise DataError(
+            f"--key {args.key} is for JSONL files (*.jsonl, *.json), but the input is "
+            f"{args.input[0]}."
+        )
     given = {
         "tokenizer_type": args.tokenizer_type,
         "append_eod": args.append_eod,
         "split_length": args.split_length,
         "key": (args.key or "text") if json_lines == {True} else None,
     }
-    return Recipe(tokenizer=args.tokenizer, **preset | {name: value for name, value in given.items() if value is not None})
+    return Recipe(
+        tokenizer=args.tokenizer,
+        **preset | {name: value for name, value in given.items() if value is not None},
+    )
 
 
 def _dtype(name: str, num_ids: int) -> np.dtype[Any]:
@@ -126,7 +193,9 @@ def _dtype(name: str, num_ids: int) -> np.dtype[Any]:
 
 
 def _add(builder: MMapIndexedDatasetBuilder, encoded: Encoded) -> collections.Counter[str]:
-    """Add every document to the builder; returns counts of documents, sequences, tokens and skipped lines."""
+    """Add every document to the builder; returns counts of documents, sequences, tokens and skipped
+    lines.
+    """
     counts = collections.Counter(documents=len(encoded.documents), skipped=encoded.skipped)
     for document in encoded.documents:
         for sequence in document:
@@ -137,12 +206,17 @@ def _add(builder: MMapIndexedDatasetBuilder, encoded: Encoded) -> collections.Co
     return counts
 
 
-def _encoded(recipe: Recipe, source: Iterator[Batch], workers: int) -> Iterator[tuple[Batch, Encoded]]:
-    """Every batch with what it becomes, in order; with several workers, a few batches ahead of the reader."""
+def _encoded(
+    recipe: Recipe, source: Iterator[Batch], workers: int
+) -> Iterator[tuple[Batch, Encoded]]:
+    """Every batch with what it becomes, in order; with several workers, a few batches ahead of the
+    reader.
+    """
     if workers == 1:
         yield from ((batch, encode(recipe, batch)) for batch in source)
         return
-    # Not forked: tokenizers and the progress bar have threads, which a fork would leave behind holding their locks.
+    # Not forked: tokenizers and the progress bar have threads, which a fork would leave behind
+    # holding their locks.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         waiting: collections.deque[tuple[Batch, Future[Encoded]]] = collections.deque()
         try:

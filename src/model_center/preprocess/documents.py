@@ -29,11 +29,12 @@ class Batch:
         """The document of each line, without the end of the line.
 
         Args:
-            key: of a line that is a JSON object, where the text is; None for lines that are the text. Lines of white space
-                are no JSON and give an empty document.
+            key: of a line that is a JSON object, where the text is; None for lines that are the
+                text. Lines of white space are no JSON and give an empty document.
 
         Raises:
-            DataError: naming file and line, when a line is not UTF-8, no JSON object or has no text there.
+            DataError: naming file and line, when a line is not UTF-8, no JSON object or has no text
+                there.
         """
         for number, line in enumerate(self.lines, self.first_line):
             where = f"{self.path}:{number}"
@@ -79,9 +80,16 @@ def _value(text: str, key: str, where: str) -> str:
     except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}.") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where} is a JSON {type(record).__name__}: expected an object with the text under {key!r}.")
+        raise DataError(
+            f"{where} is a JSON {type(record).__name__}: expected an object with the text "
+            f"under {key!r}."
+        )
     if not isinstance(record.get(key), str):
-        got = f"{type(record[key]).__name__} under {key!r}" if key in record else f"only the keys {', '.join(map(repr, record))}"
+        got = (
+            f"{type(record[key]).__name__} under {key!r}"
+            if key in record
+            else f"only the keys {', '.join(map(repr, record))}"
+        )
         raise DataError(f"{where} has {got}: expected text under {key!r}; name its key with --key.")
     # JSON may hold half of a surrogate pair, which is no character; it becomes a question mark.
     return str(record[key]).encode("utf-8", "replace").decode("utf-8")

@@ -52,12 +52,17 @@ class Recipe:
         for name in ("max_chars", "split_length", "min_tokens", "min_tail"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise DataError(f"{name.replace('_', '-')} is {value}: expected a number from 1 on.")
+                raise DataError(
+                    f"{name.replace('_', '-')} is {value}: expected a number from 1 on."
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """The documents of a batch: per document its sequences, each int64 (length,). `skipped` had none."""
+    """The documents of a batch: per document its sequences, each int64 (length,).
+
+    `skipped` had none.
+    """
 
     documents: list[list[npt.NDArray[np.int64]]]
     skipped: int
@@ -76,7 +81,9 @@ def load_tokenizer(name: str, kind: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"{folder} holds no tokenizer that transformers can load: {error}") from error
+        raise DataError(
+            f"{folder} holds no tokenizer that transformers can load: {error}"
+        ) from error
 
 
 def end_of_document(recipe: Recipe) -> tuple[int, ...]:
@@ -89,19 +96,27 @@ def end_of_document(recipe: Recipe) -> tuple[int, ...]:
         return ()
     number = load_tokenizer(recipe.tokenizer, recipe.tokenizer_type).eos_token_id
     if number is None:
-        raise DataError(f"the tokenizer {recipe.tokenizer} has no end-of-document token (eos_token): leave out --append-eod.")
+        raise DataError(
+            f"the tokenizer {recipe.tokenizer} has no end-of-document token (eos_token): "
+            "leave out --append-eod."
+        )
     return (int(number),)
 
 
 def encode(recipe: Recipe, batch: Batch) -> Encoded:
     """The sequences of every line of a batch, in order."""
     tokenizer = load_tokenizer(recipe.tokenizer, recipe.tokenizer_type)
-    texts = [text.replace(recipe.newline, "\n") if recipe.newline else text for text in batch.texts(recipe.key)]
+    texts = [
+        text.replace(recipe.newline, "\n") if recipe.newline else text
+        for text in batch.texts(recipe.key)
+    ]
     kept = [text for text in texts if text.strip() and len(text) <= (recipe.max_chars or len(text))]
     # "verbose": it would warn of documents longer than the model, which are what this is for.
     encoded = tokenizer(kept, add_special_tokens=False, verbose=False)["input_ids"] if kept else []
     end, unknown = end_of_document(recipe), tokenizer.unk_token_id if recipe.drop_unknown else None
-    documents = [_sequences(recipe, [number for number in ids if number != unknown], end) for ids in encoded]
+    documents = [
+        _sequences(recipe, [number for number in ids if number != unknown], end) for ids in encoded
+    ]
     found = [document for document in documents if document]
     return Encoded(documents=found, skipped=len(texts) - len(found))
 

@@ -16,12 +16,14 @@ from model_center.tokenizer.word_pieces import LINE, SPACE
 
 
 class CPM1Tokenizer(Identified, PreTrainedTokenizer):
-    """Words found by jieba, cut into the longest pieces of the vocabulary; spaces and ends of lines have tokens.
+    """Words found by jieba, cut into the longest pieces of the vocabulary; spaces and ends of lines
+    have tokens.
 
-    It does all that a tokenizer of transformers does (batches, pairs, padding, truncation, `save_pretrained`, ...). No
-    special tokens are added to a text, and none are recognised in it: "<eod>" in a text is five characters, unless
-    `split_special_tokens=False` is given. The vocabulary is followed by two private tokens for blanks, which `len()`
-    counts, `vocab_size` does not, and no text is encoded to.
+    It does all that a tokenizer of transformers does (batches, pairs, padding, truncation,
+    `save_pretrained`, ...). No special tokens are added to a text, and none are recognised in it:
+    "<eod>" in a text is five characters, unless `split_special_tokens=False` is given. The
+    vocabulary is followed by two private tokens for blanks, which `len()` counts, `vocab_size` does
+    not, and no text is encoded to.
     """
 
     vocab_files_names = {"vocab_file": "vocab.txt"}  # noqa: RUF012 (transformers' attribute)
@@ -55,19 +57,30 @@ class CPM1Tokenizer(Identified, PreTrainedTokenizer):
         self.line_token, self.space_token = line_token, space_token
         tokens = word_pieces.read_vocabulary(vocab_file)
         self.decoder = dict(enumerate([*tokens, SPACE, LINE]))
-        self.encoder = {token: number for number, token in self.decoder.items()}  # of a token that is there twice: the last
+        # of a token that is there twice: the last
+        self.encoder = {token: number for number, token in self.decoder.items()}
         self._size = len(tokens)
         self.require(eod_token, str(pad_token), str(unk_token), line_token, space_token)
         kwargs.update(eos_token=eod_token, pad_token=pad_token, unk_token=unk_token)
         if max_len is not None:
             kwargs["model_max_length"] = max_len
-        super().__init__(**{"split_special_tokens": True, "special_tokens_pattern": "none"} | kwargs)
-        # Kept for `save_pretrained`, but not as special tokens: those vanish from decoded texts, a space may not.
-        self.init_kwargs |= {"q2b": q2b, "eod_token": eod_token, "line_token": line_token, "space_token": space_token}
+        super().__init__(
+            **{"split_special_tokens": True, "special_tokens_pattern": "none"} | kwargs
+        )
+        # Kept for `save_pretrained`, but not as special tokens: those vanish from decoded texts, a
+        # space may not.
+        self.init_kwargs |= {
+            "q2b": q2b,
+            "eod_token": eod_token,
+            "line_token": line_token,
+            "space_token": space_token,
+        }
 
     @classmethod
     def convert_to_native_format(cls, **arguments: Any) -> dict[str, Any]:
-        """The constructor's arguments when a tokenizer is loaded: transformers has set those aside that end in "_token"."""
+        """The constructor's arguments when a tokenizer is loaded: transformers has set those aside
+        that end in "_token".
+        """
         named = arguments.pop("model_specific_special_tokens", {})
         return arguments | {name: str(token) for name, token in named.items()}
 
@@ -76,7 +89,8 @@ class CPM1Tokenizer(Identified, PreTrainedTokenizer):
         missing = [token for token in tokens if token not in self.encoder]
         if missing:
             raise DataError(
-                f"{self.vocab_file} has no {', '.join(missing[:3])}: name the vocabulary's own by eod_token, pad_token, "
+                f"{self.vocab_file} has no {', '.join(missing[:3])}: name the "
+                "vocabulary's own by eod_token, pad_token, "
                 f"unk_token, line_token, space_token (and sod_token, max_sentinels)."
             )
 
@@ -101,18 +115,29 @@ class CPM1Tokenizer(Identified, PreTrainedTokenizer):
         return self.encoder[str(self.unk_token)]
 
     def get_vocab(self) -> dict[str, int]:
-        """Token to id, with the private and the added tokens; an id that no token is encoded to has a name nevertheless."""
-        named = {number: token if self.encoder[token] == number else f"<line {number}>" for number, token in self.decoder.items()}
+        """Token to id, with the private and the added tokens; an id that no token is encoded to has
+        a name nevertheless.
+        """
+        named = {
+            number: token if self.encoder[token] == number else f"<line {number}>"
+            for number, token in self.decoder.items()
+        }
         return {token: number for number, token in named.items()} | self.added_tokens_encoder
 
     def check(self, token: str) -> bool:
         """Whether the vocabulary has this token."""
         return token in self.encoder
 
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+    def save_vocabulary(
+        self, save_directory: str, filename_prefix: str | None = None
+    ) -> tuple[str]:
         """Write `vocab.txt` into a folder; returns its path."""
-        path = pathlib.Path(save_directory, f"{filename_prefix}-vocab.txt" if filename_prefix else "vocab.txt")
-        path.write_text("".join(f"{self.decoder[number]}\n" for number in range(self._size)), encoding="utf-8")
+        path = pathlib.Path(
+            save_directory, f"{filename_prefix}-vocab.txt" if filename_prefix else "vocab.txt"
+        )
+        path.write_text(
+            "".join(f"{self.decoder[number]}\n" for number in range(self._size)), encoding="utf-8"
+        )
         return (str(path),)
 
     def _tokenize(self, text: str, **_: Any) -> list[str]:
@@ -131,7 +156,14 @@ class CPM1Tokenizer(Identified, PreTrainedTokenizer):
 
     def convert_tokens_to_string(self, tokens: Iterable[str]) -> str:
         """The text that tokens stand for."""
-        blanks = {self.space_token: " ", SPACE: " ", "\u2582": " ", self.line_token: "\n", LINE: "\n", "\u2583": "\n"}
+        blanks = {
+            self.space_token: " ",
+            SPACE: " ",
+            "\u2582": " ",
+            self.line_token: "\n",
+            LINE: "\n",
+            "\u2583": "\n",
+        }
         return "".join(blanks.get(token, token) for token in tokens)
 
     def _decode(

@@ -1,4 +1,6 @@
-"""`CPM2Tokenizer`: CPM-1's way of tokenising, with sentinels for spans and a token that starts a document."""
+"""`CPM2Tokenizer`: CPM-1's way of tokenising, with sentinels for spans and a token that starts a
+document.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,20 @@ class CPM2Tokenizer(CPM1Tokenizer):
         max_sentinels: int = 190,
         **kwargs: Any,
     ) -> None:
-        """A tokenizer over `vocab_file`, with `max_sentinels` sentinels; see CPM1Tokenizer for the other arguments."""
-        super().__init__(vocab_file, max_len, q2b, eod_token, pad_token, unk_token, line_token, space_token, **kwargs)
+        """A tokenizer over `vocab_file`, with `max_sentinels` sentinels; see CPM1Tokenizer for the
+        other arguments.
+        """
+        super().__init__(
+            vocab_file,
+            max_len,
+            q2b,
+            eod_token,
+            pad_token,
+            unk_token,
+            line_token,
+            space_token,
+            **kwargs,
+        )
         self.sod_token = sod_token
         self.max_sentinels = max_sentinels
         self.require(sod_token, *map(self._sentinel, range(max_sentinels)))
@@ -38,8 +52,12 @@ class CPM2Tokenizer(CPM1Tokenizer):
     def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
         cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Found:
-        """The tokenizer of a folder or identifier; its tokens for blanks are "▂" and "▃", as CPM-2's vocabulary has them."""
-        return super().from_pretrained(name_or_path, *args, **{"space_token": "\u2582", "line_token": "\u2583"} | kwargs)
+        """The tokenizer of a folder or identifier; its tokens for blanks are "▂" and "▃", as
+        CPM-2's vocabulary has them.
+        """
+        return super().from_pretrained(
+            name_or_path, *args, **{"space_token": "\u2582", "line_token": "\u2583"} | kwargs
+        )
 
     @property
     def sod_id(self) -> int:

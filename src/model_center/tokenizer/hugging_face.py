@@ -1,8 +1,9 @@
 """The tokenizers that transformers has, under this project's identifiers.
 
-They are transformers' classes: what takes a tokenizer of transformers takes these, and `isinstance` says so. A folder's
-`tokenizer.json` is taken as it is; folders with only the older files (`vocab.txt`, `vocab.json` with `merges.txt`,
-`spiece.model`, `tokenizer.model`) are read by transformers' rules for the class.
+They are transformers' classes: what takes a tokenizer of transformers takes these, and `isinstance`
+says so. A folder's `tokenizer.json` is taken as it is; folders with only the older files
+(`vocab.txt`, `vocab.json` with `merges.txt`, `spiece.model`, `tokenizer.model`) are read by
+transformers' rules for the class.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ class Borrowed(Identified, TokenizersBackend):
     """A tokenizer of transformers, written in Rust, under this project's identifiers."""
 
     @classmethod
-    def convert_to_native_format(cls, trust_remote_code: bool = False, **files: Any) -> dict[str, Any]:
-        """What transformers builds the tokenizer from, which it does by class: for ours it would guess where it knows theirs.
+    def convert_to_native_format(
+        cls, trust_remote_code: bool = False, **files: Any
+    ) -> dict[str, Any]:
+        """What transformers builds the tokenizer from, which it does by class: for ours it would
+        guess where it knows theirs.
 
-        A `tokenizer.json` says everything and is taken as it is, whatever the class (a LLaMA 3 is no SentencePiece).
+        A `tokenizer.json` says everything and is taken as it is, whatever the class (a LLaMA 3 is
+        no SentencePiece).
         """
         if files.get("tokenizer_file"):
             return super().convert_to_native_format(trust_remote_code, **files)
-        theirs = next(base for base in cls.__mro__ if issubclass(base, TokenizersBackend) and not issubclass(base, Borrowed))
+        theirs = next(
+            base
+            for base in cls.__mro__
+            if issubclass(base, TokenizersBackend) and not issubclass(base, Borrowed)
+        )
         return theirs.convert_to_native_format(trust_remote_code, **files)
 
 
@@ -67,13 +76,18 @@ class OPTTokenizer(Borrowed, HuggingFaceGPT2):
 
 
 class LlamaTokenizer(Borrowed, HuggingFaceLlama):
-    """SentencePiece BPE of LLaMA 1 and 2; of LLaMA 3, whose files hold a byte-level BPE, what they say."""
+    """SentencePiece BPE of LLaMA 1 and 2; of LLaMA 3, whose files hold a byte-level BPE, what they
+    say.
+    """
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
         cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Found:
-        """As of every tokenizer. Files that do not say how texts start and end get LLaMA's `<s>` (1) and `</s>` (2)."""
+        """As of every tokenizer.
+
+        Files that do not say how texts start and end get LLaMA's `<s>` (1) and `</s>` (2).
+        """
         tokenizer = super().from_pretrained(name_or_path, *args, **kwargs)
         if tokenizer.convert_ids_to_tokens([1, 2]) == ["<s>", "</s>"]:
             tokenizer.bos_token = tokenizer.bos_token or "<s>"
@@ -81,8 +95,12 @@ class LlamaTokenizer(Borrowed, HuggingFaceLlama):
         return tokenizer
 
     @classmethod
-    def convert_to_native_format(cls, trust_remote_code: bool = False, **files: Any) -> dict[str, Any]:
-        """As of every tokenizer; from a bare `tokenizer.model`, texts start with `<s>`, as LLaMA was trained."""
+    def convert_to_native_format(
+        cls, trust_remote_code: bool = False, **files: Any
+    ) -> dict[str, Any]:
+        """As of every tokenizer; from a bare `tokenizer.model`, texts start with `<s>`, as LLaMA
+        was trained.
+        """
         if not files.get("tokenizer_file"):
             files.setdefault("add_bos_token", True)
         return super().convert_to_native_format(trust_remote_code, **files)

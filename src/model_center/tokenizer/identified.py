@@ -15,13 +15,16 @@ Found = TypeVar("Found", bound="Identified")
 
 
 class Identified(PreTrainedTokenizerBase):
-    """A tokenizer of transformers whose `from_pretrained` also knows this project's identifiers ("gpt2-base")."""
+    """A tokenizer of transformers whose `from_pretrained` also knows this project's identifiers
+    ("gpt2-base").
+    """
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
         cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Found:
-        """The tokenizer of a folder, of an identifier of this project or of a repository "org/name".
+        """The tokenizer of a folder, of an identifier of this project or of a repository
+        "org/name".
 
         `args` and `kwargs` are those of transformers.
 
@@ -32,5 +35,8 @@ class Identified(PreTrainedTokenizerBase):
         folder = resolve(str(name_or_path), "tokenizer")
         files = sorted({"tokenizer.json", *cls.vocab_files_names.values()})
         if not any(pathlib.Path(folder, file).is_file() for file in files):
-            raise DataError(f"{folder} holds no vocabulary for {cls.__name__}: expected one of {', '.join(files)}.")
+            raise DataError(
+                f"{folder} holds no vocabulary for {cls.__name__}: expected one of "
+                f"{', '.join(files)}."
+            )
         return super().from_pretrained(folder, *args, **kwargs)

@@ -17,8 +17,12 @@ def package(name: str) -> Any:
     """
     try:
         with warnings.catch_warnings():
-            # Some make Python warn when they are compiled, which is at their first import: their business, not the user's.
+            # Some make Python warn when they are compiled, which is at their first import: their
+            # business, not the user's.
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ImportError(f"this tokenizer needs {name}: pip install {name}, or this package with its extra [models].") from error
+        raise ImportError(
+            f"this tokenizer needs {name}: pip install {name}, or this package with its "
+            "extra [models]."
+        ) from error

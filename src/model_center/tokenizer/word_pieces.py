@@ -1,4 +1,6 @@
-"""CPM's way from text to tokens: blanks get tokens, jieba finds words, words are cut into the longest known pieces."""
+"""CPM's way from text to tokens: blanks get tokens, jieba finds words, words are cut into the
+longest known pieces.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,24 @@ VISIBLE_BLANKS = str.maketrans({" ": "\u2582", "\n": "\u2583"})
 
 
 def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
-    """The tokens of a vocabulary file, one on each line: the id of a token is the number of its line, from 0.
+    """The tokens of a vocabulary file, one on each line: the id of a token is the number of its
+    line, from 0.
 
     Raises:
         DataError: for a file that is missing.
     """
     file = pathlib.Path(path)
     if not file.is_file():
-        raise DataError(f"there is no vocabulary {file}: expected a text file with a token on each line.")
+        raise DataError(
+            f"there is no vocabulary {file}: expected a text file with a token on each line."
+        )
     return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
 
 
 def mark_blanks(text: str, space_token: str, line_token: str) -> str:
-    """`text` with its spaces and ends of lines, and the tokens that stand for them, as the two private characters."""
+    """`text` with its spaces and ends of lines, and the tokens that stand for them, as the two
+    private characters.
+    """
     lines_marked = text.replace("\n", LINE).replace(line_token, LINE)
     return lines_marked.replace(" ", SPACE).replace(space_token, SPACE)
 
@@ -40,7 +47,8 @@ def pieces(text: str, vocabulary: Container[str], unknown: str, *, half_width: b
     """The pieces of a text with marked blanks.
 
     Args:
-        unknown: the piece for a character that no known piece begins with, and for words of over 200 characters.
+        unknown: the piece for a character that no known piece begins with, and for words of over
+            200 characters.
         half_width: fold full-width characters first.
     """
     found: list[str] = []
@@ -51,12 +59,16 @@ def pieces(text: str, vocabulary: Container[str], unknown: str, *, half_width: b
 
 
 def longest_pieces(word: str, vocabulary: Container[str], unknown: str) -> list[str]:
-    """`word` cut from the left, each time by the longest piece of the vocabulary; an unknown character is `unknown`."""
+    """`word` cut from the left, each time by the longest piece of the vocabulary; an unknown
+    character is `unknown`.
+    """
     if len(word) > LONGEST_WORD:
         return [unknown]
     found, start = [], 0
     while start < len(word):
-        stop = next((stop for stop in range(len(word), start, -1) if word[start:stop] in vocabulary), start)
+        stop = next(
+            (stop for stop in range(len(word), start, -1) if word[start:stop] in vocabulary), start
+        )
         found.append(word[start:stop] or unknown)
         start = max(stop, start + 1)
     return found

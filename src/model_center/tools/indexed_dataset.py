@@ -1,4 +1,7 @@
-"""Token data, read and written: the names under which old programs import them. The code is in `model_center.dataset`."""
+"""Token data, read and written: the names under which old programs import them.
+
+The code is in `model_center.dataset`.
+"""
 
 from model_center.dataset.indexed import IndexedCachedDataset, MMapIndexedDataset, make_dataset
 from model_center.dataset.indexed_builder import MMapIndexedDatasetBuilder, make_builder

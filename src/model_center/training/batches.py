@@ -13,13 +13,24 @@ from bmtrain.torch_internals import tree_leaves
 from model_center.dataset.loader import DistributedDataLoader
 
 
-def make_loader(dataset: Dataset[Any], args: argparse.Namespace, *, shuffle: bool) -> DistributedDataLoader:
+def make_loader(
+    dataset: Dataset[Any], args: argparse.Namespace, *, shuffle: bool
+) -> DistributedDataLoader:
     """The loader of a data set by the flags `batch_size`, `seed` and `num_workers`."""
-    return DistributedDataLoader(dataset, shuffle=shuffle, seed=args.seed, batch_size=args.batch_size, num_workers=args.num_workers)
+    return DistributedDataLoader(
+        dataset,
+        shuffle=shuffle,
+        seed=args.seed,
+        batch_size=args.batch_size,
+        num_workers=args.num_workers,
+    )
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Lists of `size` batches, the last one perhaps shorter. Nothing is fetched ahead of the list handed out."""
+    """Lists of `size` batches, the last one perhaps shorter.
+
+    Nothing is fetched ahead of the list handed out.
+    """
     group: list[Any] = []
     for batch in batches:
         group.append(batch)
@@ -32,4 +43,6 @@ def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 def num_tokens(batch: Any) -> int:
     """Elements of the batch's largest tensor, padding included: a measure of its size."""
-    return max((leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), default=0)
+    return max(
+        (leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), default=0
+    )

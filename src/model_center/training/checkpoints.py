@@ -1,14 +1,14 @@
-"""Checkpoints of a run: complete or absent, whatever moment the machine dies at, and for any number of ranks.
+"""Checkpoints of a run: complete or absent, whatever moment the machine dies at, and for any number
+of ranks.
 
 A checkpoint is a folder `step-00000100` with
 
-    model.pt       the model, by bmt.save
-    optimizer.pt   optimizer, learning-rate schedule and loss scale, whole tensors: fits any number of ranks
-    random-*.pt    random states, one file per rank
+    model.pt       the model, by bmt.save optimizer.pt   optimizer, learning-rate schedule and loss
+    scale, whole tensors: fits any number of ranks random-*.pt    random states, one file per rank
     run.json       the step, how far the data have been read, and what the run was made with
 
-It is written under another name, brought to the disk, and renamed; only then the pointer file `latest` is replaced. All ranks
-must see the folder.
+It is written under another name, brought to the disk, and renamed; only then the pointer file
+`latest` is replaced. All ranks must see the folder.
 """
 
 from __future__ import annotations
@@ -66,10 +66,12 @@ class Checkpoints:
         """Write a checkpoint; the earlier ones stay valid until it is complete. Collective.
 
         Args:
-            progress: `step`, the number of optimizer steps done, and what else says how far the run has come; values as in JSON.
+            progress: `step`, the number of optimizer steps done, and what else says how far the run
+                has come; values as in JSON.
             model: sharded or not.
             optim_manager: with all optimizers and schedules of the run.
-            made_with: what another run must have in common to go on from here (`check_same_run`); values as in JSON.
+            made_with: what another run must have in common to go on from here (`check_same_run`);
+                values as in JSON.
 
         Raises:
             CheckpointError: on every rank, if the files cannot be written on one of them.
@@ -96,7 +98,8 @@ class Checkpoints:
         for path in partial.iterdir():
             to_disk(path)
         to_disk(partial)
-        shutil.rmtree(final, ignore_errors=True)  # complete but never pointed at: the machine died right here
+        # complete but never pointed at: the machine died right here
+        shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         to_disk(self.folder)
         write_whole(self.folder / POINTER, final.name + "\n")
@@ -104,7 +107,11 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def _complete(self) -> list[pathlib.Path]:
-        return sorted(path for path in self.folder.glob("step-*") if path.suffix != PARTIAL and (path / "run.json").exists())
+        return sorted(
+            path
+            for path in self.folder.glob("step-*")
+            if path.suffix != PARTIAL and (path / "run.json").exists()
+        )
 
 
 def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -114,7 +121,9 @@ def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:
 
 
 def check_same_run(
-    checkpoint: pathlib.Path, made_with: Mapping[str, Any], remedy: str = "give the same arguments to go on, or another folder"
+    checkpoint: pathlib.Path,
+    made_with: Mapping[str, Any],
+    remedy: str = "give the same arguments to go on, or another folder",
 ) -> None:
     """Compare this run with the one that wrote the checkpoint.
 
@@ -124,23 +133,35 @@ def check_same_run(
     before = read_facts(checkpoint)["made_with"]
     names = sorted({*before, *made_with})
     differing = [
-        f"{name} was {before.get(name)} and is {made_with.get(name)}" for name in names if before.get(name) != made_with.get(name)
+        f"{name} was {before.get(name)} and is {made_with.get(name)}"
+        for name in names
+        if before.get(name) != made_with.get(name)
     ]
     if differing:
-        raise ResumeError(f"{checkpoint} belongs to another run: {'; '.join(differing)}. Remedy: {remedy}.")
+        raise ResumeError(
+            f"{checkpoint} belongs to another run: {'; '.join(differing)}. Remedy: {remedy}."
+        )
 
 
 def load_state(checkpoint: pathlib.Path, optim_manager: bmt.optim.OptimManager) -> dict[str, Any]:
-    """Put back everything but the model: optimizers, schedules, loss scale, random states. Collective.
+    """Put back everything but the model: optimizers, schedules, loss scale, random states.
+    Collective.
 
-    On another number of ranks the random states stay as they are. Returns the progress that the checkpoint was saved with.
+    On another number of ranks the random states stay as they are. Returns the progress that the
+    checkpoint was saved with.
     """
     # Mapped, not read: the ranks of one machine share the pages.
-    state = torch.load(checkpoint / "optimizer.pt", map_location="cpu", mmap=True, weights_only=True)
+    state = torch.load(
+        checkpoint / "optimizer.pt", map_location="cpu", mmap=True, weights_only=True
+    )
     optim_manager.load_state_dict(state)
     if (checkpoint / _random_file()).exists():
         set_random_states(torch.load(checkpoint / _random_file(), weights_only=True))
-    return {name: value for name, value in read_facts(checkpoint).items() if name not in OF_THE_CHECKPOINT}
+    return {
+        name: value
+        for name, value in read_facts(checkpoint).items()
+        if name not in OF_THE_CHECKPOINT
+    }
 
 
 def _write(folder: pathlib.Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

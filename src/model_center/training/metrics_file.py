@@ -15,7 +15,8 @@ Record = dict[str, Any]
 class MetricsFile:
     """A JSONL file with one record per step and per evaluation. One process writes it.
 
-    A run that goes on from a checkpoint takes back what was written after it, so that no step is there twice.
+    A run that goes on from a checkpoint takes back what was written after it, so that no step is
+    there twice.
 
     Args:
         path: of the file; its folder is made.
@@ -25,7 +26,10 @@ class MetricsFile:
     def __init__(self, path: pathlib.Path, is_kept: Callable[[Record], bool]) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(record) + "\n" for record in read_metrics(path) if is_kept(record)))
+        write_whole(
+            path,
+            "".join(json.dumps(record) + "\n" for record in read_metrics(path) if is_kept(record)),
+        )
 
     def add(self, record: Record) -> None:
         """Append a record."""

@@ -25,16 +25,29 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (decayed if is_decayed(name) else plain).append(parameter)
-    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    groups = [
+        {"params": decayed, "weight_decay": args.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ConfigError(f"no parameter of {type(model).__name__} is to be trained: all have requires_grad=False.")
-    kind = bmt.optim.AdamOffloadOptimizer if args.optimizer == "adam-offload" else bmt.optim.AdamOptimizer
+        raise ConfigError(
+            f"no parameter of {type(model).__name__} is to be trained: all have "
+            "requires_grad=False."
+        )
+    kind = (
+        bmt.optim.AdamOffloadOptimizer
+        if args.optimizer == "adam-offload"
+        else bmt.optim.AdamOptimizer
+    )
     return kind(groups, lr=args.lr)
 
 
 def is_decayed(name: str) -> bool:
-    """Whether the parameter of this name is a matrix. (Its shape does not tell: shards are flat.)"""
+    """Whether the parameter of this name is a matrix.
+
+    (Its shape does not tell: shards are flat.)
+    """
     module, _, leaf = name.rpartition(".")
     return not leaf.endswith("bias") and "norm" not in module.rpartition(".")[2]
 
@@ -46,14 +59,18 @@ def make_scheduler(
 
     Args:
         optimizer: whose learning rate it sets.
-        args: of which `lr_decay_style`, `lr`, `warmup_iters`, `lr_decay_iters` and `start_step` are read.
-        total_steps: the run's last step, at which the learning rate has fallen unless `lr_decay_iters` says otherwise.
+        args: of which `lr_decay_style`, `lr`, `warmup_iters`, `lr_decay_iters` and `start_step` are
+            read.
+        total_steps: the run's last step, at which the learning rate has fallen unless
+            `lr_decay_iters` says otherwise.
 
     Raises:
         ConfigurationError: for a warm-up that is longer than a schedule with an end.
     """
     end = args.lr_decay_iters or total_steps
-    return schedule(args.lr_decay_style)(optimizer, args.lr, warmup_steps(args.warmup_iters, total_steps), end, args.start_step)
+    return schedule(args.lr_decay_style)(
+        optimizer, args.lr, warmup_steps(args.warmup_iters, total_steps), end, args.start_step
+    )
 
 
 def schedule(style: str) -> type[bmt.lr_scheduler.WarmupLRScheduler]:
@@ -74,9 +91,13 @@ def warmup_steps(warmup: float, total_steps: int) -> int:
 
 
 def make_manager(
-    optimizer: torch.optim.Optimizer, scheduler: bmt.lr_scheduler.WarmupLRScheduler, args: argparse.Namespace
+    optimizer: torch.optim.Optimizer,
+    scheduler: bmt.lr_scheduler.WarmupLRScheduler,
+    args: argparse.Namespace,
 ) -> bmt.optim.OptimManager:
-    """What drives both; only fp16 has so few exponent bits that small gradients vanish unless the loss is scaled."""
+    """What drives both; only fp16 has so few exponent bits that small gradients vanish unless the
+    loss is scaled.
+    """
     scale = args.loss_scale if args.dtype == "fp16" and args.loss_scale > 0 else None
     manager = bmt.optim.OptimManager(loss_scale=scale)
     manager.add_optimizer(optimizer, scheduler)

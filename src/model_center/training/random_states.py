@@ -17,7 +17,13 @@ def random_states() -> dict[str, Any]:
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), place, has_gauss, gauss),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys).astype(np.int64)),
+            place,
+            has_gauss,
+            gauss,
+        ),
         "cpu": torch.get_rng_state(),
     }
     if bmt.device().type != "cpu":

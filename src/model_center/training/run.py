@@ -1,4 +1,6 @@
-"""Run: one training of one model, in steps that the program asks for, and all that a step brings with it."""
+"""Run: one training of one model, in steps that the program asks for, and all that a step brings
+with it.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ from model_center.training.stop import StopRequest
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and has saved a checkpoint; `Run` catches it where its `with` ends."""
+    """The run was asked to stop, and has saved a checkpoint; `Run` catches it where its `with`
+    ends.
+    """
 
 
 class Run:
-    """A training run: optimizer, schedule, checkpoints, log. To be entered by `with`; all ranks make the same calls.
+    """A training run: optimizer, schedule, checkpoints, log. To be entered by `with`; all ranks
+    make the same calls.
 
         with Run(model, loader, args) as run:
             for epoch in run.epochs():
@@ -38,12 +43,14 @@ class Run:
                     run.update(loss_of(batch) for batch in batches)
                 run.record(accuracy=evaluate(model))
 
-    `batches` are the micro-batches of one optimizer step; `update` runs the backward pass of each loss before it asks for
-    the next. The losses of a step are added up, so each is a share of the step's mean: see `bmtrain.loss.TokenMean`.
+    `batches` are the micro-batches of one optimizer step; `update` runs the backward pass of each
+    loss before it asks for the next. The losses of a step are added up, so each is a share of the
+    step's mean: see `bmtrain.loss.TokenMean`.
 
-    With `--save` there is a checkpoint every `--save-iters` steps, at the end, and when the program is asked to stop by Ctrl-C
-    or SIGTERM, which ends the `with` block after the step at hand. With `--resume` the run goes on from the newest one, as if it
-    had not stopped, also on another number of ranks, where steps are of another size.
+    With `--save` there is a checkpoint every `--save-iters` steps, at the end, and when the program
+    is asked to stop by Ctrl-C or SIGTERM, which ends the `with` block after the step at hand. With
+    `--resume` the run goes on from the newest one, as if it had not stopped, also on another number
+    of ranks, where steps are of another size.
 
     Args:
         model: with its parameters sharded and their first values.
@@ -53,33 +60,44 @@ class Run:
     Attributes:
         step: the number of optimizer steps done.
         optimizer, scheduler, manager, log: what does it.
-        total_steps: the last step, as far as can be said now: `--epochs` passes, but at most `--train-iters` steps.
+        total_steps: the last step, as far as can be said now: `--epochs` passes, but at most
+            `--train-iters` steps.
 
     Raises:
-        ResumeError: for checkpoints in --save that are of another run, or that are there without --resume.
-        ConfigError: for a log that cannot be written where --log-dir or --save says, or by --tensorboard.
+        ResumeError: for checkpoints in --save that are of another run, or that are there without
+            --resume.
+        ConfigError: for a log that cannot be written where --log-dir or --save says, or by
+            --tensorboard.
     """
 
-    def __init__(self, model: torch.nn.Module, loader: DistributedDataLoader, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loader: DistributedDataLoader, args: argparse.Namespace
+    ) -> None:
         self.model, self.loader, self.args = model, loader, args
         self.checkpoints = Checkpoints(pathlib.Path(args.save)) if args.save else None
         self.made_with = _made_with(model, args)
         self.step: int = args.start_step
-        self._origin: int = args.start_step  # the step at which the first pass would have begun with steps of this size
+        # the step at which the first pass would have begun with steps of this size
+        self._origin: int = args.start_step
         self._recorded = False  # whether something was recorded after the last step
         self._tokens, self._clock = 0, time.perf_counter()
         checkpoint = attempt(self._to_go_on_from, everyone(), ResumeError)
         if checkpoint is not None:
             self._go_to(checkpoint)
-        self._saved = self.step if checkpoint is not None else None  # the step of the last checkpoint
-        self.total_steps: int = min(self._origin + args.epochs * self._steps_per_epoch(), args.train_iters)
+        # the step of the last checkpoint
+        self._saved = self.step if checkpoint is not None else None
+        self.total_steps: int = min(
+            self._origin + args.epochs * self._steps_per_epoch(), args.train_iters
+        )
         self.optimizer = make_optimizer(model, args)
         self.scheduler = make_scheduler(self.optimizer, args, self.total_steps)
         self.manager = make_manager(self.optimizer, self.scheduler, args)
-        torch.manual_seed(args.seed + bmt.rank())  # ranks read different rows, and should drop different parts of them
+        # ranks read different rows, and should drop different parts of them
+        torch.manual_seed(args.seed + bmt.rank())
         if checkpoint is not None:
             self._restore(checkpoint)
-        self.log = attempt(self._open_log, everyone(), ConfigError)  # rank 0 alone writes: the others would go on without it
+        # rank 0 alone writes: the others would go on without it
+        self.log = attempt(self._open_log, everyone(), ConfigError)
         self.log.say(self._greeting(checkpoint))
         self._stop = StopRequest()
 
@@ -87,13 +105,21 @@ class Run:
         self.log.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
         if error is None:
             self._save()
         self._stop.restore()
         self.log.__exit__(kind, error, trace)
         if isinstance(error, Stopped):
-            self.log.say(f"stopped after step {self.step}: " + ("--resume goes on." if self.checkpoints else "nothing was kept."))
+            self.log.say(
+                f"stopped after step {self.step}: "
+                + ("--resume goes on." if self.checkpoints else "nothing was kept.")
+            )
             return True
         if error is None:
             self.log.say(f"finished after step {self.step}.")
@@ -115,16 +141,21 @@ class Run:
                 return
 
     def update(self, losses: Iterable[torch.Tensor]) -> float:
-        """One optimizer step on the sum of the losses, and what is due after it; returns the loss, averaged over ranks."""
+        """One optimizer step on the sum of the losses, and what is due after it; returns the loss,
+        averaged over ranks.
+        """
         lr, loss_scale = float(self.optimizer.param_groups[0]["lr"]), self.manager.loss_scale
         total = torch.zeros((), device=bmt.device())
         self.manager.zero_grad()
         for loss in losses:
             self.manager.backward(loss)
             total += loss.detach().float()
-        grad_norm = self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=self.args.clip_grad or math.inf)
+        grad_norm = self.manager.clip_grad_norm(
+            self.optimizer.param_groups, max_norm=self.args.clip_grad or math.inf
+        )
         self.step += 1
-        if self.step % self.args.inspect_iters == 0:  # before the optimizer's step, which may use gradients up
+        # before the optimizer's step, which may use gradients up
+        if self.step % self.args.inspect_iters == 0:
             self.log.say(bmt.inspect.format_summary(bmt.inspect.inspect_model(self.model, "*")))
         self.manager.step()
         self._recorded = False
@@ -136,15 +167,21 @@ class Run:
         return mean_loss
 
     def record(self, **values: Any) -> None:
-        """Show what was found out about the model as it is after this step, and keep it in the log."""
+        """Show what was found out about the model as it is after this step, and keep it in the
+        log.
+        """
         self.log.record(self.step, **values)
         self._recorded = True
 
-    def _report(self, total: torch.Tensor, grad_norm: torch.Tensor, lr: float, loss_scale: float) -> tuple[float, bool]:
+    def _report(
+        self, total: torch.Tensor, grad_norm: torch.Tensor, lr: float, loss_scale: float
+    ) -> tuple[float, bool]:
         """Log a step; its loss, and whether any rank was asked to stop."""
         own = (total, grad_norm, float(self._tokens), float(self._stop.asked))
         # One message, and one moment of waiting for the device, for all of it.
-        together = bmt.sum_loss(torch.stack([torch.as_tensor(value, device=total.device) for value in own]))
+        together = bmt.sum_loss(
+            torch.stack([torch.as_tensor(value, device=total.device) for value in own])
+        )
         mean_loss, norm, mean_tokens, wish = together.tolist()
         now = time.perf_counter()
         report = StepReport(
@@ -161,13 +198,19 @@ class Run:
         return mean_loss, wish > 0
 
     def _to_go_on_from(self) -> pathlib.Path | None:
-        """The checkpoint to resume; ResumeError for one that is not to be overwritten, or that is another run's."""
+        """The checkpoint to resume; ResumeError for one that is not to be overwritten, or that is
+        another run's.
+        """
         checkpoint = self.checkpoints.latest() if self.checkpoints else None
         if checkpoint is None:
             return None
         if not self.args.resume:
-            raise ResumeError(f"{checkpoint} is there: go on from it by --resume, or give another --save.")
-        check_same_run(checkpoint, self.made_with, "give the same arguments to go on, or another --save")
+            raise ResumeError(
+                f"{checkpoint} is there: go on from it by --resume, or give another --save."
+            )
+        check_same_run(
+            checkpoint, self.made_with, "give the same arguments to go on, or another --save"
+        )
         return checkpoint
 
     def _go_to(self, checkpoint: pathlib.Path) -> None:
@@ -175,12 +218,19 @@ class Run:
         bmt.load(self.model, str(checkpoint / "model.pt"))
         progress = read_facts(checkpoint)
         self.loader.load_state_dict(progress["loader"])
-        self.step, self._origin, self._recorded = progress["step"], progress["origin"], progress["recorded"]
+        self.step, self._origin, self._recorded = (
+            progress["step"],
+            progress["origin"],
+            progress["recorded"],
+        )
         if progress["steps_per_epoch"] != self._steps_per_epoch():
             self._origin = round(self.step - _passes(progress["loader"]) * self._steps_per_epoch())
 
     def _restore(self, checkpoint: pathlib.Path) -> None:
-        """What the optimizer had learned, and the place in the schedule. How that runs on is said by this run's flags."""
+        """What the optimizer had learned, and the place in the schedule.
+
+        How that runs on is said by this run's flags.
+        """
         planned = self.scheduler.state_dict()
         load_state(checkpoint, self.manager)
         self.scheduler.load_state_dict({**planned, "num_iter": self.scheduler.num_iter})
@@ -204,8 +254,10 @@ class Run:
         rows = self.args.batch_size * self.args.gradient_accumulation * bmt.world_size()
         begin = f"going on from {checkpoint}" if checkpoint is not None else "starting anew"
         return (
-            f"{type(self.model).__name__}, {self.args.dtype}, ZeRO-{self.args.zero_level} over {where}; up to step "
-            f"{self.total_steps} of {rows} rows; {begin}; checkpoints: {self.args.save or 'none, for want of --save'}"
+            f"{type(self.model).__name__}, {self.args.dtype}, "
+            f"ZeRO-{self.args.zero_level} over {where}; up to step "
+            f"{self.total_steps} of {rows} rows; {begin}; checkpoints: "
+            f"{self.args.save or 'none, for want of --save'}"
         )
 
     def _save(self) -> None:
@@ -222,12 +274,18 @@ class Run:
         self._saved, self._clock = self.step, time.perf_counter()
 
     def _is_kept(self, record: dict[str, Any]) -> bool:
-        """What was recorded after the step of the checkpoint is still to come, unless the checkpoint knows of it."""
-        return record["step"] < self.step or (record["step"] == self.step and (self._recorded or "loss" in record))
+        """What was recorded after the step of the checkpoint is still to come, unless the
+        checkpoint knows of it.
+        """
+        return record["step"] < self.step or (
+            record["step"] == self.step and (self._recorded or "loss" in record)
+        )
 
 
 def _made_with(model: torch.nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """What two parts of one run have in common: data, seed, dtype, and names and shapes of all weights."""
+    """What two parts of one run have in common: data, seed, dtype, and names and shapes of all
+    weights.
+    """
     weights = "\n".join(f"{entry.name} {entry.shape}" for entry in entries(model))
     return {
         "dataset": args.dataset_name,

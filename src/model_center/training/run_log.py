@@ -1,4 +1,6 @@
-"""What a run shows and leaves behind: progress on the screen, a file of metrics, curves for TensorBoard."""
+"""What a run shows and leaves behind: progress on the screen, a file of metrics, curves for
+TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,16 @@ class StepReport:
 
 
 class RunLog:
-    """Progress on a terminal, plain lines every `log_every` steps elsewhere; all of it on rank 0 only.
+    """Progress on a terminal, plain lines every `log_every` steps elsewhere; all of it on rank 0
+    only.
 
     Args:
         folder: where `metrics.jsonl` and the curves go; None to keep nothing.
         first_step: the last step done before.
         num_steps: the step that the run ends with.
         log_every: steps between plain lines.
-        is_kept: which records of an earlier part of the run stay; by default those up to `first_step`.
+        is_kept: which records of an earlier part of the run stay; by default those up to
+            `first_step`.
         curves: whether to write for TensorBoard too.
 
     Raises:
@@ -74,8 +78,12 @@ class RunLog:
         self.console = Console(highlight=False, soft_wrap=True)
         self.terminal = self.enabled and self.console.is_terminal
         kept = is_kept or (lambda record: record["step"] <= first_step)
-        self.metrics = MetricsFile(folder / METRICS, kept) if self.enabled and folder is not None else None
-        self.curves = Curves(folder, first_step) if self.enabled and folder is not None and curves else None
+        self.metrics = (
+            MetricsFile(folder / METRICS, kept) if self.enabled and folder is not None else None
+        )
+        self.curves = (
+            Curves(folder, first_step) if self.enabled and folder is not None and curves else None
+        )
         self._started = time.monotonic()
         # The bar comes last: what does not fit into a narrow terminal is cut off.
         columns = (MofNCompleteColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20))
@@ -86,7 +94,12 @@ class RunLog:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._bar.stop()
         if self.curves is not None:
             self.curves.close()
@@ -97,10 +110,15 @@ class RunLog:
             return
         self._keep(dataclasses.asdict(report))
         speed = f"{report.tokens_per_second:,.0f} tokens/s  {report.memory / 2**30:.2f} GiB"
-        words = f"loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  {speed}  {self._time_left(report.step)} left"
+        words = (
+            f"loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  {speed}  "
+            f"{self._time_left(report.step)} left"
+        )
         self._bar.update(self._task, completed=report.step, description=words)
         last = report.step == self.num_steps
-        if not self.terminal and (report.step % self.log_every == 0 or last or report.step == self.first_step + 1):
+        if not self.terminal and (
+            report.step % self.log_every == 0 or last or report.step == self.first_step + 1
+        ):
             self.say(f"step {report.step:>5}/{self.num_steps}  {words}")
 
     def record(self, step: int, **values: Any) -> None:
@@ -120,10 +138,16 @@ class RunLog:
         if self.metrics is not None:
             self.metrics.add(record)
         if self.curves is not None:
-            self.curves.add(record["step"], {name: value for name, value in record.items() if name != "step"})
+            self.curves.add(
+                record["step"], {name: value for name, value in record.items() if name != "step"}
+            )
 
     def _time_left(self, step: int) -> str:
-        seconds = int((time.monotonic() - self._started) / (step - self.first_step) * max(self.num_steps - step, 0))
+        seconds = int(
+            (time.monotonic() - self._started)
+            / (step - self.first_step)
+            * max(self.num_steps - step, 0)
+        )
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
 

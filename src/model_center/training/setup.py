@@ -1,4 +1,6 @@
-"""The start and the end of a training program: process group, model, and the folder that others load."""
+"""The start and the end of a training program: process group, model, and the folder that others
+load.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,16 @@ def setup(args: argparse.Namespace) -> None:
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """What the flags say about how a model is computed, as values of its configuration."""
-    return {"dtype": DTYPES[args.dtype], "use_checkpoint": args.use_checkpoint, "zero_level": args.zero_level}
+    return {
+        "dtype": DTYPES[args.dtype],
+        "use_checkpoint": args.use_checkpoint,
+        "zero_level": args.zero_level,
+    }
 
 
 def class_of(name: str, default: type[Model]) -> type[Model]:
-    """The class of the model in a folder or of a known name: `default`, or the one that its configuration names.
+    """The class of the model in a folder or of a known name: `default`, or the one that its
+    configuration names.
 
     Raises:
         ConfigError: for a model that is not known, or none of the kind of `default`.
@@ -40,7 +47,10 @@ def class_of(name: str, default: type[Model]) -> type[Model]:
     content = read_json(pathlib.Path(resolve(name, "config"), CONFIG_FILE))
     kind = model_class(content) if "model_type" in content else default
     if not issubclass(kind, default):
-        raise ConfigError(f"{name} is a {kind.__name__}: expected a {default.__name__}, or what is built like one.")
+        raise ConfigError(
+            f"{name} is a {kind.__name__}: expected a {default.__name__}, or what is built "
+            "like one."
+        )
     return kind
 
 
@@ -57,13 +67,19 @@ def pretrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) ->
     """
     if args.load is None:
         return kind.from_pretrained(args.model_config, **model_options(args), **overrides)
-    config = kind._CONFIG_TYPE.from_pretrained(args.model_config, **model_options(args), **overrides)
+    config = kind._CONFIG_TYPE.from_pretrained(
+        args.model_config, **model_options(args), **overrides
+    )
     return _loaded(kind.without_values(config), args.load)
 
 
 def untrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) -> Model:
-    """A model of the configuration of `--model-config` with first values, or with the weights of `--load`. Collective."""
-    config = kind._CONFIG_TYPE.from_pretrained(args.model_config, **model_options(args), **overrides)
+    """A model of the configuration of `--model-config` with first values, or with the weights of
+    `--load`. Collective.
+    """
+    config = kind._CONFIG_TYPE.from_pretrained(
+        args.model_config, **model_options(args), **overrides
+    )
     if args.load is not None:
         return _loaded(kind.without_values(config), args.load)
     model = kind(config)
@@ -72,17 +88,25 @@ def untrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) -> 
 
 
 def _loaded(model: Model, path: str) -> Model:
-    load_weights(model, path, type(model).key_map(model.config) if model.config.model_type else None)
+    load_weights(
+        model, path, type(model).key_map(model.config) if model.config.model_type else None
+    )
     return model
 
 
-def save_model(model: BaseModel, args: argparse.Namespace, tokenizer: Any = None) -> pathlib.Path | None:
-    """Write the model, and a tokenizer beside it, as the folder `--save-name` in `--save`, for `from_pretrained`. Collective.
+def save_model(
+    model: BaseModel, args: argparse.Namespace, tokenizer: Any = None
+) -> pathlib.Path | None:
+    """Write the model, and a tokenizer beside it, as the folder `--save-name` in `--save`, for
+    `from_pretrained`. Collective.
 
-    Hugging Face's format where it has the model, else ModelCenter's. Returns the folder; None without --save.
+    Hugging Face's format where it has the model, else ModelCenter's. Returns the folder; None
+    without --save.
     """
     if args.save is None:
         return None
     folder = pathlib.Path(args.save, args.save_name or "model")
-    model.save_pretrained(folder, format="hf" if model.config.model_type else "model_center", tokenizer=tokenizer)
+    model.save_pretrained(
+        folder, format="hf" if model.config.model_type else "model_center", tokenizer=tokenizer
+    )
     return folder

@@ -16,16 +16,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Ctrl-C, SIGTERM and the end of torchrun as a wish to stop after the step at hand, on which all ranks agree.
+    """Ctrl-C, SIGTERM and the end of torchrun as a wish to stop after the step at hand, on which
+    all ranks agree.
 
-    A signal reaches the ranks at different moments of different steps, or only one of them. A torchrun that is killed outright
-    tells them nothing; going on without it, they would write where the next run does. To be made on the main thread.
+    A signal reaches the ranks at different moments of different steps, or only one of them. A
+    torchrun that is killed outright tells them nothing; going on without it, they would write where
+    the next run does. To be made on the main thread.
     """
 
     def __init__(self) -> None:
         self.wished = False
         self._launcher = launcher()
-        self._before: dict[signal.Signals, Any] = {number: signal.signal(number, self._notice) for number in SIGNALS}
+        self._before: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._notice) for number in SIGNALS
+        }
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self.wished = True

@@ -21,7 +21,10 @@ class Curves:
         try:
             module = importlib.import_module("torch.utils.tensorboard")
         except ImportError as error:
-            raise ConfigError("--tensorboard needs the package tensorboard: pip install tensorboard, or leave it out.") from error
+            raise ConfigError(
+                "--tensorboard needs the package tensorboard: pip install tensorboard, or "
+                "leave it out."
+            ) from error
         # Steps after `first_step`, of an interrupted run that now goes on from there, are hidden.
         self._writer: Any = module.SummaryWriter(str(folder), purge_step=first_step + 1)
 

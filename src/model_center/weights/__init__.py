@@ -1,1 +1,3 @@
-"""Weights in and out: names of checkpoints, where they come from, reading, writing and converting them."""
+"""Weights in and out: names of checkpoints, where they come from, reading, writing and converting
+them.
+"""

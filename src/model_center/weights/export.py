@@ -27,15 +27,22 @@ class Target:
     @property
     def is_whole(self) -> bool:
         """Whether it is one tensor of ours as it is."""
-        return len(self.pieces) == 1 and all(piece.rows is None and not piece.transpose for piece in self.pieces.values())
+        return len(self.pieces) == 1 and all(
+            piece.rows is None and not piece.transpose for piece in self.pieces.values()
+        )
 
 
 def with_dtype(content: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any]:
-    """A config.json that names the dtype which holds all of these tensors: transformers loads them in it."""
+    """A config.json that names the dtype which holds all of these tensors: transformers loads them
+    in it.
+    """
     floats = {header.dtype for header in headers.values() if header.dtype.is_floating_point}
     if not floats:
         return dict(content)
-    return {**content, "torch_dtype": str(functools.reduce(torch.promote_types, floats)).removeprefix("torch.")}
+    return {
+        **content,
+        "torch_dtype": str(functools.reduce(torch.promote_types, floats)).removeprefix("torch."),
+    }
 
 
 def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Target]:
@@ -50,13 +57,17 @@ def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Targ
         groups.setdefault(piece.name, {})[name] = piece
     for name, piece in key_map.pieces.items():
         if piece.name in groups and name not in headers:
-            raise WeightsError(f"{piece.name!r} cannot be written: it needs {name!r}, which the model does not have.")
+            raise WeightsError(
+                f"{piece.name!r} cannot be written: it needs {name!r}, which the model "
+                "does not have."
+            )
     _check_complete(key_map, headers)
     return {name: Target(_header(name, pieces, headers), pieces) for name, pieces in groups.items()}
 
 
 def _check_complete(key_map: KeyMap, ours: Collection[str]) -> None:
-    """See that the model has what theirs is made of; with a new head in place of another it need not.
+    """See that the model has what theirs is made of; with a new head in place of another it need
+    not.
 
     Raises:
         WeightsError: naming what is missing: transformers would draw it at random.
@@ -64,8 +75,11 @@ def _check_complete(key_map: KeyMap, ours: Collection[str]) -> None:
     missing = [name for name in key_map.pieces if name not in ours and not key_map.may_be_new(name)]
     if missing and not any(key_map.may_be_new(name) for name in ours):
         raise WeightsError(
-            f"the model has no {missing[0]!r}{f', and {len(missing) - 1} more,' if len(missing) > 1 else ''} to be written as "
-            f"{key_map.pieces[missing[0]].name!r}: merge adapters first (merge_and_unload), or save with format='model_center'."
+            "the model has no "
+            f"{missing[0]!r}{f', and {len(missing) - 1} more,' if len(missing) > 1 else ''} "
+            "to be written as "
+            f"{key_map.pieces[missing[0]].name!r}: merge adapters first "
+            "(merge_and_unload), or save with format='model_center'."
         )
 
 
@@ -80,7 +94,9 @@ def _header(name: str, pieces: Mapping[str, Piece], headers: Mapping[str, Header
         if (header.shape, header.dtype) != (expected, own[0].dtype):
             got = f"{ours!r}, a part of {name!r}, has shape {header.shape} and {header.dtype}"
             raise WeightsError(f"{got}: expected {expected} and {own[0].dtype}.")
-    return Header(shape[::-1] if any(piece.transpose for piece in pieces.values()) else shape, own[0].dtype)
+    return Header(
+        shape[::-1] if any(piece.transpose for piece in pieces.values()) else shape, own[0].dtype
+    )
 
 
 def _num_rows(name: str, pieces: Mapping[str, Piece]) -> int | None:
@@ -89,7 +105,10 @@ def _num_rows(name: str, pieces: Mapping[str, Piece]) -> int | None:
     end = 0
     for start, stop in spans:
         if start != end:
-            raise WeightsError(f"{name!r} cannot be written: its rows [{end}, {start}) are nothing of the model's, or twice.")
+            raise WeightsError(
+                f"{name!r} cannot be written: its rows [{end}, {start}) are nothing of the "
+                "model's, or twice."
+            )
         end = stop
     return end if spans else None
 
@@ -102,7 +121,9 @@ def written(names: Sequence[str], key_map: KeyMap) -> list[str]:
 class Exporter:
     """Takes our tensors one by one and writes each of theirs when it is complete."""
 
-    def __init__(self, key_map: KeyMap, targets: Mapping[str, Target], writer: SafetensorsWriter) -> None:
+    def __init__(
+        self, key_map: KeyMap, targets: Mapping[str, Target], writer: SafetensorsWriter
+    ) -> None:
         self._key_map, self._targets, self._writer = key_map, targets, writer
         self._begun: dict[str, _Assembly] = {}
 
@@ -150,7 +171,8 @@ class _Assembly:
             place.copy_(tensor)
         elif not torch.equal(place, tensor.detach().to("cpu")):
             raise WeightsError(
-                f"{name!r} and {before!r} are one tensor, {piece.name!r}, in Hugging Face's format, but differ: it cannot hold "
+                f"{name!r} and {before!r} are one tensor, {piece.name!r}, in Hugging "
+                "Face's format, but differ: it cannot hold "
                 "this model. Save it with format='model_center'."
             )
         self._missing.discard(name)

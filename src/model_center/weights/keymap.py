@@ -1,4 +1,6 @@
-"""Where each of a model's tensors is in a checkpoint of Hugging Face: data, for reading and for writing."""
+"""Where each of a model's tensors is in a checkpoint of Hugging Face: data, for reading and for
+writing.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,22 @@ class Piece:
 class KeyMap:
     """How names of one model's configuration correspond to those of its Hugging Face checkpoints.
 
-    Several of our tensors may be the same piece (the two norms of GPT-J): reading gives both its values, writing demands that
-    they are equal. Tensors of ours that are not listed keep their own names.
+    Several of our tensors may be the same piece (the two norms of GPT-J): reading gives both its
+    values, writing demands that they are equal. Tensors of ours that are not listed keep their own
+    names.
 
     Attributes:
         pieces: our full name to what it is there, for every layer.
-        prefix: "transformer." for example: files have it, or, written from a class without head, lack it.
-        ignored: regular expressions, searched in their names, of what holds no weights of ours: masks, inverse frequencies.
-        tied: their name to the name whose tensor it is as well. Files may have either or both; written is what `pieces` names.
-        substitutes: their name to that which is read where a file lacks it: a head with which transformers was not trained apart.
-        new: regular expressions, matched from the start of our names, of heads that a file need not have: they are initialised.
+        prefix: "transformer." for example: files have it, or, written from a class without head,
+            lack it.
+        ignored: regular expressions, searched in their names, of what holds no weights of ours:
+            masks, inverse frequencies.
+        tied: their name to the name whose tensor it is as well. Files may have either or both;
+            written is what `pieces` names.
+        substitutes: their name to that which is read where a file lacks it: a head with which
+            transformers was not trained apart.
+        new: regular expressions, matched from the start of our names, of heads that a file need not
+            have: they are initialised.
     """
 
     pieces: Mapping[str, Piece]
@@ -52,24 +60,39 @@ class KeyMap:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise WeightsError(f"the key map's pattern {pattern!r} is no regular expression: {error}.") from error
+                raise WeightsError(
+                    f"the key map's pattern {pattern!r} is no regular expression: {error}."
+                ) from error
 
     def spellings(self, name: str) -> Iterator[str]:
-        """Names that files have for their tensor `name`: with and without the prefix, and as TensorFlow called its norms."""
+        """Names that files have for their tensor `name`: with and without the prefix, and as
+        TensorFlow called its norms.
+        """
         bare = name.removeprefix(self.prefix)
         for spelled in dict.fromkeys((name, bare, self.prefix + bare)):
             yield spelled
             if ".LayerNorm." in spelled:
-                yield spelled.replace(".LayerNorm.weight", ".LayerNorm.gamma").replace(".LayerNorm.bias", ".LayerNorm.beta")
+                yield spelled.replace(".LayerNorm.weight", ".LayerNorm.gamma").replace(
+                    ".LayerNorm.bias", ".LayerNorm.beta"
+                )
 
     def same_as(self, name: str) -> list[str]:
         """Their names for the tensor that `name` is, itself first."""
         target = self.tied.get(name, name)
-        return list(dict.fromkeys((name, target, *(other for other, kept in self.tied.items() if kept == target))))
+        return list(
+            dict.fromkeys(
+                (name, target, *(other for other, kept in self.tied.items() if kept == target))
+            )
+        )
 
     def found_in(self, names: Collection[str], name: str) -> list[str]:
         """Which `names` of a file are their tensor `name`, the one to read first."""
-        found = [spelled for same in self.same_as(name) for spelled in self.spellings(same) if spelled in names]
+        found = [
+            spelled
+            for same in self.same_as(name)
+            for spelled in self.spellings(same)
+            if spelled in names
+        ]
         if not found and name in self.substitutes:
             return self.found_in(names, self.substitutes[name])[:1]
         return found

@@ -1,4 +1,6 @@
-"""Reading weights into a model: every rank its own slices, and nothing left without values in silence."""
+"""Reading weights into a model: every rank its own slices, and nothing left without values in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class LoadReport(NamedTuple):
     Attributes:
         missing: our tensors that the file does not have.
         unexpected: names in the file that are none of ours.
-        newly_initialised: those of the missing that have their first values now: all, as others are an error.
+        newly_initialised: those of the missing that have their first values now: all, as others are
+            an error.
     """
 
     missing: list[str]
@@ -48,22 +51,30 @@ class Opened(NamedTuple):
     notes: list[str]  # what the user should know of how it is read
 
 
-def load_weights(model: torch.nn.Module, folder: str | os.PathLike[str], key_map: KeyMap | None = None) -> LoadReport:
-    """Give the parameters and persistent buffers of `model` the values in `folder`. Collective in a process group.
+def load_weights(
+    model: torch.nn.Module, folder: str | os.PathLike[str], key_map: KeyMap | None = None
+) -> LoadReport:
+    """Give the parameters and persistent buffers of `model` the values in `folder`. Collective in a
+    process group.
 
-    The folder (or file) has ModelCenter's names or those of `key_map`; which, its names tell. Each rank reads its own slices,
-    converted to the model's dtype. Heads that `key_map` allows to be new and the file does not have get their first values.
-    One warning names them, one names what the file has beyond the model; both come on rank 0.
+    The folder (or file) has ModelCenter's names or those of `key_map`; which, its names tell. Each
+    rank reads its own slices, converted to the model's dtype. Heads that `key_map` allows to be new
+    and the file does not have get their first values. One warning names them, one names what the
+    file has beyond the model; both come on rank 0.
 
     Raises:
-        WeightsError: on every rank, with the file and the names or shapes: nothing has been changed then, unless reading
-            itself failed half-way.
+        WeightsError: on every rank, with the file and the names or shapes: nothing has been changed
+            then, unless reading itself failed half-way.
     """
     axis = everyone()
     targets = entries(model)
     shapes = {name: entry.shape for entry in targets for name in entry.names}
     opened = attempt(lambda: open_weights(folder, shapes, key_map), axis, WeightsError)
-    missing = attempt(lambda: check(shapes, [entry.names for entry in targets], opened, key_map), axis, WeightsError)
+    missing = attempt(
+        lambda: check(shapes, [entry.names for entry in targets], opened, key_map),
+        axis,
+        WeightsError,
+    )
     plan = attempt(lambda: make_plan(targets, opened.source, strict=False), axis, WeightsError)
     _initialise(model, missing)
     attempt(lambda: fill(plan, opened.source), axis, WeightsError)
@@ -73,7 +84,9 @@ def load_weights(model: torch.nn.Module, folder: str | os.PathLike[str], key_map
     return report
 
 
-def open_weights(folder: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]], key_map: KeyMap | None) -> Opened:
+def open_weights(
+    folder: str | os.PathLike[str], shapes: Mapping[str, tuple[int, ...]], key_map: KeyMap | None
+) -> Opened:
     """Open a folder under our names.
 
     Args:
@@ -82,7 +95,8 @@ def open_weights(folder: str | os.PathLike[str], shapes: Mapping[str, tuple[int,
         key_map: of the model; None where Hugging Face does not have it.
 
     Raises:
-        CheckpointError, WeightsError: for files that cannot be read, or tensors that are not what the key map says.
+        CheckpointError, WeightsError: for files that cannot be read, or tensors that are not what
+            the key map says.
     """
     source = open_source(folder)
     plain = without_prefix(source, shapes.keys())
@@ -99,14 +113,20 @@ def open_weights(folder: str | os.PathLike[str], shapes: Mapping[str, tuple[int,
 
 
 def _as_ours(source: Source, found: Match, shapes: Mapping[str, tuple[int, ...]]) -> Opened:
-    """A file in ModelCenter's names. Its GPT-2 embeddings have a row of zeros more than the vocabulary, which is left out."""
+    """A file in ModelCenter's names.
+
+    Its GPT-2 embeddings have a row of zeros more than the vocabulary, which is left out.
+    """
     pieces, notes = dict(found.pieces), []
     name = "input_embedding.weight"
     if name in pieces and name in shapes:
         (rows, *width), there = shapes[name], source.headers[name].shape
         if there == (rows + 1, *width):
             pieces[name] = Piece(name, rows=(0, rows))
-            notes.append(f"{source.path}: {name!r} has {rows + 1} rows, the model {rows}; the last, for padding, was left out.")
+            notes.append(
+                f"{source.path}: {name!r} has {rows + 1} rows, the model {rows}; the last, "
+                "for padding, was left out."
+            )
     return Opened(Mapped(source, pieces), found.unexpected, notes)
 
 
@@ -115,7 +135,8 @@ def _check_copies(source: Source, found: Match) -> None:
     for copy, kept in found.copies:
         if not _are_equal(source, copy, kept):
             raise WeightsError(
-                f"{copy!r} and {kept!r} differ in {source.path}, but the model's configuration makes them one tensor: "
+                f"{copy!r} and {kept!r} differ in {source.path}, but the model's "
+                "configuration makes them one tensor: "
                 "load it with tied=False."
             )
 
@@ -125,12 +146,19 @@ def _check_ties(source: Mapped, ties: Sequence[Sequence[str]]) -> None:
     for names in ties:
         first, *others = [name for name in names if name in source.headers] or [""]
         for other in others:
-            if source.pieces[other] != source.pieces[first] and not _are_equal(source, first, other):
-                raise WeightsError(f"{first!r} and {other!r} differ in {source.path}, but are one tensor in the model.")
+            if source.pieces[other] != source.pieces[first] and not _are_equal(
+                source, first, other
+            ):
+                raise WeightsError(
+                    f"{first!r} and {other!r} differ in {source.path}, but are one tensor "
+                    "in the model."
+                )
 
 
 def _are_equal(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors of a file have the same shape and values; of large ones the ends are compared."""
+    """Whether two tensors of a file have the same shape and values; of large ones the ends are
+    compared.
+    """
     shape = source.headers[one].shape
     numel = torch.Size(shape).numel()
     ends = ((0, min(SAMPLE, numel)), (max(numel - SAMPLE, 0), numel))
@@ -140,7 +168,10 @@ def _are_equal(source: Source, one: str, other: str) -> bool:
 
 
 def check(
-    shapes: Mapping[str, tuple[int, ...]], ties: Sequence[Sequence[str]], opened: Opened, key_map: KeyMap | None
+    shapes: Mapping[str, tuple[int, ...]],
+    ties: Sequence[Sequence[str]],
+    opened: Opened,
+    key_map: KeyMap | None,
 ) -> list[str]:
     """Names of ours that the file does not have, all of them heads that may be new.
 
@@ -154,16 +185,27 @@ def check(
     source, key_map = opened.source, key_map or KeyMap({})
     problems = [text for name, shape in shapes.items() if (text := _mismatch(name, shape, source))]
     if problems:
-        raise WeightsError(_listing(f"{source.path} does not fit the model; nothing was loaded:", problems))
+        raise WeightsError(
+            _listing(f"{source.path} does not fit the model; nothing was loaded:", problems)
+        )
     _check_ties(source, ties)
-    missing = [name for names in ties if not any(name in source.headers for name in names) for name in names]
+    missing = [
+        name
+        for names in ties
+        if not any(name in source.headers for name in names)
+        for name in names
+    ]
     lost = [name for name in missing if not key_map.may_be_new(name)]
     if len(missing) == len(shapes):
         held = ", ".join(opened.unexpected[:3]) or "nothing"
-        raise WeightsError(f"{source.path} holds no tensor of this model, but {held}: it belongs to another model.")
+        raise WeightsError(
+            f"{source.path} holds no tensor of this model, but {held}: it belongs to another model."
+        )
     if lost:
         lines = [f"missing: {_expected(name, source, key_map)}" for name in lost]
-        raise WeightsError(_listing(f"{source.path} lacks tensors of the model; nothing was loaded:", lines))
+        raise WeightsError(
+            _listing(f"{source.path} lacks tensors of the model; nothing was loaded:", lines)
+        )
     return missing
 
 
@@ -172,11 +214,18 @@ def _mismatch(name: str, shape: tuple[int, ...], source: Mapped) -> str:
     if name not in source.headers or source.headers[name].shape == shape:
         return ""
     there, theirs = source.headers[name].shape, source.pieces[name].name
-    stored = "" if theirs == name else f" (there {theirs!r}{', turned' if source.pieces[name].transpose else ''})"
+    stored = (
+        ""
+        if theirs == name
+        else f" (there {theirs!r}{', turned' if source.pieces[name].transpose else ''})"
+    )
     hint = ""
     if VOCABULARY.search(name) and there[1:] == shape[1:]:
         hint = f"; for that vocabulary set vocab_size={there[0]} in the configuration"
-    return f"{name!r} has shape {shape} in the model and {there} in {source.file_of(name)}{stored}{hint}"
+    return (
+        f"{name!r} has shape {shape} in the model and {there} in "
+        f"{source.file_of(name)}{stored}{hint}"
+    )
 
 
 def _expected(name: str, source: Mapped, key_map: KeyMap) -> str:
@@ -206,10 +255,18 @@ def _tell(report: LoadReport, opened: Opened) -> None:
     for note in opened.notes:
         log.warn(note)
     if report.newly_initialised:
-        log.warn(f"{opened.source.path} does not have {_some(report.newly_initialised)}: newly initialised, to be trained.")
+        log.warn(
+            f"{opened.source.path} does not have {_some(report.newly_initialised)}: newly "
+            "initialised, to be trained."
+        )
     if report.unexpected:
-        log.warn(f"{opened.source.path}: {_some(report.unexpected)} of it is not used: the model has no place for it.")
+        log.warn(
+            f"{opened.source.path}: {_some(report.unexpected)} of it is not used: the "
+            "model has no place for it."
+        )
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return ", ".join(names[:SHOWN]) + (
+        f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    )

@@ -21,7 +21,8 @@ class Match:
     Attributes:
         pieces: our name to the piece of the file, by the name that the file has for it.
         unexpected: names in the file that are nothing of ours.
-        copies: (name, other name) in the file of what the key map takes for the same tensor; the other one is read.
+        copies: (name, other name) in the file of what the key map takes for the same tensor; the
+            other one is read.
     """
 
     pieces: Mapping[str, Piece]
@@ -30,7 +31,10 @@ class Match:
 
 
 def match(key_map: KeyMap, ours: Iterable[str], theirs: Collection[str]) -> Match:
-    """Find each of `ours` among the names `theirs` of a file. Those that are not found are not in the result's pieces."""
+    """Find each of `ours` among the names `theirs` of a file.
+
+    Those that are not found are not in the result's pieces.
+    """
     pieces: dict[str, Piece] = {}
     copies: dict[str, str] = {}
     for name in ours:
@@ -41,14 +45,22 @@ def match(key_map: KeyMap, ours: Iterable[str], theirs: Collection[str]) -> Matc
             copies.update(dict.fromkeys(found[1:], found[0]))
     used = {piece.name for piece in pieces.values()} | copies.keys()
     unexpected = [name for name in theirs if name not in used and not key_map.is_ignored(name)]
-    return Match(pieces, unexpected, [(copy, kept) for copy, kept in copies.items() if copy != kept])
+    return Match(
+        pieces, unexpected, [(copy, kept) for copy, kept in copies.items() if copy != kept]
+    )
 
 
 def under_any_prefix(source: Source, key_map: KeyMap) -> Source:
     """The source, its names without a common prefix that the key map does not know ("module.")."""
     names = {piece.name for piece in key_map.pieces.values()}
     return without_prefix(
-        source, {spelled for name in names for same in key_map.same_as(name) for spelled in key_map.spellings(same)}
+        source,
+        {
+            spelled
+            for name in names
+            for same in key_map.same_as(name)
+            for spelled in key_map.spellings(same)
+        },
     )
 
 
@@ -59,14 +71,19 @@ class Mapped(Source):
         order = {name: place for place, name in enumerate(source.headers)}
         self._source = source
         self.pieces = dict(sorted(pieces.items(), key=lambda item: order[item[1].name]))
-        super().__init__(source.path, {name: self._header(name, piece) for name, piece in self.pieces.items()}, {})
+        super().__init__(
+            source.path,
+            {name: self._header(name, piece) for name, piece in self.pieces.items()},
+            {},
+        )
 
     def _header(self, name: str, piece: Piece) -> Header:
         theirs = self._source.headers[piece.name]
         shape = theirs.shape
         if piece.transpose and len(shape) != 2:
             raise WeightsError(
-                f"{piece.name!r} in {self.file_of(name)} has shape {shape}: expected a matrix, to turn it into {name!r}."
+                f"{piece.name!r} in {self.file_of(name)} has shape {shape}: expected a "
+                f"matrix, to turn it into {name!r}."
             )
         turned = shape[::-1] if piece.transpose else shape
         if piece.rows is None:
@@ -74,8 +91,10 @@ class Mapped(Source):
         start, stop = piece.rows
         if not turned or stop > turned[0]:
             raise WeightsError(
-                f"{piece.name!r} in {self.file_of(name)} has shape {shape}: too small for {name!r}, which is [{start}, {stop}) of "
-                f"its {'columns' if piece.transpose else 'rows'}; the file is of another size than the model's configuration."
+                f"{piece.name!r} in {self.file_of(name)} has shape {shape}: too small "
+                f"for {name!r}, which is [{start}, {stop}) of "
+                f"its {'columns' if piece.transpose else 'rows'}; the file is of "
+                "another size than the model's configuration."
             )
         return Header((stop - start, *turned[1:]), theirs.dtype)
 
@@ -88,8 +107,14 @@ class Mapped(Source):
             return self._source.part(self.pieces[name].name, begin + start, begin + stop)
         header = self.headers[name]
         row = header.shape[1]
-        size = (round_up(stop, row) - start // row * row) * header.dtype.itemsize if stop > start else 0
-        return self.read(name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu")).reshape(-1)
+        size = (
+            (round_up(stop, row) - start // row * row) * header.dtype.itemsize
+            if stop > start
+            else 0
+        )
+        return self.read(
+            name, start, stop, torch.empty(size, dtype=torch.uint8, device="cpu")
+        ).reshape(-1)
 
     def mapped(self, name: str) -> torch.Tensor:
         piece = self.pieces[name]
@@ -113,21 +138,29 @@ class Mapped(Source):
         return 0 if rows is None else rows[0] * torch.Size(self.headers[name].shape[1:]).numel()
 
     def _columns(self, name: str, first: int, last: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Our rows [first, last) as they are there: columns, (columns of ours, last - first), in `scratch`."""
+        """Our rows [first, last) as they are there: columns, (columns of ours, last - first), in
+        `scratch`.
+        """
         piece, dtype = self.pieces[name], self.headers[name].dtype
         height, width = self._source.headers[piece.name].shape
         if last - first == width:
             return self._source.read(piece.name, 0, height * width, scratch).view(height, width)
         begin = 0 if piece.rows is None else piece.rows[0]
-        held = scratch[: height * (last - first) * dtype.itemsize].view(dtype).view(height, last - first)
+        held = (
+            scratch[: height * (last - first) * dtype.itemsize]
+            .view(dtype)
+            .view(height, last - first)
+        )
         return held.copy_(self._source.mapped(piece.name)[:, begin + first : begin + last])
 
 
 def check_coverage(source: Source, pieces: Mapping[str, Piece]) -> None:
-    """See that pieces which are rows of a tensor are together all of it, as far as ours are in the file at all.
+    """See that pieces which are rows of a tensor are together all of it, as far as ours are in the
+    file at all.
 
     Raises:
-        WeightsError: naming a tensor of which rows would be left over: the file is of another size than the configuration.
+        WeightsError: naming a tensor of which rows would be left over: the file is of another size
+            than the configuration.
     """
     ends: dict[str, tuple[int, int]] = {}
     for piece in pieces.values():
@@ -138,6 +171,7 @@ def check_coverage(source: Source, pieces: Mapping[str, Piece]) -> None:
     for name, (stop, rows) in ends.items():
         if stop != rows:
             raise WeightsError(
-                f"{name!r} in {source.file_of(name)} has shape {source.headers[name].shape}: of {rows} rows or columns the model's "
+                f"{name!r} in {source.file_of(name)} has shape "
+                f"{source.headers[name].shape}: of {rows} rows or columns the model's "
                 f"configuration takes {stop}; it is of another size."
             )

@@ -1,8 +1,9 @@
-"""Writing safetensors files tensor by tensor, in any order, so that memory needs to hold one tensor only.
+"""Writing safetensors files tensor by tensor, in any order, so that memory needs to hold one tensor
+only.
 
-The format: the length of a JSON header in 8 bytes, little-endian; the header, padded with blanks to a multiple of 8: for each
-tensor its dtype, shape and the place of its bytes behind the header; the bytes of all tensors without gaps. Its library writes
-a dict of tensors that are all in memory.
+The format: the length of a JSON header in 8 bytes, little-endian; the header, padded with blanks to
+a multiple of 8: for each tensor its dtype, shape and the place of its bytes behind the header; the
+bytes of all tensors without gaps. Its library writes a dict of tensors that are all in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from bmtrain.checkpoint.sources import SAFETENSORS_DTYPES, Header
 from model_center.errors import WeightsError
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
 INDEX = "model.safetensors.index.json"
 
 
@@ -29,16 +39,23 @@ class SafetensorsWriter:
     Args:
         folder: an empty folder.
         headers: shape and dtype of each tensor, by name, in the order of the files.
-        max_shard_size: bytes of tensors in one file, at most; a tensor that is larger has a file of its own.
+        max_shard_size: bytes of tensors in one file, at most; a tensor that is larger has a file of
+            its own.
     """
 
-    def __init__(self, folder: pathlib.Path, headers: Mapping[str, Header], max_shard_size: int) -> None:
+    def __init__(
+        self, folder: pathlib.Path, headers: Mapping[str, Header], max_shard_size: int
+    ) -> None:
         groups = shards(headers, max_shard_size)
         self.folder, self._headers = folder, headers
         self._places: dict[str, tuple[pathlib.Path, int]] = {}
         for number, names in enumerate(groups, start=1):
             single = len(groups) == 1
-            file = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors")
+            file = folder / (
+                "model.safetensors"
+                if single
+                else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            )
             self._begin(file, {name: headers[name] for name in names})
         if len(groups) > 1:
             self._write_index(folder)
@@ -51,7 +68,11 @@ class SafetensorsWriter:
         # The widest numbers first: all are aligned then.
         for name, header in sorted(headers.items(), key=lambda item: -item[1].dtype.itemsize):
             places[name], end = end, end + nbytes(header)
-            table[name] = {"dtype": _dtype_name(name, header), "shape": header.shape, "data_offsets": [places[name], end]}
+            table[name] = {
+                "dtype": _dtype_name(name, header),
+                "shape": header.shape,
+                "data_offsets": [places[name], end],
+            }
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         data = memoryview(len(text).to_bytes(8, "little") + text)
@@ -83,7 +104,9 @@ def _write_at(file: pathlib.Path, offset: int, left: memoryview) -> None:
 
 
 def shards(headers: Mapping[str, Header], max_shard_size: int) -> list[list[str]]:
-    """Names in order, cut into groups of at most so many bytes; larger tensors are by themselves."""
+    """Names in order, cut into groups of at most so many bytes; larger tensors are by
+    themselves.
+    """
     groups: list[list[str]] = [[]]
     size = 0
     for name, header in headers.items():
@@ -108,12 +131,17 @@ def parse_size(size: int | str) -> int:
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
     if found is None or found[2].upper() not in UNITS or float(found[1]) <= 0:
-        raise WeightsError(f'max_shard_size is {size!r}: expected bytes as a number, or "5GB", "500MB", "2GiB".')
+        raise WeightsError(
+            f'max_shard_size is {size!r}: expected bytes as a number, or "5GB", "500MB", "2GiB".'
+        )
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 def _dtype_name(name: str, header: Header) -> str:
     if header.dtype not in NAMES:
         known = ", ".join(NAMES.values())
-        raise WeightsError(f"{name!r} is {header.dtype}, which safetensors files do not hold: expected one of {known}.")
+        raise WeightsError(
+            f"{name!r} is {header.dtype}, which safetensors files do not hold: expected "
+            f"one of {known}."
+        )
     return NAMES[header.dtype]

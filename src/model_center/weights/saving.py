@@ -34,10 +34,12 @@ def save_hugging_face(
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
 ) -> None:
-    """Write config.json and safetensors files with the names of `key_map`. Collective in a process group; rank 0 writes.
+    """Write config.json and safetensors files with the names of `key_map`. Collective in a process
+    group; rank 0 writes.
 
-    Storages are gathered one at a time, and tensors written one at a time: neither a GPU nor rank 0's memory holds the model.
-    Tensors that the key map does not list keep their own names, of which a warning tells: transformers does not use them.
+    Storages are gathered one at a time, and tensors written one at a time: neither a GPU nor rank
+    0's memory holds the model. Tensors that the key map does not list keep their own names, of
+    which a warning tells: transformers does not use them.
 
     Args:
         folder: made if it is not there; weights that are there are replaced, when all is written.
@@ -46,22 +48,34 @@ def save_hugging_face(
         tokenizer: saved beside by its `save_pretrained`, if given.
 
     Raises:
-        WeightsError: on every rank, if the files cannot be written or the format cannot hold the model. What was there before
-            is there still.
+        WeightsError: on every rank, if the files cannot be written or the format cannot hold the
+            model. What was there before is there still.
     """
-    headers = {name: Header(entry.shape, entry.tensor.dtype) for entry in entries(model) for name in written(entry.names, key_map)}
+    headers = {
+        name: Header(entry.shape, entry.tensor.dtype)
+        for entry in entries(model)
+        for name in written(entry.names, key_map)
+    }
     with _staged(folder, with_dtype(hf_config, headers), tokenizer) as staging:
-        exporter = _on_writer(staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size))
+        exporter = _on_writer(
+            staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size)
+        )
         visit(model, exporter.take if exporter else None, WeightsError)
     extra = [name for name in headers if name not in key_map.pieces]
     if extra and bmt.rank() == 0:
-        log.warn(f"{folder}: kept under our names, which transformers does not use: {', '.join(extra)}.")
+        log.warn(
+            f"{folder}: kept under our names, which transformers does not use: {', '.join(extra)}."
+        )
 
 
 def save_model_center(
-    model: torch.nn.Module, folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any = None
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tokenizer: Any = None,
 ) -> None:
-    """Write config.json and pytorch_model.pt, full tensors under our names. Collective in a process group; rank 0 writes.
+    """Write config.json and pytorch_model.pt, full tensors under our names. Collective in a process
+    group; rank 0 writes.
 
     Rank 0 needs host memory for the whole model. Otherwise as `save_hugging_face`.
     """
@@ -70,14 +84,21 @@ def save_model_center(
         _on_writer(staging, lambda staging: write_file(staging.path(MODEL_CENTER_FILE), tensors))
 
 
-def _exporter(staging: Staging, key_map: KeyMap, headers: Mapping[str, Header], max_shard_size: int | str) -> Exporter:
+def _exporter(
+    staging: Staging, key_map: KeyMap, headers: Mapping[str, Header], max_shard_size: int | str
+) -> Exporter:
     targets = targets_of(key_map, headers)
     sizes = {name: target.header for name, target in targets.items()}
-    return Exporter(key_map, targets, SafetensorsWriter(staging.path(), sizes, parse_size(max_shard_size)))
+    return Exporter(
+        key_map, targets, SafetensorsWriter(staging.path(), sizes, parse_size(max_shard_size))
+    )
 
 
 def _on_writer(staging: Staging | None, step: Callable[[Staging], T]) -> T | None:
-    """`step(staging)` on the rank that writes; None on the others. Its error is one of all ranks."""
+    """`step(staging)` on the rank that writes; None on the others.
+
+    Its error is one of all ranks.
+    """
 
     def run() -> T | None:
         if staging is None:
@@ -89,10 +110,19 @@ def _on_writer(staging: Staging | None, step: Callable[[Staging], T]) -> T | Non
 
 
 @contextlib.contextmanager
-def _staged(folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any) -> Iterator[Staging | None]:
-    """A folder with all but the weights, put in place after the body on rank 0, None elsewhere. Errors are those of all ranks."""
+def _staged(
+    folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any
+) -> Iterator[Staging | None]:
+    """A folder with all but the weights, put in place after the body on rank 0, None elsewhere.
+
+    Errors are those of all ranks.
+    """
     path = pathlib.Path(folder)
-    staging = attempt(lambda: _begin(path, config, tokenizer) if bmt.rank() == 0 else None, everyone(), WeightsError)
+    staging = attempt(
+        lambda: _begin(path, config, tokenizer) if bmt.rank() == 0 else None,
+        everyone(),
+        WeightsError,
+    )
     try:
         yield staging
         _on_writer(staging, Staging.commit)

@@ -1,4 +1,6 @@
-"""A folder of several files, put in place so that what is half written is never taken for a checkpoint."""
+"""A folder of several files, put in place so that what is half written is never taken for a
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ WEIGHTS = (
 class Staging:
     """Files on their way into `folder`: written into a folder inside it, then moved.
 
-    While files move, the folder has no config.json: it comes last, and tells that the rest is there. The weights that were
-    there before are removed, other files stay.
+    While files move, the folder has no config.json: it comes last, and tells that the rest is
+    there. The weights that were there before are removed, other files stay.
 
     Raises:
         WeightsError: if files cannot be made there.
@@ -50,7 +52,9 @@ class Staging:
 
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `content` into the file `name`, keys sorted."""
-        self.path(name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        self.path(name).write_text(
+            json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
     def commit(self) -> None:
         """Move everything into place."""
@@ -83,7 +87,8 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WeightsError(
-            f"cannot save to the folder {folder}: {error.strerror or error}; what was there is unchanged. Free some space, or name "
+            f"cannot save to the folder {folder}: {error.strerror or error}; what was "
+            "there is unchanged. Free some space, or name "
             "another folder."
         ) from error
 

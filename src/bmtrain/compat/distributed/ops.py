@@ -8,7 +8,14 @@ import torch
 
 from bmtrain.compat.removed import removed
 from bmtrain.distributed import nccl
-from bmtrain.distributed.autograd import all_gather, all_reduce, broadcast, recv_activations, reduce_scatter, send_activations
+from bmtrain.distributed.autograd import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    recv_activations,
+    reduce_scatter,
+    send_activations,
+)
 
 
 class OpAllGather:
@@ -53,6 +60,19 @@ recv_meta = removed("bmtrain.distributed.ops.recv_meta", _REMEDY)
 commCount, commRank, NCCLCommunicator = nccl.commCount, nccl.commRank, nccl.NCCLCommunicator
 
 __all__ = [
-    "NCCLCommunicator", "OpAllGather", "OpAllReduce", "OpBroadcast", "OpReduceScatter", "all_gather", "all_reduce", "broadcast",
-    "commCount", "commRank", "recv_activations", "recv_meta", "reduce_scatter", "send_activations", "send_meta",
-]  # fmt: skip
+    "NCCLCommunicator",
+    "OpAllGather",
+    "OpAllReduce",
+    "OpBroadcast",
+    "OpReduceScatter",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "commCount",
+    "commRank",
+    "recv_activations",
+    "recv_meta",
+    "reduce_scatter",
+    "send_activations",
+    "send_meta",
+]

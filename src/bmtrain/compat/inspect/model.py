@@ -1,4 +1,6 @@
-"""`bmtrain.inspect.model`: `inspect_model` of inspect/parameters.py, which looks into blocks and pipelines alike."""
+"""`bmtrain.inspect.model`: `inspect_model` of inspect/parameters.py, which looks into blocks and
+pipelines alike.
+"""
 
 from bmtrain.inspect.parameters import inspect_model
 

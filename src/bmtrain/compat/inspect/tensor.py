@@ -1,4 +1,6 @@
-"""`bmtrain.inspect.tensor`: `inspect_tensor`, `record_tensor` and the inspector of inspect/tensors.py."""
+"""`bmtrain.inspect.tensor`: `inspect_tensor`, `record_tensor` and the inspector of
+inspect/tensors.py.
+"""
 
 from bmtrain.inspect.tensors import Inspector as InspectTensor
 from bmtrain.inspect.tensors import inspect_tensor, record_tensor

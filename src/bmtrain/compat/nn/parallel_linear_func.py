@@ -1,4 +1,6 @@
-"""`bmtrain.nn.parallel_linear_func`: `OpParallelLinear` and `ReduceType` of nn/parallel_linear.py."""
+"""`bmtrain.nn.parallel_linear_func`: `OpParallelLinear` and `ReduceType` of
+nn/parallel_linear.py.
+"""
 
 from bmtrain.nn.parallel_linear import OpParallelLinear, ReduceType
 

@@ -1,4 +1,6 @@
-"""`bmtrain.optim.optim_manager`: `OptimManager` of optim/manager.py, and two of its parts as functions."""
+"""`bmtrain.optim.optim_manager`: `OptimManager` of optim/manager.py, and two of its parts as
+functions.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from bmtrain.runtime import world
 def check_overflow(param_groups: Iterable[dict[str, Any]]) -> None:
     """OverflowError on all ranks if a gradient of any rank is infinite or NaN. Collective.
 
-    Unlike BMTrain's it looks at fp32 gradients too, which overflow as well where activations are half precision.
+    Unlike BMTrain's it looks at fp32 gradients too, which overflow as well where activations are
+    half precision.
     """
     current = world.current("check_overflow")
     bad = torch.zeros((), dtype=torch.int32, device=current.device)
@@ -31,13 +34,17 @@ def check_overflow(param_groups: Iterable[dict[str, Any]]) -> None:
 def grad_rescale(param_groups: Iterable[dict[str, Any]], scale: float) -> None:
     """Divide all gradients by `scale`, in place."""
     if scale == 0:
-        raise ConfigurationError("grad_rescale got scale=0: expected the loss scale, which is above 0.")
+        raise ConfigurationError(
+            "grad_rescale got scale=0: expected the loss scale, which is above 0."
+        )
     for grad in _gradients(param_groups):
         grad.div_(scale)
 
 
 def _gradients(param_groups: Iterable[dict[str, Any]]) -> list[torch.Tensor]:
-    return [param.grad for group in param_groups for param in group["params"] if param.grad is not None]
+    return [
+        param.grad for group in param_groups for param in group["params"] if param.grad is not None
+    ]
 
 
 __all__ = ["OptimManager", "check_overflow", "grad_rescale"]

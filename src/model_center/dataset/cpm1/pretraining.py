@@ -23,8 +23,9 @@ MergedRow = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]
 class CPM1_Dataset(Dataset[dict[str, Any]]):
     """Inputs and targets from two files of token data, padded.
 
-    A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`, the ids in ctx. Pairs of
-    which one is longer than `max_length` are left out: `len` counts the others, `num_skipped` them.
+    A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`,
+    the ids in ctx. Pairs of which one is longer than `max_length` are left out: `len` counts the
+    others, `num_skipped` them.
 
     Raises:
         DataError: when the files do not belong together.
@@ -48,23 +49,26 @@ class CPM1_Dataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         ctx, tgt = self._pairs[operator.index(index)]
-        return {"ctx": padded(ctx, self._length, 0), "tgt": padded(tgt, self._length, IGNORED), "len_ctx": len(ctx)}
+        return {
+            "ctx": padded(ctx, self._length, 0),
+            "tgt": padded(tgt, self._length, IGNORED),
+            "len_ctx": len(ctx),
+        }
 
 
 class CPM1_Dataset_Merge(Dataset[MergedRow]):
     """Sequences of which a random span is to be generated, the rest being context.
 
-    Of n ids (at most `max_length`, the rest is cut off), the span [l, r) has l in [n/8, n/4] and r in [3n/4, n]; it goes to
-    the end when the last id is that of a line break. Both are a function of (seed, epoch, row): equal in every process, other
-    ones in every epoch, and the same after a resume. A row is a tuple:
+    Of n ids (at most `max_length`, the rest is cut off), the span [l, r) has l in [n/8, n/4] and r
+    in [3n/4, n]; it goes to the end when the last id is that of a line break. Both are a function
+    of (seed, epoch, row): equal in every process, other ones in every epoch, and the same after a
+    resume. A row is a tuple:
 
-        ids          int64 (n,)
-        targets      int64 (n,): at l-1, ..., r-2 the id that follows, which is in the span; -100 elsewhere
-        length       n
-        is_context   bool (n,): False in the span
+        ids          int64 (n,) targets      int64 (n,): at l-1, ..., r-2 the id that follows, which
+        is in the span; -100 elsewhere length       n is_context   bool (n,): False in the span
 
-    So each id of the span is predicted from the context and the ids of the span before it. Sequences of fewer than two ids
-    have nothing to predict and are left out.
+    So each id of the span is predicted from the context and the ids of the span before it.
+    Sequences of fewer than two ids have nothing to predict and are left out.
     """
 
     def __init__(self, ctx: Tokens, max_length: int = 1024, seed: int = 0) -> None:
@@ -102,8 +106,10 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
         return left, count if ids[-1] == END_OF_LINE else right
 
     def collate(self, rows: Sequence[MergedRow]) -> dict[str, torch.Tensor]:
-        """A batch as CPM1 takes it, padded to its longest row, S: `input_tokens`, `input_span` (all 0: one sample a row) and
-        `targets` int64 (B, S), `input_length` int64 (B,), `input_context` bool (B, S)."""
+        """A batch as CPM1 takes it, padded to its longest row, S: `input_tokens`, `input_span` (all
+        0: one sample a row) and `targets` int64 (B, S), `input_length` int64 (B,), `input_context`
+        bool (B, S).
+        """
         ids, targets, lengths, is_context = zip(*rows, strict=True)
         tokens = pad_sequence(list(ids), batch_first=True)
         return {

@@ -19,16 +19,19 @@ FIRST_MOVED, MOVED_BY = 26240, 190
 class CPM2_Dataset(Dataset[dict[str, Any]]):
     """Inputs of the encoder and sequences of the decoder from two files of token data, padded.
 
-    A row is `ctx` int64 (max_source_length,), padded with 0; `tgt` int64 (max_target_length + 1,), padded with -100: the decoder
-    reads tgt[:-1] (with 0 in place of -100) and predicts tgt[1:]; `len_ctx`, the ids in ctx, and `len_tgt`, the steps of the
-    decoder: one less than the ids in tgt. Ids from 26240 on are lowered by 190. Pairs of which one is too long are left out:
-    `len` counts the others, `num_skipped` them.
+    A row is `ctx` int64 (max_source_length,), padded with 0; `tgt` int64 (max_target_length + 1,),
+    padded with -100: the decoder reads tgt[:-1] (with 0 in place of -100) and predicts tgt[1:];
+    `len_ctx`, the ids in ctx, and `len_tgt`, the steps of the decoder: one less than the ids in
+    tgt. Ids from 26240 on are lowered by 190. Pairs of which one is too long are left out: `len`
+    counts the others, `num_skipped` them.
 
     Raises:
         DataError: when the files do not belong together.
     """
 
-    def __init__(self, ctx: Tokens, tgt: Tokens, max_source_length: int = 512, max_target_length: int = 256) -> None:
+    def __init__(
+        self, ctx: Tokens, tgt: Tokens, max_source_length: int = 512, max_target_length: int = 256
+    ) -> None:
         self._source_length, self._target_length = max_source_length, max_target_length + 1
         self._pairs = Pairs(ctx, tgt, self._source_length, self._target_length)
 

@@ -4,4 +4,9 @@ from model_center.layer.position_embedding.relative import RelativePositionEmbed
 from model_center.layer.position_embedding.rotary import RotaryEmbedding, RotaryEmbeddingESM
 from model_center.layer.position_embedding.segment import SegmentPositionEmbedding
 
-__all__ = ["RelativePositionEmbedding", "RotaryEmbedding", "RotaryEmbeddingESM", "SegmentPositionEmbedding"]
+__all__ = [
+    "RelativePositionEmbedding",
+    "RotaryEmbedding",
+    "RotaryEmbeddingESM",
+    "SegmentPositionEmbedding",
+]

@@ -1,6 +1,7 @@
 """T5's relative positions: a learned number per head and bucket of distances, added to the scores.
 
-Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020).
+Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text
+Transformer" (2020).
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from model_center.layer.parameter import normal, parameter
 Positions = int | torch.Tensor
 
 
-def bucket_of(distance: torch.Tensor, *, num_buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
+def bucket_of(
+    distance: torch.Tensor, *, num_buckets: int, max_distance: int, bidirectional: bool
+) -> torch.Tensor:
     """The bucket of each distance, key position minus query position, int64 of the same shape.
 
-    Half of the buckets hold one distance each, the others logarithmically growing ranges up to `max_distance`. With
-    `bidirectional` the second half of all buckets is for keys after the query; otherwise those share bucket 0.
+    Half of the buckets hold one distance each, the others logarithmically growing ranges up to
+    `max_distance`. With `bidirectional` the second half of all buckets is for keys after the query;
+    otherwise those share bucket 0.
     """
     offset = torch.zeros_like(distance)
     if bidirectional:
@@ -36,8 +40,14 @@ def bucket_of(distance: torch.Tensor, *, num_buckets: int, max_distance: int, bi
 
 
 def positions_of(positions: Positions, device: torch.device) -> torch.Tensor:
-    """Position numbers: 0 to n - 1 for a length n, else those given, (length,) or (batch, length)."""
-    return positions.to(device) if isinstance(positions, torch.Tensor) else torch.arange(positions, device=device)
+    """Position numbers: 0 to n - 1 for a length n, else those given, (length,) or (batch,
+    length).
+    """
+    return (
+        positions.to(device)
+        if isinstance(positions, torch.Tensor)
+        else torch.arange(positions, device=device)
+    )
 
 
 class RelativePositionEmbedding(bmt.DistributedModule):
@@ -61,8 +71,14 @@ class RelativePositionEmbedding(bmt.DistributedModule):
         init_std: float = 1,
     ) -> None:
         super().__init__()
-        self.num_buckets, self.max_distance, self.bidirectional = num_buckets, max_distance, bidirectional
-        self.relative_attention_bias = parameter((num_buckets, num_heads), dtype, normal(init_mean, init_std))
+        self.num_buckets, self.max_distance, self.bidirectional = (
+            num_buckets,
+            max_distance,
+            bidirectional,
+        )
+        self.relative_attention_bias = parameter(
+            (num_buckets, num_heads), dtype, normal(init_mean, init_std)
+        )
 
     def forward(self, query: Positions, key: Positions) -> torch.Tensor:
         """The bias of all pairs.
@@ -76,6 +92,9 @@ class RelativePositionEmbedding(bmt.DistributedModule):
         of_query, of_key = positions_of(query, table.device), positions_of(key, table.device)
         distance = of_key[..., None, :] - of_query[..., :, None]
         buckets = bucket_of(
-            distance, num_buckets=self.num_buckets, max_distance=self.max_distance, bidirectional=self.bidirectional
+            distance,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            bidirectional=self.bidirectional,
         )
         return F.embedding(buckets, table).movedim(-1, -3)

@@ -19,7 +19,8 @@ class RotaryTables(NamedTuple):
 
     Attributes:
         cos, sin: (positions, dim / 2) or (batch, positions, dim / 2), fp32.
-        interleaved: whether channels 2i and 2i + 1 are a pair, as in GPT-J, or i and i + dim / 2, as in LLaMA.
+        interleaved: whether channels 2i and 2i + 1 are a pair, as in GPT-J, or i and i + dim / 2,
+            as in LLaMA.
     """
 
     cos: torch.Tensor
@@ -27,7 +28,9 @@ class RotaryTables(NamedTuple):
     interleaved: bool
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn the first `dim` channels of (batch, heads, positions, dim_head); the others are passed through."""
+        """Turn the first `dim` channels of (batch, heads, positions, dim_head); the others are
+        passed through.
+        """
         cos, sin = (table if table.dim() == 2 else table[:, None] for table in (self.cos, self.sin))
         dim = 2 * cos.shape[-1]
         turned = x[..., :dim].float()
@@ -49,41 +52,63 @@ class Rotary(torch.nn.Module):
         base: wavelength ratio of the last to the first pair.
         interleaved: see RotaryTables.
         distance_scale: positions are multiplied by it.
-        scaling: how frequencies are changed for longer sequences, as `rope_scaling` in Hugging Face configurations.
+        scaling: how frequencies are changed for longer sequences, as `rope_scaling` in Hugging Face
+            configurations.
     """
 
     def __init__(
-        self, dim: int, base: float, interleaved: bool, distance_scale: float = 1.0, scaling: Mapping[str, Any] | None = None
+        self,
+        dim: int,
+        base: float,
+        interleaved: bool,
+        distance_scale: float = 1.0,
+        scaling: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if dim % 2:
             raise ConfigError(f"rotary positions of {dim} channels: expected an even number.")
-        self.dim, self.base, self.interleaved, self.distance_scale = dim, base, interleaved, distance_scale
+        self.dim, self.base, self.interleaved, self.distance_scale = (
+            dim,
+            base,
+            interleaved,
+            distance_scale,
+        )
         self.scaling = dict(scaling or {})
         check_scaling(self.scaling)
 
     def tables(self, positions: torch.Tensor) -> RotaryTables:
         """The angles of integer positions, (positions,) or (batch, positions)."""
-        frequencies = scaled_frequencies(inverse_frequencies(self.dim, self.base, positions.device), self.scaling)
+        frequencies = scaled_frequencies(
+            inverse_frequencies(self.dim, self.base, positions.device), self.scaling
+        )
         angles = (positions.float() * self.distance_scale)[..., None] * frequencies
         return RotaryTables(angles.cos(), angles.sin(), self.interleaved)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn both, (..., length, dim_head): keys from position 0 on; the queries are the last ones of the keys."""
+        """Turn both, (..., length, dim_head): keys from position 0 on; the queries are the last
+        ones of the keys.
+        """
         tables = self.tables(torch.arange(key.shape[-2], device=key.device))
-        last = tables._replace(cos=tables.cos[-query.shape[-2] :], sin=tables.sin[-query.shape[-2] :])
+        last = tables._replace(
+            cos=tables.cos[-query.shape[-2] :], sin=tables.sin[-query.shape[-2] :]
+        )
         return last.rotate(query), tables.rotate(key)
 
 
 class RotaryEmbedding(Rotary):
-    """GPT-J's layout, pairs side by side: the first `rotary_dim` channels are turned, base 10000."""
+    """GPT-J's layout, pairs side by side: the first `rotary_dim` channels are turned, base
+    10000.
+    """
 
     def __init__(self, rotary_dim: int) -> None:
         super().__init__(rotary_dim, 10000.0, interleaved=True)
 
 
 class RotaryEmbeddingESM(Rotary):
-    """LLaMA's layout, each channel paired with the one half of them further. `dtype` is accepted: angles are always fp32."""
+    """LLaMA's layout, each channel paired with the one half of them further.
+
+    `dtype` is accepted: angles are always fp32.
+    """
 
     def __init__(
         self,
@@ -93,7 +118,9 @@ class RotaryEmbeddingESM(Rotary):
         dtype: torch.dtype = torch.half,
         scaling: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(dim, base, interleaved=False, distance_scale=distance_scale, scaling=scaling)
+        super().__init__(
+            dim, base, interleaved=False, distance_scale=distance_scale, scaling=scaling
+        )
 
 
 def inverse_frequencies(dim: int, base: float, device: torch.device) -> torch.Tensor:
@@ -111,10 +138,17 @@ def check_scaling(scaling: Mapping[str, Any]) -> None:
     needed = {
         "default": (),
         "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "llama3": (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
     }
     if kind not in needed:
-        raise ConfigError(f"rope scaling {kind!r} is not supported: expected one of {', '.join(needed)}.")
+        raise ConfigError(
+            f"rope scaling {kind!r} is not supported: expected one of {', '.join(needed)}."
+        )
     missing = [name for name in needed[kind] if name not in scaling]
     if missing:
         raise ConfigError(f"rope scaling {kind!r} lacks {', '.join(missing)}.")
@@ -123,9 +157,10 @@ def check_scaling(scaling: Mapping[str, Any]) -> None:
 def scaled_frequencies(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
     """Frequencies (pairs,) for sequences longer than those of pre-training.
 
-    "linear" (Chen et al., "Extending Context Window of LLMs via Positional Interpolation", 2023) divides all by `factor`.
-    "llama3" (LLaMA 3.1) does so for waves longer than the original context over `low_freq_factor`, leaves those shorter than it
-    over `high_freq_factor` alone, and goes over smoothly between.
+    "linear" (Chen et al., "Extending Context Window of LLMs via Positional Interpolation", 2023)
+    divides all by `factor`. "llama3" (LLaMA 3.1) does so for waves longer than the original context
+    over `low_freq_factor`, leaves those shorter than it over `high_freq_factor` alone, and goes
+    over smoothly between.
     """
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
@@ -134,6 +169,7 @@ def scaled_frequencies(frequencies: torch.Tensor, scaling: Mapping[str, Any]) ->
     if kind == "linear":
         return slow
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    waves = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # that fit into the context
+    # that fit into the context
+    waves = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     share = ((waves - low) / (high - low)).clamp(0, 1)
     return share * frequencies + (1 - share) * slow

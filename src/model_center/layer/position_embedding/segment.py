@@ -1,4 +1,6 @@
-"""CPM-3's relative positions: buckets of distances within a segment, a number per pair of segments between them."""
+"""CPM-3's relative positions: buckets of distances within a segment, a number per pair of segments
+between them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from model_center.layer.position_embedding.relative import Positions, bucket_of,
 class SegmentPositionEmbedding(bmt.DistributedModule):
     """Bias of the scores for pairs of positions in segments.
 
-    Rows 0 to num_buckets - 1 of the table are for distances; row num_buckets + q * num_segments + k is for a query in segment q
-    and a key in segment k.
+    Rows 0 to num_buckets - 1 of the table are for distances; row num_buckets + q * num_segments + k
+    is for a query in segment q and a key in segment k.
 
     Args:
         num_heads: a number for each.
@@ -40,10 +42,16 @@ class SegmentPositionEmbedding(bmt.DistributedModule):
         init_std: float = 1,
     ) -> None:
         super().__init__()
-        self.num_segments, self.num_buckets, self.max_distance = num_segments, num_buckets, max_distance
+        self.num_segments, self.num_buckets, self.max_distance = (
+            num_segments,
+            num_buckets,
+            max_distance,
+        )
         self.bidirectional, self.absolute_inner_segment = bidirectional, absolute_inner_segment
         rows = num_segments * num_segments + num_buckets
-        self.relative_attention_bias = parameter((rows, num_heads), dtype, normal(init_mean, init_std))
+        self.relative_attention_bias = parameter(
+            (rows, num_heads), dtype, normal(init_mean, init_std)
+        )
 
     def forward(
         self,
@@ -52,14 +60,18 @@ class SegmentPositionEmbedding(bmt.DistributedModule):
         key_segment: Positions | None = None,
         query_segment: Positions | None = None,
     ) -> torch.Tensor:
-        """The bias of all pairs, (batch, heads, queries, keys), batch 1 where nothing given has one.
+        """The bias of all pairs, (batch, heads, queries, keys), batch 1 where nothing given has
+        one.
 
         Args:
-            key_pos, query_pos: lengths or positions (batch, length); 0 on where only the segments are given.
-            key_segment, query_segment: segment numbers (batch, length), or lengths, which mean segment 0.
+            key_pos, query_pos: lengths or positions (batch, length); 0 on where only the segments
+                are given.
+            key_segment, query_segment: segment numbers (batch, length), or lengths, which mean
+                segment 0.
 
         Raises:
-            InputError: if neither positions nor segments of one side are given, and on the CPU for segments that there are not.
+            InputError: if neither positions nor segments of one side are given, and on the CPU for
+                segments that there are not.
         """
         table = self.relative_attention_bias
         of_key, segment_of_key = _side("key", key_pos, key_segment, table.device)
@@ -67,10 +79,21 @@ class SegmentPositionEmbedding(bmt.DistributedModule):
         for segments in (segment_of_key, segment_of_query):
             check_range(segments, self.num_segments, "the table of segments")
         distance = of_key[:, None, :] - of_query[:, :, None]
-        rows = bucket_of(distance, num_buckets=self.num_buckets, max_distance=self.max_distance, bidirectional=self.bidirectional)
-        between = self.num_buckets + segment_of_query[:, :, None] * self.num_segments + segment_of_key[:, None, :]
+        rows = bucket_of(
+            distance,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            bidirectional=self.bidirectional,
+        )
+        between = (
+            self.num_buckets
+            + segment_of_query[:, :, None] * self.num_segments
+            + segment_of_key[:, None, :]
+        )
         if self.absolute_inner_segment:
-            rows = torch.where(segment_of_query[:, :, None] == segment_of_key[:, None, :], rows, between)
+            rows = torch.where(
+                segment_of_query[:, :, None] == segment_of_key[:, None, :], rows, between
+            )
         else:
             rows = between
         return F.embedding(rows, table).movedim(-1, -3)
