@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
+from bmtrain.distributed.transport import Source
 from bmtrain.shard.residence import Kept, Ringed
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
-from bmtrain.shard.transport import Source
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor:

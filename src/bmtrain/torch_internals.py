@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,10 @@ def torch_version() -> tuple[int, ...]:
 
 
 # Tensors
+# torch 2.13 renamed the two flat collectives and deprecated the names that 2.8 to 2.12 have.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # --------------------------------------------------------------------------------------------------
 
 # A context: functions of a subclass of Tensor are torch's own inside, without its

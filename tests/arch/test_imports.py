@@ -10,7 +10,8 @@ from tests.arch.source import ROOT, Module, modules, parse, within
 LAYERS = (
     {"errors", "version", "torch_internals"},
     {"runtime"},
-    {"distributed", "kernels"},
+    {"kernels"},
+    {"distributed"},
     {"shard"},
     {"recompute"},
     {"compile"},

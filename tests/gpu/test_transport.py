@@ -21,12 +21,11 @@ from tests.ranks.runner import RankFailure, run_ranks
 from tests.tensors import gradient_memory, source_of
 
 import bmtrain as bmt
-from bmtrain.distributed import collectives
+from bmtrain.distributed import collectives, exchange, transport
 from bmtrain.distributed.peers import PeerGroups
-from bmtrain.distributed.streams import make_streams
+from bmtrain.distributed.transport import make_streams
 from bmtrain.kernels.sum_parts import sum_parts, sum_parts_reference
 from bmtrain.runtime import world
-from bmtrain.shard import exchange, transport
 from bmtrain.shard.engine import Engine
 
 NUM_GPUS = torch.cuda.device_count()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from bmtrain.distributed.graphs import Body, Graphs, Repeat, make_graphs
-from bmtrain.distributed.streams import Streams
+from bmtrain.distributed.transport import Streams
 from bmtrain.runtime import world
 
 SYNCHRONISING = {"_local_scalar_dense"}

@@ -25,8 +25,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bmtrain.distributed import streams
-from bmtrain.distributed.streams import Streams
+from bmtrain.distributed import transport
+from bmtrain.distributed.transport import Streams
 from bmtrain.recompute.offload import Host
 
 COMPUTE = "compute"
@@ -280,7 +280,7 @@ def watching() -> Iterator[Order]:
             return take(host, num_bytes)
 
     simulated = mock.patch.object(
-        streams, "NullStreams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
+        transport, "NullStreams", lambda: SimulatedStreams(order, f"streams {next(numbers)}:")
     )
     with simulated, mock.patch.object(Host, "_take", take_on_host), Watch(order):
         yield order

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import bmtrain as bmt
+from bmtrain.distributed import collectives, transport
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.runtime import world
@@ -219,9 +220,13 @@ def gradients_on_some_ranks() -> None:
 def no_gathers() -> None:
     block = bmt.Block(models.OddBlock("tensor"))
     calls: list[str] = []
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "all_gather_object")}
-    collectives = bmt.distributed.collectives
-    flat = collectives._all_gather_flat
+    watched: list[tuple[Any, str, str]] = [
+        (dist, "all_reduce", "all_reduce"),
+        (dist, "all_gather_object", "all_gather_object"),
+        (collectives, "all_gather_flat", "gather"),
+        (transport, "all_gather_flat", "gather"),
+    ]
+    originals = [getattr(module, name) for module, name, _ in watched]
 
     def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -230,13 +235,11 @@ def no_gathers() -> None:
 
         return wrapper
 
-    for name, call in originals.items():
-        setattr(dist, name, counted(name, call))
-    collectives._all_gather_flat = counted("gather", flat)
+    for (module, name, word), call in zip(watched, originals, strict=True):
+        setattr(module, name, counted(word, call))
     bmt.inspect.inspect_model(block, "*")
-    for name, call in originals.items():
-        setattr(dist, name, call)
-    collectives._all_gather_flat = flat
+    for (module, name, _), call in zip(watched, originals, strict=True):
+        setattr(module, name, call)
     assert set(calls) == {"all_gather_object", "all_reduce"}, calls
 
 

@@ -25,12 +25,12 @@ from tests.ranks.stream_order import (
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.distributed import exchange, transport
+from bmtrain.distributed.exchange import joined
+from bmtrain.distributed.transport import Transport
 from bmtrain.recompute.level import Level
 from bmtrain.recompute.offload import Host
-from bmtrain.shard import exchange, transport
-from bmtrain.shard.exchange import joined
 from bmtrain.shard.storage import Storage
-from bmtrain.shard.transport import Transport
 
 DIM, ROWS, NUM_BLOCKS = 8, 3, 4  # one block more than a ring has buffers
 TRANSPORTS = ["collective", "copy_engine"]

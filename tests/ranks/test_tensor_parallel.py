@@ -17,7 +17,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.distributed import collectives, overlap, tensor_parallel
+from bmtrain.distributed import overlap, tensor_parallel
 from bmtrain.errors import ConfigurationError
 from bmtrain.nn import (
     ColumnParallelLinear,
@@ -417,8 +417,8 @@ def traffic() -> None:
         setattr(module, name, noted)
 
     noting(overlap, "_multiply", "multiply")
-    noting(collectives, "gather_shards", "gather")
-    noting(collectives, "reduce_shards", "reduce")
+    noting(overlap, "gather_shards", "gather")
+    noting(overlap, "reduce_shards", "reduce")
     noting(current._streams, "compute_waits", "wait")
     x, weight = torch.randn(4, IN, requires_grad=True), torch.randn(OUT, IN, requires_grad=True)
     out = tensor_parallel.gather_linear(x, weight, None, 2)

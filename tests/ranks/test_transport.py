@@ -21,11 +21,10 @@ from tests.ranks.test_numerics import answer, train
 from tests.tensors import grad_of, gradient_memory, source_of, storage_of
 
 import bmtrain as bmt
-from bmtrain.distributed import collectives, peers
+from bmtrain.distributed import collectives, exchange, peers, transport
 from bmtrain.distributed.peers import FilePeers, PeerGroups
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
-from bmtrain.shard import exchange, transport
 from bmtrain.shard.engine import Engine
 
 COPIES, COLLECTIVES = {"transport": "copy_engine"}, {"transport": "collective"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bmtrain.shard import exchange
-from bmtrain.shard.exchange import cut, joined
+from bmtrain.distributed import exchange
+from bmtrain.distributed.exchange import cut, joined
 
 
 def parts_of(*sizes: int) -> list[torch.Tensor]:

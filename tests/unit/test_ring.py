@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bmtrain.shard.ring import Ring, alias
+from bmtrain.shard.residence import Ring, alias
 
 
 class Member:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bmtrain.shard.schedule import Phase, Schedule
+from bmtrain.shard.engine import Schedule
+from bmtrain.shard.label import Phase
 
 
 class Item:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from bmtrain.distributed.streams import CudaStreams
+from bmtrain.distributed.transport import CudaStreams
 
 Tasks = frozenset[str]
 

@@ -13,10 +13,7 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
-
-# torch 2.13 renamed the two flat collectives and deprecated the names that 2.8 to 2.12 have.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from bmtrain.torch_internals import all_gather_flat, reduce_scatter_flat
 
 OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -44,25 +41,11 @@ def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
         )
 
 
-def gather_shards(full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
-    """Fill `full` (axis.size * n,) with every rank's `shard` (n,) in rank order, on the axis's
-    gather communicator.
-    """
-    _all_gather_flat(full, shard, group=axis.gather_group)
-
-
-def reduce_shards(shard: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
-    """Fill `shard` (n,) with this rank's part of the sum over ranks of `full` (axis.size * n,), on
-    the reduce communicator.
-    """
-    _reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=axis.reduce_group)
-
-
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Every rank's `x`, stacked: (axis.size, *x.shape)."""
     _enter(axis, "all_gather", x)
     out = x.new_empty((axis.size, *x.shape))
-    _all_gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group)
+    all_gather_flat(out.view(-1), x.contiguous().view(-1), group=axis.group)
     return out
 
 
@@ -83,7 +66,7 @@ def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
         return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
     _enter(axis, "reduce_scatter", x)
     out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:]))
-    _reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS[op], group=axis.group)
+    reduce_scatter_flat(out.view(-1), x.contiguous().view(-1), op=OPS[op], group=axis.group)
     return out
 
 

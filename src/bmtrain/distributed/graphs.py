@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from bmtrain.distributed.streams import Streams
+from bmtrain.distributed.transport import Streams
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import end_allocation

@@ -24,10 +24,7 @@ import torch.distributed as dist
 from bmtrain.errors import RanksPartedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.torch_internals import default_store
-
-# torch 2.13 renamed it and deprecated the name that 2.8 to 2.12 have.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+from bmtrain.torch_internals import all_gather_flat, default_store
 
 PATIENCE_S = 3.0  # how long a rank that has met a failure waits to hear what the others did
 _NUM_REMEMBERED = 1024
@@ -204,7 +201,7 @@ class Ledger:
         words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
         # The communicator of gathers carries nothing else on the CPU: the order in which hosts come
         # here is all that counts.
-        work = _all_gather_flat(words, own, group=axis.gather_group, async_op=True)
+        work = all_gather_flat(words, own, group=axis.communicators.gather, async_op=True)
         line.pending = _Pending(work, own, words)
 
     def settle(self, axis: Axis) -> None:
@@ -276,8 +273,8 @@ def _spread_max(x: torch.Tensor, axis: Axis) -> None:
     theirs, distance = torch.empty_like(x), 1
     while distance < axis.size:
         to, source = (axis.index + distance) % axis.size, (axis.index - distance) % axis.size
-        sent = dist.isend(x, group=axis.group, group_dst=to, tag=_TAG + distance)
-        dist.recv(theirs, group=axis.group, group_src=source, tag=_TAG + distance)
+        sent = dist.isend(x, group=axis.communicators.group, group_dst=to, tag=_TAG + distance)
+        dist.recv(theirs, group=axis.communicators.group, group_src=source, tag=_TAG + distance)
         if sent is not None:
             sent.wait()  # before x is written: the message would carry what comes after it
         torch.maximum(x, theirs, out=x)

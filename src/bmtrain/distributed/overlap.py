@@ -14,8 +14,7 @@ import dataclasses
 
 import torch
 
-from bmtrain.distributed import collectives
-from bmtrain.distributed.streams import make_streams
+from bmtrain.distributed.transport import gather_shards, make_streams, reduce_shards
 from bmtrain.runtime.world import World
 
 
@@ -73,7 +72,7 @@ class Overlap:
             for part, chunk, place in zip(
                 own.chunk(count), chunks, _slices(rows, count), strict=True
             ):
-                collectives.gather_shards(chunk.view(-1), part.reshape(-1), self.axis)
+                gather_shards(chunk.view(-1), part.reshape(-1), self.axis)
                 if everything is not None and count > 1:
                     # one by one they are contiguous, which the fast copy needs
                     for rank in range(size):
@@ -126,7 +125,7 @@ class Overlap:
             for rank in range(size):
                 _multiply(by_rank[rank, place], matrix, None, chunk[rank])
             with self._streams.reducing():
-                collectives.reduce_shards(total[place].view(-1), chunk.view(-1), self.axis)
+                reduce_shards(total[place].view(-1), chunk.view(-1), self.axis)
                 arrived = self._streams.mark_current()
         return Scattering(total, partial, arrived)
 

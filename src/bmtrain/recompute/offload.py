@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bmtrain.distributed.streams import make_streams
+from bmtrain.distributed.transport import make_streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
 from bmtrain.runtime import world

@@ -12,9 +12,14 @@ import torch.distributed as dist
 
 from bmtrain.runtime.topology import Topology
 
+_GROUPS = {"group", "gather", "reduce"}
+
 
 class Communicators:
-    """The process groups of an axis, until `close`.
+    """The process groups of an axis, until `close`; asked for later they raise RuntimeError.
+
+    `group` carries ordinary collectives; `gather` and `reduce` are the same ranks with
+    communicators of their own, so that a gather and a reduction can be in flight at the same time.
 
     Whoever talks over an axis keeps the axis, often to the last moment of the interpreter. Gloo's
     threads live as long as a group does, and one that gives back a tensor while the interpreter
@@ -24,25 +29,25 @@ class Communicators:
     def __init__(
         self, group: dist.ProcessGroup, gather: dist.ProcessGroup, reduce: dist.ProcessGroup
     ) -> None:
-        self._groups: tuple[dist.ProcessGroup, ...] = (group, gather, reduce)
+        self.group, self.gather, self.reduce = group, gather, reduce
 
-    def __getitem__(self, number: int) -> dist.ProcessGroup:
-        if not self._groups:
-            raise RuntimeError("the run has ended: its ranks can no longer talk to each other.")
-        return self._groups[number]
+    def __getattr__(self, name: str) -> dist.ProcessGroup:
+        """What is asked for after `close`."""
+        if name not in _GROUPS:
+            raise AttributeError(name)
+        raise RuntimeError("the run has ended: its ranks can no longer talk to each other.")
 
     def close(self) -> None:
         """Let the groups go. Safe to call twice."""
-        self._groups = ()
+        for name in _GROUPS & vars(self).keys():
+            delattr(self, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
     """One line of the mesh through this rank: `size` ranks, of which this one is number `index`.
 
-    `group` carries ordinary collectives; `gather_group` and `reduce_group` are the same ranks with
-    communicators of their own, so that a gather and a reduction can be in flight at the same time.
-    Each raises RuntimeError after the run.
+    `group` carries ordinary collectives. It raises RuntimeError after the run.
     """
 
     name: str
@@ -56,15 +61,7 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return self.communicators[0]
-
-    @property
-    def gather_group(self) -> dist.ProcessGroup:
-        return self.communicators[1]
-
-    @property
-    def reduce_group(self) -> dist.ProcessGroup:
-        return self.communicators[2]
+        return self.communicators.group
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Protocol
 
 import torch
 
+from bmtrain.distributed.transport import Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.tape import Taping
-from bmtrain.shard.transport import Transport
 from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
 
 

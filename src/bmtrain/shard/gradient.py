@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 
+from bmtrain.distributed.transport import Outgoing, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.shard.label import Label
 from bmtrain.shard.layout import Layout
-from bmtrain.shard.ring import num_references
+from bmtrain.shard.residence import num_references
 from bmtrain.shard.slices import Slices
-from bmtrain.shard.transport import Outgoing, Transport
 from bmtrain.torch_internals import plain_functions
 
 # Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the

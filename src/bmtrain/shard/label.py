@@ -1,11 +1,20 @@
-"""What storages are called in messages, and in what ranks compare."""
+"""What storages are called in messages, and in what ranks compare; the phases of a step."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.schedule import Phase
+
+
+class Phase(enum.Enum):
+    """Forward passes and backward passes (with the recomputation inside them) have orders of their
+    own.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
 
 
 class Label:

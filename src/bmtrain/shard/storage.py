@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.transport import Source
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
@@ -17,11 +18,9 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
-from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed
-from bmtrain.shard.ring import alias
+from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed, alias
 from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
-from bmtrain.shard.transport import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

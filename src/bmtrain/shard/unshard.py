@@ -15,7 +15,7 @@ import torch
 
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import refuse_create_graph
-from bmtrain.shard.schedule import Phase
+from bmtrain.shard.label import Phase
 from bmtrain.shard.slices import memory_of, refuse_transforms
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (

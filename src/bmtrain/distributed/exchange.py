@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from bmtrain.distributed.peers import REDUCTIONS, Peers
-from bmtrain.distributed.streams import Streams
 from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
 
@@ -26,12 +25,23 @@ class Exchange:
 
     `send` and `sum` are called in turn, on the reduce stream.
 
+    Args:
+        peers: the ranks.
+        numel, dtype: of a full gradient.
+        side_by_side: issues copies that may run at the same time.
+
     Raises:
         torch.OutOfMemoryError, OSError: on all ranks, if one has no room.
     """
 
-    def __init__(self, streams: Streams, peers: Peers, numel: int, dtype: torch.dtype) -> None:
-        self._streams, self._peers = streams, peers
+    def __init__(
+        self,
+        peers: Peers,
+        numel: int,
+        dtype: torch.dtype,
+        side_by_side: Callable[[Sequence[Callable[[], object]]], None],
+    ) -> None:
+        self._peers, self._side_by_side = peers, side_by_side
         with torch.inference_mode(False):
             own, self._memory = peers.allocate(numel, dtype)
             self._incoming = own.view(peers.axis.size, -1)  # by sender
@@ -39,8 +49,13 @@ class Exchange:
             self._places = [
                 part.view(peers.axis.size, -1)[peers.axis.index] for part in self._memory.parts
             ]
-        with streams.reducing():
-            peers.barrier(REDUCTIONS)  # all have theirs
+
+    def meet(self) -> None:
+        """All ranks have theirs: without it the first copy may reach memory that is not mapped yet.
+
+        On the reduce stream.
+        """
+        self._peers.barrier(REDUCTIONS)
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
         """Copy `parts`, flat and one behind the other this rank's full gradient (n * ranks,), to
@@ -48,7 +63,7 @@ class Exchange:
         """
         axis = self._peers.axis
         shares = cut(joined(parts), axis.size)
-        self._streams.side_by_side(
+        self._side_by_side(
             [functools.partial(_copy, self._places[rank], shares[rank]) for rank in rotated(axis)]
         )
 
