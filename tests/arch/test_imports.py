@@ -16,7 +16,7 @@ LAYERS = (
     {"recompute"},
     {"compile"},
     {"block", "nn", "loss", "optim", "lr_scheduler", "checkpoint", "inspect", "benchmark", "utils"},
-    {"parallel"},
+    {"parallel", "graphs"},
     {"compat", "verification"},
     {"__init__", "__main__"},
 )

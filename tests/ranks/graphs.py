@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from bmtrain.distributed.graphs import Body, Graphs, Repeat, make_graphs
 from bmtrain.distributed.transport import Streams
+from bmtrain.graphs.capture import Body, Graphs, Repeat, make_graphs
 from bmtrain.runtime import world
 
 SYNCHRONISING = {"_local_scalar_dense"}

@@ -327,6 +327,11 @@ def writing() -> None:
         for refused in (weight.data_ptr, weight.untyped_storage, weight.share_memory_):
             with pytest.raises(ParameterError):
                 refused()
+        loss_of(model, False).backward()
+        with pytest.raises(ParameterError, match="tie a parameter to a gradient"):
+            weight.data = weight.grad
+        weight.data.copy_(weight.grad)
+        assert torch.equal(weight, whole(grad_of(weight)))
 
 
 def averages() -> None:

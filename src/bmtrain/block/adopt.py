@@ -221,7 +221,7 @@ def replace(
     used = new.take_the_place_of(old)
     if used is not old:
         converted.remember(old, new)
-        converted.engine.backward.replicated.retire(old)
+        converted.engine.replicated.retire(old)
     return used
 
 

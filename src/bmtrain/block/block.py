@@ -11,26 +11,19 @@ from typing import Any
 
 import torch
 
-from bmtrain.block.adopt import (
-    Converted,
-    adopt,
-    move_buffers,
-    move_to_stage,
-    places_of,
-    share_buffers,
-)
+from bmtrain.block.adopt import adopt, move_buffers, move_to_stage, places_of, share_buffers
 from bmtrain.block.binding import Binding, Slices
 from bmtrain.block.calls import Given, Run
-from bmtrain.block.graph import Modes
+from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
 from bmtrain.compile.compiled import CompiledByDefault, CompiledModule
 from bmtrain.compile.fp8 import call_in_fp8, check_fp8, marked
-from bmtrain.compile.programs import Programs, Structure
+from bmtrain.compile.programs import Structure
 from bmtrain.errors import ConfigurationError
 from bmtrain.recompute.level import Level, level_of
-from bmtrain.recompute.offload import is_movable, saving
+from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
-from bmtrain.recompute.planner import Planners, Subject
+from bmtrain.recompute.planner import Subject
 from bmtrain.recompute.probe import Runs, measure, unmeasured
 from bmtrain.recompute.replay import Replay, spare_buffers
 from bmtrain.recompute.runner import Eager, Runner, SeveralGraphsError, call
@@ -38,18 +31,18 @@ from bmtrain.recompute.scripted import open_slots
 from bmtrain.recompute.states import all_modules
 from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
-from bmtrain.shard.engine import Engine
 from bmtrain.shard.module import DistributedModule
-from bmtrain.shard.outputs import before_backward_of, detached_from, tied_to
+from bmtrain.shard.outputs import (
+    before_backward_of,
+    detached_from,
+    has_plain_tensors,
+    map_tensors,
+    tied_to,
+)
 from bmtrain.shard.parameter import DistributedParameter
-from bmtrain.shard.parting import Sameness
-from bmtrain.shard.recording import Recorder
 from bmtrain.shard.sharded import ordinary
-from bmtrain.shard.slices import refuse_transforms
 from bmtrain.shard.storage import ShardPolicy, Storage
-from bmtrain.shard.tape import Taping
-from bmtrain.shard.trees import has_plain_tensors, map_tensors
-from bmtrain.shard.unshard import Use
+from bmtrain.shard.unshard import Use, refuse_transforms
 from bmtrain.torch_internals import in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
@@ -106,7 +99,7 @@ class Block(DistributedModule):
         compile: bool | None = None,
         fp8: bool | None = None,
     ) -> None:
-        current = world.current("Block")
+        self._context = context = world.current("Block").service(Context)
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise ConfigurationError(
@@ -116,8 +109,7 @@ class Block(DistributedModule):
             raise ConfigurationError(
                 f"Block got mode {mode!r}: expected one of {', '.join(MODES)}."
             )
-        level_of(use_checkpoint)
-        defaults = current.defaults
+        defaults = context.defaults
         self._policy = ShardPolicy(
             zero_level=defaults.zero_level if zero_level is None else zero_level,
             reduce_dtype=reduce_dtype or defaults.reduce_dtype,
@@ -138,7 +130,7 @@ class Block(DistributedModule):
             self.__dict__[name] = inner.__dict__[name]
         del self.__dict__["training"]  # asked of the inner module
         self.use_checkpoint = use_checkpoint
-        self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, current.device)
+        self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
         if not isinstance(compile, bool | None):
             raise ConfigurationError(
                 f"compile is {compile!r}: expected True, False, or None for the default of "
@@ -152,7 +144,7 @@ class Block(DistributedModule):
         self._shared: Use | None = None  # of the calls that are made together
         self._binding = Binding(functools.partial(_parts_of, inner))
         self.shard()
-        current.service(Modes).watch(inner)
+        context.modules.add(inner)
         self._is_made = True
 
     @property
@@ -172,7 +164,7 @@ class Block(DistributedModule):
 
         Collective.
         """
-        current = world.current("Block")
+        context = self._context
         open_slots(self._inner)
         parts = self._parts()
         places = list(places_of(parts))
@@ -181,11 +173,11 @@ class Block(DistributedModule):
             for place in places
             if not isinstance(place.value, DistributedParameter)
         ]
-        check_shardable(new, current.service(Engine))
-        current.service(Sameness).check(new)
-        adopt(places, self._policy, current.service(Converted))
+        check_shardable(new, context.engine)
+        context.sameness.check(new)
+        adopt(places, self._policy, context.converted)
         for _, part in parts:
-            move_buffers(part, current.device)
+            move_buffers(part, context.device)
         if self._stage is not None:
             self.move_to_stage(self._stage)
         if not isinstance(self._runner, CompiledModule):
@@ -197,9 +189,7 @@ class Block(DistributedModule):
 
     def _structure(self) -> Structure:
         params = [param for _, param in self._binding.slices()]
-        return (
-            world.current("Block").service(Programs).structure(self._inner, params, bool(self._fp8))
-        )
+        return self._context.programs.structure(self._inner, params, bool(self._fp8))
 
     def _has_blocks(self) -> bool:
         return any(isinstance(module, Block) for module in self._inner.modules())
@@ -228,6 +218,8 @@ class Block(DistributedModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         own = self.__dict__
+        if name == "use_checkpoint":
+            own["_level"] = level_of(value)
         if "_is_made" not in own or name in own or name in own["_parameters"]:
             super().__setattr__(name, value)
         else:
@@ -267,7 +259,7 @@ class Block(DistributedModule):
         given = Given(slices, use, self._runner_now((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
             return self._run_at(Level.NOTHING, given, args, kwargs)
-        level = level_of(self.use_checkpoint)
+        level = self._level
         # what is recomputed for others is no call of a pass
         if level is None and not in_backward():
             return self._run_as_planned(given, args, kwargs)
@@ -276,8 +268,8 @@ class Block(DistributedModule):
             return self._run_at(level or Level.BLOCK, given, args, kwargs)
 
     def _run_as_planned(self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        current = world.current("Block")
-        axis = current.mesh.world if self._stage is None else current.mesh.pp_zero
+        context = self._context
+        axis = context.mesh.world if self._stage is None else context.mesh.pp_zero
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         subject = Subject(
             block=self,
@@ -286,11 +278,11 @@ class Block(DistributedModule):
             num_dims=tensors[0].dim() if tensors else 0,
             # Measuring would be recorded, on a rank that listens.
             options=None
-            if current.service(Recorder).is_listening
+            if context.recorder.is_listening
             else functools.partial(self._measure, given, args, kwargs),
         )
         first_node = next_node_number()
-        planner = current.service(Planners).of(axis)
+        planner = context.planners.of(axis)
         try:
             with given.use.running():  # one gather for measuring and running
                 turn = planner.next(subject)
@@ -357,10 +349,10 @@ class Block(DistributedModule):
                     kwargs,
                 )
         again = runner.repeatable(level)
-        current, taping = world.current("Block"), world.current("Block").service(Taping)
-        draws, modules = taping.draws(), all_modules(self._inner)
+        context, host = self._context, self._context.host
+        draws, modules = host.draws(), all_modules(self._inner)
         replay = Replay(
-            modules, args, kwargs, current.device, moved=moved, draws=not taping.is_capturing
+            modules, args, kwargs, context.device, moved=moved, draws=not host.is_capturing
         )
         run = Run(given, again, packs=False)
         first_node = next_node_number()
@@ -371,15 +363,15 @@ class Block(DistributedModule):
             with next(draws):
                 return self._compute(run, args, kwargs, apart)
 
-        with saving(given.use, moved=moved):
-            out, views = recomputed(body, replay, args, kwargs, again.forget)
+        with self._saving(given.use, packs=False, moved=moved):
+            out, views = recomputed(body, replay, args, kwargs, context.scripts, again.forget)
         return self._tied(out, views, run, (args, kwargs), first_node)
 
     def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
         """What computes this call."""
         # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether
         # anybody still listens or not.
-        if self._runner is self._eager or world.current("Block").service(Recorder).is_listening:
+        if self._runner is self._eager or self._context.recorder.is_listening:
             return self._eager
         return (
             self._runner
@@ -416,9 +408,7 @@ class Block(DistributedModule):
         others too. Collective.
         """
         if self._stage is not None:
-            share_buffers(
-                [part for _, part in self._parts()], self._stage, world.current("Block").mesh.pipe
-            )
+            share_buffers([part for _, part in self._parts()], self._stage, self._context.mesh.pipe)
 
     def _run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = next_node_number()
@@ -442,10 +432,19 @@ class Block(DistributedModule):
             with self._binding.running(
                 given.slices, use, views, is_compiled=given.runner.is_compiled
             ):
-                with saving(use, packs=run.packs, moved=run.moved):
+                with self._saving(use, packs=run.packs, moved=run.moved):
                     out = run.call(self._inner, args, kwargs)
                 use.check_unchanged()
-            return detached_from(use, out), views
+            return detached_from(use.owns, out), views
+
+    def _saving(
+        self, use: Use, *, packs: bool, moved: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[object]:
+        """Hooks for what autograd saves inside: parameters are found again by place if it `packs`,
+        and `moved` is on the host.
+        """
+        hooks = use.packing() if packs else contextlib.nullcontext()
+        return self._context.pinned.saving(moved, hooks) if moved else hooks
 
     def _tied(
         self, out: Any, views: Sequence[torch.Tensor], run: Run, arguments: Any, first_node: int
@@ -456,7 +455,10 @@ class Block(DistributedModule):
         if not torch.is_grad_enabled():
             return out
         use = run.given.use
-        tied = tied_to(use, views, out, arguments, first_node)
+        tied = out
+        if use.is_shared_by_ranks:
+            again = use.is_gathered_again
+            tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
         if run.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
             lend = functools.partial(self._lend, run.given.slices, use)

@@ -23,7 +23,7 @@ def check_shardable(named: Iterable[tuple[str, torch.nn.Parameter]], engine: Eng
     ordinary = {param: path for path, param in named if not isinstance(param, DistributedParameter)}
     for param, path in ordinary.items():
         _check_kind(path, param)
-        if engine.backward.replicated.knows(param):
+        if param in engine.replicated:
             raise ParameterError(
                 f"parameter {path!r} is sharded after an optimizer of this library or "
                 "an OptimManager got it: shard the model "

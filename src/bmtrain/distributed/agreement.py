@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
@@ -32,9 +33,7 @@ def largest(figures: Sequence[float], axis: Axis) -> list[float]:
     """
     if axis.size == 1:
         return list(figures)
-    wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
-    collectives.largest_(wire, axis)
-    return list(wire.tolist())
+    return world.current().service(Ledger).largest(figures, axis)
 
 
 def is_same(figures: Sequence[int], axis: Axis) -> bool:

@@ -188,13 +188,6 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
     return box[0]
 
 
-def largest_(figures: torch.Tensor, axis: Axis) -> None:
-    """Put in place of each of the figures (n,), in fp64 on the CPU, the largest of all ranks'."""
-    ledger = world.current().service(Ledger)
-    ledger.note(axis, f"agreement on {len(figures)} figures")
-    ledger.largest_(figures, axis)
-
-
 def barrier(axis: Axis) -> None:
     """Wait on the CPU until every rank of the axis is here."""
     if axis.size > 1:

@@ -154,9 +154,22 @@ class Ledger:
 
         RanksPartedError on all ranks if they have not done the same, or if one does not come.
         """
-        self.largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
+        self._largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
 
-    def largest_(self, figures: torch.Tensor, axis: Axis) -> None:
+    def largest(self, figures: Sequence[float], axis: Axis) -> list[float]:
+        """The largest of all ranks, figure by figure, in fp64.
+
+        Collective; travels on the CPU, so that no device waits.
+
+        Raises:
+            RanksPartedError: as `compare`.
+        """
+        self.note(axis, f"agreement on {len(figures)} figures")
+        wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
+        self._largest_(wire, axis)
+        return list(wire.tolist())
+
+    def _largest_(self, figures: torch.Tensor, axis: Axis) -> None:
         """`compare`, and put in place of each of the figures (n,), in fp64 on the CPU, the largest
         of all ranks'.
 

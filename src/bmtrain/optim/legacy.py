@@ -42,12 +42,12 @@ def _check_replicas(optimizer: torch.optim.Optimizer) -> None:
     """An optimizer of torch's, which nobody has asked to keep ordinary parameters equal on all
     ranks, must not part them.
     """
-    backward = world.current("optim_step").service(Engine).backward
+    replicated = world.current("optim_step").service(Engine).replicated
     for param in parameters_of(optimizer.param_groups):
         if (
             param.grad is not None
             and not isinstance(param, DistributedParameter)
-            and not backward.is_replicated(param)
+            and not replicated.is_summed(param)
         ):
             raise ConfigurationError(
                 f"optim_step got {type(optimizer).__name__} with a parameter of shape "

@@ -109,7 +109,7 @@ class OptimManager:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss * loss_scale / grad_scale`: what backward runs on."""
-        return loss * self._engine.taping.number(
+        return loss * self._engine.host.number(
             lambda: self.loss_scale / self.grad_scale, loss.device
         )
 
@@ -138,9 +138,7 @@ class OptimManager:
             )
         if self._scale is None:
             seen = loss.detach()
-            self._engine.taping.now_or_after_replays(
-                lambda: self._watch.record(seen, self._num_steps + 1)
-            )
+            self._engine.host.when_computed(lambda: self._watch.record(seen, self._num_steps + 1))
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 

@@ -4,7 +4,6 @@ device computes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 import weakref
@@ -18,9 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from bmtrain.distributed.transport import make_streams
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.memory import free_host_memory
-from bmtrain.runtime import world
 from bmtrain.runtime.world import World
-from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import sharing_versions
 
 
@@ -260,13 +257,3 @@ def is_movable(x: torch.Tensor) -> bool:
     """Whether moving `x` frees memory: an activation that fills its storage."""
     fills = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x.requires_grad and not x.is_leaf and fills and x.numel() > 0
-
-
-def saving(
-    use: Use, *, packs: bool = False, moved: Sequence[torch.Tensor] = ()
-) -> contextlib.AbstractContextManager[object]:
-    """Hooks for what autograd saves inside: parameters are found again by place if it `packs`, and
-    `moved` is on the host.
-    """
-    hooks = use.packing() if packs else contextlib.nullcontext()
-    return world.current("Block").service(Host).saving(moved, hooks) if moved else hooks

@@ -28,7 +28,7 @@ from bmtrain.recompute.profiles import Key, Profile, Profiles, Shape, padded
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.tape import Taping
+from bmtrain.shard.engine import Engine
 
 LEVELS = tuple(Level)
 # measured first: if everything fits, nothing else matters
@@ -119,7 +119,7 @@ class Planner:
 
     def __init__(self, world: World, axis: Axis) -> None:
         self._axis, self._memory, self._host = axis, world.service(memory_of), world.service(Host)
-        self._taping = world.service(Taping)
+        self._steps = world.service(Engine).host
         self._profiles = Profiles()
         self._current: Profile | None = None
         self._num_passes = self._next = 0
@@ -146,7 +146,7 @@ class Planner:
         """The level of the next call. Collective where a pass begins."""
         if self._memory.limit_is_open:
             return Turn(self, -1, -1, Level.NOTHING)
-        if self._taping.is_capturing:
+        if self._steps.is_capturing:
             return Turn(self, -1, -1, self._level_in_graph())
         if self._is_turned or self._is_repeated(subject):
             self._begin(subject)

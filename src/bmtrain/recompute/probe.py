@@ -19,6 +19,7 @@ from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.replay import Replay, snapshot
 from bmtrain.recompute.runner import Call, Repeatable, Runner, SeveralGraphsError
+from bmtrain.recompute.scripts import Scripts
 from bmtrain.recompute.states import all_modules
 from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
@@ -53,14 +54,15 @@ class Runs:
     def _repeatable(
         self, run: Repeatable, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int]:
-        replay = Replay(all_modules(self._module), args, kwargs, world.current("Block").device)
+        current = world.current("Block")
+        replay = Replay(all_modules(self._module), args, kwargs, current.device)
 
         def body(
             given: tuple[Any, ...], named: dict[str, Any], _: bool
         ) -> tuple[Any, Sequence[torch.Tensor]]:
             return run(self._module, given, named), ()  # parameters are leaves that the graph shows
 
-        out, _ = recomputed(body, replay, args, kwargs, run.forget)
+        out, _ = recomputed(body, replay, args, kwargs, current.service(Scripts), run.forget)
         return out, run.num_bytes()
 
 

@@ -16,10 +16,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 from bmtrain.errors import RecomputationError
 from bmtrain.recompute.replay import Replay
 from bmtrain.recompute.scripts import Scripts
-from bmtrain.runtime import world
-from bmtrain.shard.outputs import before_backward_of
+from bmtrain.shard.outputs import before_backward_of, map_tensors, tensors_of
 from bmtrain.shard.slices import Slices
-from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.torch_internals import next_node_number, node_number, will_run
 
 # Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output,
@@ -32,6 +30,7 @@ def recomputed(
     replay: Replay,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    scripts: Scripts,
     on_script: Callable[[], None],
 ) -> tuple[Any, Sequence[torch.Tensor]]:
     """What `body` returns; it runs once more when backward comes to the output.
@@ -42,13 +41,13 @@ def recomputed(
 
     Args:
         replay: of this call.
+        scripts: counts the calls of TorchScript functions.
         on_script: called when the second run will be one of these.
 
     Raises:
         RecomputationError: for a TorchScript module that reads part of the graph which is none of
             its arguments.
     """
-    scripts = world.current("Block").service(Scripts)
     before, first_node = scripts.count(), next_node_number()
     params: list[Sequence[torch.Tensor]] = []
 

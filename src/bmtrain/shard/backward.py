@@ -6,18 +6,115 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.transport import Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
-from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.tape import Taping
-from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
+from bmtrain.torch_internals import at_end_of_backward, backward_pass
+
+NO_PASS: Final = -1  # the number of a backward pass where there is none
+Work = Callable[[], object]
+# For a part of a pass that is computed twice, a context for each time: both draw the same random
+# numbers.
+Draws = Iterator[contextlib.AbstractContextManager[object]]
+
+
+class Tape(Protocol):
+    """Takes over the host's part of a pass that will be repeated without the host."""
+
+    is_capturing: bool  # whether the device only notes down what it is given
+    after: list[Work]  # for after each repetition
+
+    def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
+        """`ask()`, or what it has answered before."""
+
+    def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
+        """`value()`, as it is in each repetition."""
+
+    def draws(self) -> Draws:
+        """The contexts of the next part of the pass that is computed twice."""
+
+    def refuse(self, what: str) -> None:
+        """Raise if the pass cannot be repeated because of `what`."""
+
+
+class HostSteps:
+    """What the host does in passes beside giving the device its work. One per run.
+
+    Attributes:
+        tape: what takes it over; None in a pass that is not to be repeated.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.tape: Tape | None = None
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the device only notes down what it is given."""
+        return self.tape is not None and self.tape.is_capturing
+
+    def any_rank(self, flags: list[bool], axis: Axis) -> list[bool]:
+        """Which flags are true on any rank of the axis. Travels on the CPU: no device waits."""
+        if axis.size == 1 or not flags:
+            return flags
+        if self.tape is None:
+            return [bool(flag) for flag in self._ledger.largest(flags, axis)]
+        return self.tape.any_rank(
+            flags, lambda: [bool(flag) for flag in self._ledger.largest(flags, axis)]
+        )
+
+    def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
+        """`value()`, as it is in each pass: on a tape a 0-dim fp32 tensor on `device`, filled
+        before each repetition.
+        """
+        return value() if self.tape is None else self.tape.number(value, device)
+
+    def now_and_again(self, work: Work) -> None:
+        """Do `work` now, and again after each repetition of this pass."""
+        work()
+        if self.tape is not None:
+            self.tape.after.append(work)
+
+    def when_computed(self, work: Work) -> None:
+        """Do `work`, which needs values on the host, now; after each repetition, while the device
+        only notes down what it is given.
+        """
+        if self.tape is not None and self.tape.is_capturing:
+            self.tape.after.append(work)
+        else:
+            work()
+
+    def draws(self) -> Draws:
+        """The contexts of the next part of the pass that is computed twice.
+
+        Without a tape they do nothing: there the state of a generator can be read, and set again.
+        """
+        return (
+            itertools.repeat(contextlib.nullcontext()) if self.tape is None else self.tape.draws()
+        )
+
+    def refuse(self, what: str) -> None:
+        """Raise if the pass is being captured, and cannot be because of `what`."""
+        if self.tape is not None:
+            self.tape.refuse(what)
+
+
+class Participant(Protocol):
+    """What takes part in every backward pass beside the gradients of storages."""
+
+    def reduce(self) -> None:
+        """The pass is over. Collective."""
+
+    def discard(self) -> None:
+        """The pass has failed: forget what it has left."""
 
 
 class OpenUse(Protocol):
@@ -54,23 +151,22 @@ class Backward:
     """The current backward pass.
 
     Joined by gradients as they arrive; finished by autograd itself when the pass is over.
+
+    Attributes:
+        task: autograd's number of the pass; NO_PASS where there is none.
+        participants: what is called at the end of each pass, too.
     """
 
     def __init__(
-        self, transport: Transport, world: Axis, taping: Taping, on_finish: Callable[[], None]
+        self, transport: Transport, host: HostSteps, on_finish: Callable[[], None]
     ) -> None:
-        self._transport, self._world, self._taping, self._on_finish = (
-            transport,
-            world,
-            taping,
-            on_finish,
-        )
+        self._transport, self._host, self._on_finish = transport, host, on_finish
         self._gradients: list[Gradient] = []
         self._waiting: list[Gradient] = []  # their gradients are kept on this rank for now
         self._uses: list[OpenUse] = []
-        self._task = -1
+        self.task = NO_PASS
+        self.participants: list[Participant] = []
         self._deferring = False
-        self.replicated = Replicated(world, taping, self._join)
 
     @property
     def has_deferred(self) -> bool:
@@ -82,7 +178,7 @@ class Backward:
         """Backward passes inside keep gradients on this rank; the first one outside, or `flush`,
         reduces them all.
         """
-        self._taping.refuse(
+        self._host.refuse(
             "reduce_gradients=False keeps gradients back on the host's account: call "
             "backward without it"
         )
@@ -96,7 +192,7 @@ class Backward:
         """Backward reads `use` from now on; uses that it has left behind and that nothing will end
         are dropped.
         """
-        self._join()
+        self.join()
         # Not from inside a pipeline, which the stages enter one after the other: dropping may
         # reduce gradients over all ranks.
         left = (
@@ -118,7 +214,7 @@ class Backward:
 
     def add(self, gradient: Gradient, grads: Sequence[torch.Tensor | None]) -> None:
         """Reduce one full gradient of a storage."""
-        self._join()
+        self.join()
         if not gradient.is_open:
             gradient.open()
             self._gradients.append(gradient)
@@ -128,19 +224,15 @@ class Backward:
 
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of this rank's slice of slot `index`, summed over ranks already."""
-        self._join()
+        self.join()
         if not gradient.is_open:
             gradient.open()
             self._gradients.append(gradient)
         gradient.add_slice(index, grad, defer=self._deferring)
 
-    def is_replicated(self, param: torch.nn.Parameter) -> bool:
-        """Whether gradients of an ordinary parameter are summed over ranks."""
-        return self._world.size == 1 or param in self.replicated
-
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
-        self._task = -1
+        self.task = NO_PASS
         for use in self._uses:
             use.drop()
         self._uses.clear()
@@ -151,7 +243,7 @@ class Backward:
 
     def flush(self) -> None:
         """Reduce what `deferring` kept back, when no later backward pass did. Collective."""
-        self._taping.refuse(
+        self._host.refuse(
             "gradients were clipped or applied inside: call clip_grad_norm and step after "
             "the function"
         )
@@ -187,20 +279,22 @@ class Backward:
         touched = self._agree(done)
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
-            self._taping.now_and_after_replays(functools.partial(gradient.close, flags))
-        self.replicated.reduce()
+            self._host.now_and_again(functools.partial(gradient.close, flags))
+        for participant in self.participants:
+            participant.reduce()
         self._gradients.clear()
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """A gradient has arrived: the pass must end with `finish`."""
         task = backward_pass()
-        if task in (self._task, -1):
+        if task in (self.task, NO_PASS):
             return
-        if self._task != -1:
+        if self.task != NO_PASS:
             self._refuse_hooks()
             # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown
             # now
             self.finish()
-        self._task = task
+        self.task = task
         at_end_of_backward(self.finish)
 
     def _refuse_hooks(self) -> None:
@@ -215,21 +309,17 @@ class Backward:
                 "use_checkpoint=False, or change `.grad` later."
             )
 
-    def abandon_if_dead(self) -> None:
-        """Forget a pass that an exception ended.
-
-        Called outside of backward passes, where none can be open.
-        """
-        if self._task == -1 or in_backward():
-            return
-        self._task = -1
+    def abandon(self) -> None:
+        """Forget a pass that an exception has ended."""
+        self.task = NO_PASS
         for use in self._uses:
             use.drop()
         for gradient in self._gradients:
             gradient.abandon()
         self._uses.clear()
         self._gradients.clear()
-        self.replicated.discard()
+        for participant in self.participants:
+            participant.discard()
         self._transport.wait_for_reductions()
         self._on_finish()
 
@@ -249,7 +339,7 @@ class Backward:
                 members[0].axis, f"the end of a backward pass with {len(members)} gradients"
             )
             flags = iter(
-                self._taping.any_rank(
+                self._host.any_rank(
                     [flag for gradient in members for flag in gradient.touched], members[0].axis
                 )
             )

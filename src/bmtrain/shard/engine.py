@@ -16,14 +16,14 @@ from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.transport import Transport, make_streams
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import Backward
+from bmtrain.shard.backward import NO_PASS, Backward, HostSteps
 from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.residence import Residence, Ring
 from bmtrain.shard.steps import Steps
-from bmtrain.shard.tape import Taping
+from bmtrain.torch_internals import in_backward
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -102,10 +102,9 @@ class Engine:
             make_streams(world.device), world.service(PeerGroups), world.service(Ledger)
         )
         self.schedule: Schedule[Residence] = Schedule()
-        self.taping = world.service(Taping)
-        self.backward = Backward(
-            self.transport, world.mesh.world, self.taping, self._end_of_backward
-        )
+        self.host = HostSteps(self.transport.ledger)
+        self.backward = Backward(self.transport, self.host, self._end_of_backward)
+        self.replicated = Replicated(world.mesh.world, self.host, self.backward)
         # Ties gathered views to the graph; every gather may share it because nothing is ever
         # accumulated into it. On the CPU it belongs to no stream: a graph of an earlier pass that
         # is still alive must not tie a captured pass to that one's stream.
@@ -116,7 +115,7 @@ class Engine:
         self.num_registered = 0
         world.service(Sameness)  # watches what takes over modules
         self._steps = Steps(
-            self.transport.ledger, world.mesh.world, self.backward.replicated, self._gradients
+            self.transport.ledger, world.mesh.world, self.replicated, self._gradients
         )
         self._with_grad = True  # of the forward pass that was last begun
 
@@ -153,7 +152,7 @@ class Engine:
         Between forward passes with and without gradient parameters may change, as those of a
         teacher that follows its student do: they are passes of their own (`with_grad`).
         """
-        self.backward.abandon_if_dead()
+        self._abandon_dead_pass()
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
@@ -173,14 +172,14 @@ class Engine:
 
     def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Keep ordinary parameters the same on all ranks: rank 0's values, gradients summed."""
-        self.backward.replicated.add(params)
+        self.replicated.add(params)
 
     def rest(self) -> None:
         """Between passes: nothing is under way, and no gathered value counts as known.
 
         Called alike on all ranks.
         """
-        self.backward.abandon_if_dead()
+        self._abandon_dead_pass()
         self.transport.streams.join()
         self.schedule.restart()
         self._begin_forward()
@@ -189,7 +188,7 @@ class Engine:
         """Between passes: all gradients move to the fixed places where passes leave them; which
         parameters have one.
         """
-        everything: list[Gradient | Replicated] = [self.backward.replicated, *self._gradients]
+        everything: list[Gradient | Replicated] = [self.replicated, *self._gradients]
         return [(gradient, gradient.settle()) for gradient in everything]
 
     def ring_buffers(self) -> list[torch.Tensor]:
@@ -205,8 +204,13 @@ class Engine:
         done up to the one before.
         """
         ledger = self.transport.ledger
-        if residence.label is not None and not ledger.is_immediate and not self.taping.is_taping:
+        if residence.label is not None and not ledger.is_immediate and self.host.tape is None:
             ledger.compare_later(residence.label.axis)
+
+    def _abandon_dead_pass(self) -> None:
+        """Forget a backward pass that an exception has ended: outside of one none can be open."""
+        if self.backward.task != NO_PASS and not in_backward():
+            self.backward.abandon()
 
     def _begin_forward(self) -> None:
         self.transport.fence()

@@ -9,7 +9,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -43,10 +43,8 @@ class Trained(Protocol):
 
     shown_grad: Slices | None  # what `.grad` shows
     requires_grad: bool
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether `hooked` or `run_post_hooks` do anything."""
+    grad_hooks: Mapping[int, object]  # that `hooked` calls
+    post_hooks: Mapping[int, object]  # that `run_post_hooks` calls
 
     def hooked(self, grad: Slices) -> Slices:
         """What its hooks make of the gradient of one pass."""
@@ -81,7 +79,8 @@ class Gradient:
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
         # the same in the parameters' dtype: what `.grad` shows
         self._public: torch.Tensor | None = None
-        self._views: list[Slices] = []  # of it
+        self._slots: list[torch.Tensor] = []  # of it, 1-D
+        self._views: list[Slices] = []  # of those
         # of parameters with hooks: what `.grad` showed before the pass
         self._before: dict[int, torch.Tensor] = {}
         # gradients of this rank's slices, to be added
@@ -191,7 +190,7 @@ class Gradient:
         self.is_open = False
         self._slices.clear()
         for index, before in self._before.items():
-            self._views[index].local.copy_(before)
+            self._slots[index].copy_(before)
         self._before.clear()
 
     def flush(self) -> None:
@@ -219,8 +218,8 @@ class Gradient:
                 param.shown_grad = self._views[index]
                 shown.append((index, param))
         for index, _ in shown:
-            self._views[index].mark_written()
-            self._versions[index] = self._views[index].local._version
+            self._views[index].num_own_writes += 1
+            self._versions[index] = self._slots[index]._version
         for index, param in shown:
             if touched[index] and index in hooked:
                 param.run_post_hooks()
@@ -248,12 +247,13 @@ class Gradient:
         return {
             index
             for index, ref in enumerate(self._params)
-            if (param := ref()) is not None and param.has_hooks
+            if (param := ref()) is not None and (param.grad_hooks or param.post_hooks)
         }
 
     def _run_hooks(self, index: int, param: Trained, *, is_touched: bool) -> None:
         before = self._before.pop(index, None)
-        view, own = self._views[index].local, self._show(self._views[index].local.clone(), index)
+        view = self._slots[index]
+        own = self._show(view.clone(), index)
         with torch.no_grad():
             if is_touched:
                 view.copy_(param.hooked(own).local)
@@ -331,24 +331,25 @@ class Gradient:
         # `grads` and the parameters refer to what is shown
         if self._num_references() - 2 * sum(shown) <= self._num_own:
             return grads
-        old = self._total, self._public, self._views, self._versions
+        old, was = self._slots, self._versions
+        old_total, old_public = self._total, self._public
         with torch.inference_mode(False):
-            self._total = old[0].clone()
+            self._total = old_total.clone()
         self._show_total(self._total)
         if self._public is not self._total:
-            self._public.copy_(old[1])
+            self._public.copy_(old_public)
         for index, reference in enumerate(self._params):
             param = reference()
             if param is not None and shown[index]:
-                param.shown_grad = view = self._views[index]
-                if old[2][index].local._version == old[3][index]:
-                    self._versions[index] = view.local._version
+                param.shown_grad = self._views[index]
+                if old[index]._version == was[index]:
+                    self._versions[index] = self._slots[index]._version
         return self._grads()
 
     def _num_references(self) -> int:
         """To the memory and to the views of it."""
         views: int = sum(map(sys.getrefcount, self._views))
-        return views + num_references(self._views[0].local)
+        return views + num_references(self._slots[0])
 
     def _free_if_cleared(self) -> None:
         if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open:
@@ -356,7 +357,7 @@ class Gradient:
         if any(grad is not None for grad in self._grads()):
             return
         self._total = self._public = None
-        self._views = []
+        self._slots, self._views = [], []
 
     def _allocate(self) -> None:
         """Memory, unless there is some: zeros if the user's gradients fill it in part, else
@@ -380,9 +381,8 @@ class Gradient:
             self._public = public = (
                 total if same else torch.empty_like(total, dtype=self.policy.dtype)
             )
-            self._views = [
-                self._show(self._slice(public, index), index) for index in range(len(self._params))
-            ]
+            self._slots = [self._slice(public, index) for index in range(len(self._params))]
+            self._views = [self._show(own, index) for index, own in enumerate(self._slots)]
         self._versions = [-1] * len(self._params)
         self._num_own = self._num_references()
 
@@ -394,7 +394,7 @@ class Gradient:
         """Make the sum equal to what the user left in `.grad`, if that is not what `close` put
         there.
         """
-        view = self._views[index].local
+        view = self._slots[index]
         untouched = grad is self._views[index] and view._version == self._versions[index]
         if untouched or self._total is None:
             return

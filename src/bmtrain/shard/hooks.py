@@ -20,8 +20,8 @@ class Hooked(Sharded):
     of its hooks.
     """
 
-    _hooks: collections.OrderedDict[int, Hook]
-    _post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
+    grad_hooks: collections.OrderedDict[int, Hook]
+    post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
         """`hook(grad)` at the end of a backward pass, with the gradient of that pass, summed over
@@ -31,8 +31,8 @@ class Hooked(Sharded):
             raise ParameterError(
                 "a hook was registered on a sharded parameter that does not require grad."
             )
-        handle = RemovableHandle(self._hooks)
-        self._hooks[handle.id] = hook
+        handle = RemovableHandle(self.grad_hooks)
+        self.grad_hooks[handle.id] = hook
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
@@ -43,23 +43,18 @@ class Hooked(Sharded):
             raise ParameterError(
                 "a hook was registered on a sharded parameter that does not require grad."
             )
-        handle = RemovableHandle(self._post_hooks)
-        self._post_hooks[handle.id] = hook
+        handle = RemovableHandle(self.post_hooks)
+        self.post_hooks[handle.id] = hook
         return handle
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether backward passes have more to do than to add up gradients."""
-        return bool(self._hooks or self._post_hooks)
 
     def hooked(self, grad: torch.Tensor) -> torch.Tensor:
         """What the hooks make of the gradient of a pass, sharded as the parameter."""
-        for hook in list(self._hooks.values()):
+        for hook in list(self.grad_hooks.values()):
             result = hook(grad)
             grad = grad if result is None else cut_like(result, self)
         return grad
 
     def run_post_hooks(self) -> None:
         """`.grad` is complete."""
-        for hook in list(self._post_hooks.values()):
+        for hook in list(self.post_hooks.values()):
             hook(self)

@@ -70,7 +70,6 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     _tp_original_shape: torch.Size
     _init_method: Initializer | None
     _never_set: bool
-    _shown: torch.Tensor | None  # what `.grad` shows
     _aliases: dict[int, weakref.ref[Slices]]
     _takes_whole_gradients: bool
     group: str | None
@@ -130,12 +129,12 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         """The parameter of one slot of a storage."""
         cut = storage.cut(index)
         param = without_memory(cls, cut.shape, storage.shard, requires_grad=requires_grad)
-        param._aliases, param._hooks, param._post_hooks = (
+        param._aliases, param.grad_hooks, param.post_hooks = (
             {},
             collections.OrderedDict(),
             collections.OrderedDict(),
         )
-        param._shown, param._init_method, param.group = None, None, None
+        param.shown_grad, param._init_method, param.group = None, None, None
         param._never_set = param._takes_whole_gradients = False
         param.move_to(storage, index)
         return param
@@ -152,8 +151,8 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 vars(self)[name] = value
         if old.grad is not None:
             self.grad = old.grad
-        self._hooks.update(old._backward_hooks or {})
-        self._post_hooks.update(getattr(old, "_post_accumulate_grad_hooks", None) or {})
+        self.grad_hooks.update(old._backward_hooks or {})
+        self.post_hooks.update(getattr(old, "_post_accumulate_grad_hooks", None) or {})
         try:
             torch.utils.swap_tensors(old, self)
         except RuntimeError:
@@ -165,7 +164,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def move_to(self, storage: Storage, index: int) -> None:
         """Live in another storage from now on; its slot must already hold the values."""
         slot = storage.layout.slots[index]
-        self._storage, self._index, self._shown = storage, index, None
+        self._storage, self._index, self.shown_grad = storage, index, None
         self._local, self._cut = storage.local(index), storage.cut(index)
         self._original_shape, self._tp_original_shape = (
             torch.Size(slot.shape),
@@ -203,6 +202,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 "memory: tie them by assigning the parameter "
                 "object to the second module, or copy the values, param.data.copy_(other.data)."
             )
+        if isinstance(value, Slices) and value.is_gradient:
+            raise ParameterError(
+                "param.data = param.grad would tie a parameter to a gradient by their memory: copy "
+                "the values, param.data.copy_(param.grad)."
+            )
         values = cut_like(value, self)
         for alias in self._living_aliases():  # in one process they keep the memory that they had
             alias._local = alias._local.clone()
@@ -221,27 +225,19 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         """
         if self._storage.gradient.has_deferred:
             self._storage.engine.backward.flush()
-        return self._shown
+        return self.shown_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if value is None:
             self._storage.gradient.discard_deferred(self._index)
-            self._shown = None
+            self.shown_grad = None
             return
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
             raise ParameterError(
                 f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
             )
-        self._shown = cut_like(value, self)
-
-    @property
-    def shown_grad(self) -> Any:
-        return self._shown
-
-    @shown_grad.setter
-    def shown_grad(self, value: Any) -> None:
-        self._shown = value
+        self.shown_grad = cut_like(value, self)
 
     @property
     def storage_of(self) -> Storage:
@@ -360,7 +356,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def count_write(self) -> None:
         """The same, for those who write at the end of a pass, when nothing is gathered."""
         self._never_set = False
-        self._num_written += 1
+        self.num_own_writes += 1
 
     mark_set = mark_written
 

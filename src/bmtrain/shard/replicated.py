@@ -12,7 +12,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
-from bmtrain.shard.tape import Taping
+from bmtrain.shard.backward import Backward, HostSteps
 
 
 class Replicated:
@@ -20,12 +20,12 @@ class Replicated:
 
     Args:
         world: the axis of all ranks.
-        taping: lets the ranks agree which gradients there are.
-        join: called when a gradient arrives: the backward pass must call `reduce` at its end.
+        host: lets the ranks agree which gradients there are.
+        backward: joined when a gradient arrives.
     """
 
-    def __init__(self, world: Axis, taping: Taping, join: Callable[[], None]) -> None:
-        self._world, self._taping, self._join = world, taping, join
+    def __init__(self, world: Axis, host: HostSteps, backward: Backward) -> None:
+        self._world, self._host, self._backward = world, host, backward
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
         self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
@@ -37,7 +37,9 @@ class Replicated:
     def __contains__(self, param: object) -> bool:
         return any(known is param for known in self)
 
-    knows = __contains__
+    def is_summed(self, param: torch.nn.Parameter) -> bool:
+        """Whether the gradient of an ordinary parameter is that of all ranks."""
+        return self._world.size == 1 or param in self
 
     def retire(self, param: torch.nn.Parameter) -> None:
         """`param` has been replaced by a sharded parameter: whoever trains it from now on trains
@@ -60,6 +62,8 @@ class Replicated:
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Sum the gradients of these too from now on, and start all ranks from rank 0's values."""
+        if self not in self._backward.participants:
+            self._backward.participants.append(self)
         known = {id(param) for param in self}
         for param in params:
             if id(param) in known:
@@ -90,7 +94,7 @@ class Replicated:
             (grad is not None and not grad.is_sparse, grad is not None and grad.is_sparse)
             for grad in incoming
         ]
-        flags = iter(self._taping.any_rank([flag for kind in kinds for flag in kind], self._world))
+        flags = iter(self._host.any_rank([flag for kind in kinds for flag in kind], self._world))
         for param, grad, (is_dense, is_sparse) in zip(
             params, incoming, zip(flags, flags, strict=True), strict=True
         ):
@@ -165,7 +169,7 @@ class Replicated:
         whenever it is called.
         """
         shown = [(param, param.grad) for param in self if param.grad is not None]
-        self._taping.now_and_after_replays(lambda: _show(shown))
+        self._host.now_and_again(lambda: _show(shown))
 
     def _collector(
         self, reference: weakref.ref[torch.nn.Parameter]
@@ -175,7 +179,7 @@ class Replicated:
                 return None
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
             # the same on every rank.
-            self._join()
+            self._backward.join()
             key = id(reference())
             before = self._incoming.get(key)
             self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)

@@ -14,6 +14,7 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.cut import Cut
+from bmtrain.shard.outputs import map_tensors, tensors_of
 from bmtrain.shard.slices import (
     Slices,
     check_alike,
@@ -23,7 +24,6 @@ from bmtrain.shard.slices import (
     norm,
     total,
 )
-from bmtrain.shard.trees import map_tensors, tensors_of
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
 from bmtrain.torch_internals import is_collective, plain_functions
 

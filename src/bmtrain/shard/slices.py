@@ -17,7 +17,6 @@ from bmtrain.runtime.log import warn
 from bmtrain.shard.cut import Cut
 from bmtrain.torch_internals import (
     in_backward,
-    in_transform,
     is_collective,
     is_mutable,
     make_wrapper_subclass,
@@ -38,7 +37,12 @@ class Slices(torch.Tensor):
 
     _local: torch.Tensor  # (numel of the slice,), without a graph
     _cut: Cut
-    _num_written: int = 0
+    #: how often this object was written through; see `num_written`
+    num_own_writes: int = 0
+    #: whether the engine sums gradients in its memory
+    is_gradient: bool = False
+    #: what `.grad` shows now, without waiting for what is kept back; None of what is no parameter
+    shown_grad: Any = None
 
     def __new__(cls, local: torch.Tensor, cut: Cut) -> Slices:
         """The slices `local`, cut like this."""
@@ -63,13 +67,6 @@ class Slices(torch.Tensor):
     def cut(self) -> Cut:
         """Which slice that is."""
         return self._cut
-
-    @property
-    def shown_grad(self) -> Any:
-        """What `.grad` shows now, without waiting for what is kept back; None of what is no
-        parameter.
-        """
-        return None
 
     @property
     def data(self) -> torch.Tensor:
@@ -120,7 +117,7 @@ class Slices(torch.Tensor):
 
         Called alike on all ranks, whether they own elements of it or not.
         """
-        self._num_written += 1
+        self.num_own_writes += 1
 
     @property
     def owner(self) -> Slices:
@@ -130,7 +127,7 @@ class Slices(torch.Tensor):
     @property
     def num_written(self) -> int:
         """How often the tensor was written: the same on all ranks."""
-        return self.owner._num_written
+        return self.owner.num_own_writes
 
     def take_whole(self, whole: torch.Tensor) -> None:
         """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts.
@@ -300,33 +297,9 @@ def _cannot_be_fused(func: Any) -> ParameterError:
     return ParameterError(text)
 
 
-def refuse_transforms() -> None:
-    """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded
-    parameters along.
-    """
-    if in_transform():
-        raise ParameterError(
-            "a sharded parameter was used inside of a transform of torch.func (grad, "
-            "vmap, jvp and the like): take whole = "
-            "param.gather() of the parameters outside, and compute with those, or use "
-            "torch.autograd."
-        )
-
-
 def local_of(x: torch.Tensor) -> torch.Tensor:
     """This rank's values: the slice, 1-D, of a tensor that is sharded, else the tensor itself."""
     return x.local if isinstance(x, Slices) else x
-
-
-def memory_of(x: torch.Tensor) -> int:
-    """The address of the memory that `x` is a view of; 0 for a sharded tensor, which has none of
-    its own, and a sparse one.
-    """
-    return (
-        0
-        if isinstance(x, Slices) or x.layout is not torch.strided
-        else x.untyped_storage().data_ptr()
-    )
 
 
 def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:

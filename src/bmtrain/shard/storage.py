@@ -218,7 +218,9 @@ class Storage:
 
 
 def _looking_whole(cuts: Sequence[Cut], local: torch.Tensor, index: int) -> Slices:
-    return Sharded(local, cuts[index])
+    out = Sharded(local, cuts[index])
+    out.is_gradient = True
+    return out
 
 
 def _version_of(storage: weakref.ref[Storage]) -> int:

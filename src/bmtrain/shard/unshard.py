@@ -16,12 +16,13 @@ import torch
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.shard.backward import refuse_create_graph
 from bmtrain.shard.label import Phase
-from bmtrain.shard.slices import memory_of, refuse_transforms
+from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 from bmtrain.torch_internals import (
     at_end_of_backward,
     backward_pass,
     in_backward,
+    in_transform,
     plain_functions,
     will_run,
 )
@@ -61,6 +62,19 @@ class Unshard(torch.autograd.Function):
             )
         ctx.use.end(grads)
         return (None, None, *[None for _ in ctx.params_given])
+
+
+def refuse_transforms() -> None:
+    """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded
+    parameters along.
+    """
+    if in_transform():
+        raise ParameterError(
+            "a sharded parameter was used inside of a transform of torch.func (grad, "
+            "vmap, jvp and the like): take whole = "
+            "param.gather() of the parameters outside, and compute with those, or use "
+            "torch.autograd."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +203,7 @@ class Use:
         # in older graphs.
         params = (
             []
-            if engine.taping.is_taping
+            if engine.host.tape is not None
             else [param for storage in self._storages for param in storage.params]
         )
         views = list(Unshard.apply(self, engine.leaf, *params))
@@ -377,7 +391,7 @@ class Use:
         }
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
-            storage = owners.get(memory_of(tensor))
+            storage = owners.get(_memory_of(tensor))
             if storage is None:
                 return tensor
             return Packed(
@@ -396,7 +410,7 @@ class Use:
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lies in a buffer that is taken from this use when it ends."""
-        address = memory_of(tensor)
+        address = _memory_of(tensor)
         return any(full.untyped_storage().data_ptr() == address for full in self._full.values())
 
     def _check_versions(self) -> None:
@@ -426,3 +440,14 @@ def _sum(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 def _names(storage: Storage) -> str:
     """For messages."""
     return ", ".join([slot.name for slot in storage.layout.slots[:3]] + ["..."])
+
+
+def _memory_of(x: torch.Tensor) -> int:
+    """The address of the memory that `x` is a view of; 0 for a sharded tensor, which has none of
+    its own, and a sparse one.
+    """
+    return (
+        0
+        if isinstance(x, Slices) or x.layout is not torch.strided
+        else x.untyped_storage().data_ptr()
+    )

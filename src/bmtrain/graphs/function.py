@@ -8,21 +8,22 @@ import dataclasses
 import enum
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
 
+from bmtrain.block.context import Context
 from bmtrain.distributed.agreement import largest
-from bmtrain.distributed.graphs import Graphs, Repeat, make_graphs
 from bmtrain.errors import ConfigurationError
+from bmtrain.graphs.capture import Graphs, Repeat, make_graphs
+from bmtrain.graphs.tape import Capture, Rehearsal, taped
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
+from bmtrain.shard.backward import Draws
 from bmtrain.shard.engine import Engine
-from bmtrain.shard.tape import Draws, Tape
 from bmtrain.torch_internals import TreeSpec, in_backward, tree_flatten, tree_unflatten
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -87,27 +88,6 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
         return graphed(*args, **kwargs)
 
     return call
-
-
-class Modes:
-    """The modules whose training mode is part of the kind of a call.
-
-    One per run, reached by `world.service(Modes)`.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    def watch(self, module: torch.nn.Module) -> None:
-        """Its mode matters."""
-        self._modules.add(module)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def training(self) -> tuple[bool, ...]:
-        """Of each module, in an order that stays the same while they are alive."""
-        return tuple(module.training for module in self._modules)
 
 
 class Readiness(enum.IntEnum):
@@ -187,7 +167,7 @@ class _Graph:
     """
 
     replay: Repeat
-    tape: Tape
+    tape: Capture
     results: Sequence[Any]
     spec: TreeSpec
     kept: Sequence[torch.Tensor]
@@ -212,7 +192,7 @@ class _Kind:
         with torch.inference_mode(False):
             self._places = [torch.empty_like(tensor) for tensor in arguments.tensors]
         self._num_rehearsals = 0
-        self._rehearsal = Tape()
+        self._rehearsal = Rehearsal()
         self._graph: _Graph | None = None
         self.number = 0  # of the capture, the same on all ranks; 0 before
 
@@ -228,7 +208,8 @@ class _Kind:
 
     def rehearse(self, graphs: Graphs) -> tuple[Any, str | None]:
         """Run a call as it is; its result, and what keeps it from being captured."""
-        with graphs.aside(), self._engine.taping.rehearsing() as self._rehearsal:
+        self._rehearsal = Rehearsal()
+        with graphs.aside(), taped(self._engine.host, self._rehearsal):
             leaves, spec = tree_flatten(self._run())
         self._num_rehearsals += 1
         kept_back = (
@@ -244,16 +225,20 @@ class _Kind:
         """Make the graph; why not, if that fails."""
         engine = self._engine
         out: list[Any] = []
+        tapes: list[Capture] = []
         before = engine.ring_buffers()
 
         def body(draws: Sequence[Draws]) -> None:
-            engine.taping.provide(draws)
-            out.extend(tree_flatten(self._run()))
-            engine.backward.replicated.fix()
-            engine.backward.replicated.show()
+            tape = Capture(self._rehearsal, draws)
+            with taped(engine.host, tape):
+                out.extend(tree_flatten(self._run()))
+                engine.replicated.fix()
+                engine.replicated.show()
+            tape.check_complete()
+            tapes.append(tape)
 
         try:
-            with engine.taping.capturing(self._rehearsal) as tape:
+            with engine.transport.ledger.paused():
                 replay = graphs.capture(body, engine.transport.streams, self._rehearsal.num_twice)
         # whatever it is, the function may still run as it is, and then raises it again if it is its
         # own
@@ -263,7 +248,7 @@ class _Kind:
                 f"{(str(error).strip() or 'no reason given').splitlines()[0]}"
             )
         results = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in out[0]]
-        self._graph = _Graph(replay, tape, results, out[1], before + engine.ring_buffers())
+        self._graph = _Graph(replay, tapes[0], results, out[1], before + engine.ring_buffers())
         return None
 
     def replay(self) -> Any:
@@ -292,7 +277,7 @@ class GraphedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = world.current("cuda_graph")
         graphs, engine = current.service(make_graphs), current.service(Engine)
-        if graphs is None or self._gave_up or engine.taping.is_taping or in_backward():
+        if graphs is None or self._gave_up or engine.host.tape is not None or in_backward():
             return self._plainly(args, kwargs)
         arguments = Arguments.of(args, kwargs)
         obstacle = self._obstacle or (
@@ -328,18 +313,22 @@ class GraphedFunction:
 
     def _kind(self, arguments: Arguments, current: World) -> _Kind:
         """The calls that these arguments, in the present state of the program, belong to."""
-        engine, modes = current.service(Engine), current.service(Modes)
+        engine, modules = current.service(Engine), current.service(Context).modules
         # and so may be what the function runs
-        if (engine.num_registered, engine.num_alive, len(modes)) != self._inventory:
+        if (engine.num_registered, engine.num_alive, len(modules)) != self._inventory:
             gc.collect()  # what dies later would make graphs anew once more
-            self._kinds, self._inventory = {}, (engine.num_registered, engine.num_alive, len(modes))
+            self._kinds, self._inventory = (
+                {},
+                (engine.num_registered, engine.num_alive, len(modules)),
+            )
         device = engine.device.type
         state = (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
-            modes.training(),
+            # in an order that stays the same while they are alive
+            tuple(module.training for module in modules),
             tuple((given, gradient.trainable()) for gradient, given in engine.settle_gradients()),
         )
         key = (arguments.kind(), state)
@@ -392,7 +381,7 @@ def _strangers(results: Sequence[Any], engine: Engine) -> str | None:
     """A parameter behind the results whose gradient nobody could show after a replay, said in
     words.
     """
-    known = {id(param) for param in engine.backward.replicated} | {id(engine.leaf)}
+    known = {id(param) for param in engine.replicated} | {id(engine.leaf)}
     for leaf in _leaves_behind(results):
         if id(leaf) not in known:
             return (

@@ -1,0 +1,48 @@
+"""What the blocks of a run share, handed to each when it is made."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from bmtrain.block.adopt import Converted
+from bmtrain.compile.programs import Programs
+from bmtrain.recompute.offload import Host
+from bmtrain.recompute.planner import Planners
+from bmtrain.recompute.scripts import Scripts
+from bmtrain.runtime.world import World
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.parting import Sameness
+from bmtrain.shard.recording import Recorder
+
+
+class Context:
+    """One per run, reached by `world.service(Context)`.
+
+    Attributes:
+        modules: the inner modules of all blocks, whose training mode decides what a call computes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.device, self.mesh, self.defaults = world.device, world.mesh, world.defaults
+        self.engine = world.service(Engine)
+        self.host = self.engine.host
+        self.recorder = world.service(Recorder)
+        self.planners = world.service(Planners)
+        self.programs = world.service(Programs)
+        self.scripts = world.service(Scripts)
+        self.sameness = world.service(Sameness)
+        self.converted = world.service(Converted)
+        self.modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._world = world
+
+    @property
+    def pinned(self) -> Host:
+        """Where inputs of blocks wait on the host; made when the first is sent there."""
+        return self._world.service(Host)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        """A copy of a block belongs to the same run."""
+        return self

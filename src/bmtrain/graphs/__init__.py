@@ -1,0 +1,1 @@
+"""CUDA graphs: passes of a small model that are repeated without Python."""
