@@ -2,6 +2,7 @@
 #
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
 #   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
+#   make test-torch [TORCH=2.8.0]     the CPU tests with another version of torch, in an environment of its own
 #   make test-gpu                       the GPU tests, on however many GPUs there are
 #                                       (quicker, with pytest-xdist: ARGS="-n 8 -m 'not alone'", then ARGS="-m alone")
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
@@ -17,12 +18,17 @@ JOBS ?= 2
 
 export PYTHON
 
-.PHONY: train test test-gpu bench mutants lint format clean
+.PHONY: train test test-torch test-gpu bench mutants lint format clean
 
 train:
 	@scripts/with-python train scripts/launch.py --nproc $(NPROC) examples/gpt2/train.py $(ARGS)
 
 test: lint
+	@scripts/with-python test -m pytest --ignore=tests/gpu -n $(JOBS) --dist=loadfile $(ARGS)
+
+# The oldest torch that is supported and the newest that constraints.txt has not got yet: TORCH=2.15.0
+test-torch: export TORCH ?= 2.8.0
+test-torch:
 	@scripts/with-python test -m pytest --ignore=tests/gpu -n $(JOBS) --dist=loadfile $(ARGS)
 
 test-gpu:
@@ -45,5 +51,5 @@ format:
 	@scripts/with-python test -m ruff format .
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
