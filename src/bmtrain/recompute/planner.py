@@ -11,6 +11,7 @@ that shape and smaller ones, until something no longer fits.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import weakref
 import zlib
@@ -114,6 +115,35 @@ class _Watch:
         self._open = following
 
 
+class Stage(enum.Enum):
+    """How far a pass has come."""
+
+    FORWARD = enum.auto()
+    #: the next call of a block belongs to another pass
+    BACKWARD = enum.auto()
+
+
+@dataclasses.dataclass
+class _Pass:
+    """One pass: the calls of blocks up to a backward pass, and that.
+
+    number: from 1 on. first: the block whose call began it. profile: what is known of such passes;
+    None if every block is recomputed. wanted: levels that are measured. found: what has been
+    measured, by kind and shape of calls. watch: of the memory, if its peaks are measured.
+    num_calls: so far. is_stale: whether it was not as its profile says.
+    """
+
+    number: int
+    first: weakref.ref[torch.nn.Module] | None
+    stage: Stage = Stage.FORWARD
+    profile: Profile | None = None
+    wanted: frozenset[Level] = frozenset()
+    found: dict[object, dict[Level, Option]] = dataclasses.field(default_factory=dict)
+    watch: _Watch | None = None
+    num_calls: int = 0
+    is_stale: bool = False
+
+
 class Planner:
     """Levels for the calls of blocks that the ranks of one axis make together."""
 
@@ -121,14 +151,7 @@ class Planner:
         self._axis, self._memory, self._host = axis, world.service(memory_of), world.service(Host)
         self._steps = world.service(Engine).host
         self._profiles = Profiles()
-        self._current: Profile | None = None
-        self._num_passes = self._next = 0
-        self._first: weakref.ref[torch.nn.Module] | None = None  # whose call began the pass
-        self._is_turned = True
-        self._is_stale = False  # the pass was not as its profile says
-        self._wanted: frozenset[Level] = frozenset()  # levels that this pass measures
-        self._found: dict[object, dict[Level, Option]] = {}  # by this pass
-        self._watch: _Watch | None = None
+        self._pass = _Pass(0, None, Stage.BACKWARD)
         self._num_retries = self._memory.num_retries()
         self._num_failures = 0
         # of this rank; of all ranks, as of the last agreement
@@ -139,8 +162,8 @@ class Planner:
     @property
     def levels(self) -> tuple[Level, ...]:
         """Of the calls of this pass, as far as they are planned."""
-        choice = None if self._current is None else self._current.choice
-        return tuple(LEVELS[number] for number in choice or ())
+        profile = self._pass.profile
+        return tuple(LEVELS[number] for number in (profile and profile.choice) or ())
 
     def next(self, subject: Subject) -> Turn:
         """The level of the next call. Collective where a pass begins."""
@@ -148,48 +171,52 @@ class Planner:
             return Turn(self, -1, -1, Level.NOTHING)
         if self._steps.is_capturing:
             return Turn(self, -1, -1, self._level_in_graph())
-        if self._is_turned or self._is_repeated(subject):
+        if self._pass.stage is Stage.BACKWARD or self._is_repeated(subject):
             self._begin(subject)
-        number, self._next = self._next, self._next + 1
-        return Turn(self, self._num_passes, number, self._level(number, subject))
+        current = self._pass
+        number, current.num_calls = current.num_calls, current.num_calls + 1
+        return Turn(self, current.number, number, self._level(current, number, subject))
 
     def abort(self) -> None:
         """A call of this pass has failed: if the program goes on, then with another.
 
         What this one has measured is not used.
         """
-        self._is_turned, self._is_stale = True, bool(self._wanted)
+        self._pass.stage, self._pass.is_stale = Stage.BACKWARD, bool(self._pass.wanted)
 
     def turn_back(self, turn: Turn) -> None:
         """Backward has come to a call."""
-        if turn.num_pass != self._num_passes:
+        if turn.num_pass != self._pass.number:
             return
-        self._is_turned = True
-        if self._watch is not None:
-            self._watch.close(turn.number)
+        self._pass.stage = Stage.BACKWARD
+        if self._pass.watch is not None:
+            self._pass.watch.close(turn.number)
 
     def _is_repeated(self, subject: Subject) -> bool:
         """All calls of the plan have been made and the first comes again: nothing came back through
         that forward pass.
         """
-        is_complete = (
-            self._current is not None
-            and self._current.choice is not None
-            and self._next == len(self._current.choice)
+        current = self._pass
+        planned = len(self.levels) if current.profile and current.profile.choice else -1
+        return (
+            current.num_calls == planned
+            and current.first is not None
+            and current.first() is subject.block
         )
-        return is_complete and self._first is not None and self._first() is subject.block
 
-    def _level(self, number: int, subject: Subject) -> Level:
-        profile = self._current
+    def _level(self, current: _Pass, number: int, subject: Subject) -> Level:
+        profile = current.profile
         if profile is None:
             return Level.BLOCK
         if subject.options is None:  # a call like no other
-            self._is_stale = self._is_stale or bool(self._wanted)
+            current.is_stale = current.is_stale or bool(current.wanted)
             return Level.BLOCK
-        if self._wanted and not self._is_stale:
-            self._measure(number, subject, profile, subject.options)
-        self._is_stale = self._is_stale or not profile.covers(number, subject.kind, subject.shape)
-        if self._is_stale or profile.choice is None:
+        if current.wanted and not current.is_stale:
+            self._measure(current, number, subject, profile, subject.options)
+        current.is_stale = current.is_stale or not profile.covers(
+            number, subject.kind, subject.shape
+        )
+        if current.is_stale or profile.choice is None:
             return Level.BLOCK
         return LEVELS[profile.choice[number]]
 
@@ -199,62 +226,58 @@ class Planner:
 
         Copies to the host and back are ordered by the host, which has no part in a replay.
         """
-        planned = (
-            set()
-            if self._current is None
-            else {LEVELS[number] for number in self._current.choice or ()}
-        )
+        planned = set(self.levels)
         return (
             planned.pop() if len(planned) == 1 and Level.OFFLOADED not in planned else Level.BLOCK
         )
 
-    def _measure(self, number: int, subject: Subject, profile: Profile, options: Measure) -> None:
+    def _measure(
+        self, current: _Pass, number: int, subject: Subject, profile: Profile, options: Measure
+    ) -> None:
         if profile.choice is None:
             profile.append(subject.kind, subject.shape)
         key = subject.kind, subject.shape
-        if key not in self._found:
-            if self._watch is not None:
-                self._watch.pause()
-            self._found[key] = options([level for level in LEVELS if level in self._wanted])
-            if self._watch is not None:
-                self._watch.resume()
+        if key not in current.found:
+            if current.watch is not None:
+                current.watch.pause()
+            current.found[key] = options([level for level in LEVELS if level in current.wanted])
+            if current.watch is not None:
+                current.watch.resume()
         if number < len(profile.options):
-            profile.options[number].update(self._found[key])
+            profile.options[number].update(current.found[key])
 
     def _begin(self, first: Subject) -> None:
         """End the last pass and begin another."""
-        if self._watch is not None:
-            self._watch.close()
-        self._num_passes, self._next, self._is_turned = self._num_passes + 1, 0, False
-        self._first = weakref.ref(first.block)
-        key, room, is_stale = self._agree(first)
-        last, measured, watch = self._current, self._wanted, self._watch
-        self._current, self._wanted, self._watch, self._is_stale = None, frozenset(), None, False
+        last, number = self._pass, self._pass.number + 1
+        if last.watch is not None:
+            last.watch.close()
+        key, room, is_stale = self._agree(first, last, number)
+        self._pass = current = _Pass(number, weakref.ref(first.block))
         self._num_failures += is_stale
-        if self._num_passes % _RECONSIDERED == 0:
+        if number % _RECONSIDERED == 0:
             self._num_failures //= 2
-        if self._num_passes == 1 or self._num_failures > _MOST_FAILURES:
+        if number == 1 or self._num_failures > _MOST_FAILURES:
             return
-        if last is not None and is_stale:
-            self._profiles.remove(last)
-        elif last is not None and measured:
-            self._conclude(last, measured, watch, room)
-        self._current = self._profiles.serving(key)
-        self._prepare(self._current, room)
+        if last.profile is not None and is_stale:
+            self._profiles.remove(last.profile)
+        elif last.profile is not None and last.wanted:
+            self._conclude(last.profile, last.wanted, last.watch, room)
+        current.profile = self._profiles.serving(key)
+        self._prepare(current, current.profile, room)
 
-    def _agree(self, first: Subject) -> tuple[Key, int, bool]:
+    def _agree(self, first: Subject, last: _Pass, number: int) -> tuple[Key, int, bool]:
         """What kind of pass this is, the smallest room and any complaint of all ranks. One small
         collective a pass, on the CPU.
 
         Ranks may have rows of different lengths, different memory and failures of their own; it
         takes a step to compute what this takes to travel a thousand times.
         """
-        if self._num_passes % _RECONSIDERED < _NEWS or self._wanted:
+        if number % _RECONSIDERED < _NEWS or last.wanted:
             self._limit = self._memory.limit()
         retries, used = self._memory.num_retries(), max(self._memory.allocated(), self._base)
         complaints = (
-            int(self._is_stale),
-            int(retries > self._num_retries and self._num_passes > 3 and not self._wanted),
+            int(last.is_stale),
+            int(retries > self._num_retries and number > 3 and not last.wanted),
         )
         self._num_retries = retries
         kind = zlib.crc32(repr(first.kind).encode())  # the same on all ranks, as `hash` is not
@@ -271,21 +294,17 @@ class Planner:
             bool(is_stale),
         )
 
-    def _prepare(self, profile: Profile, room: int) -> None:
+    def _prepare(self, current: _Pass, profile: Profile, room: int) -> None:
         """Decide what this pass measures, and make the plan fit what memory there is."""
         if profile.agreed is None or profile.choice is None:
             profile.clear()
             self._memory.tidy()
-            self._wanted, self._watch, self._base = (
-                _FIRST,
-                _Watch(self._memory),
-                self._memory.allocated(),
-            )
+            current.wanted, current.watch = _FIRST, _Watch(self._memory)
+            self._base = self._memory.allocated()
         elif any(profile.choice) and not profile.measured >= _THEN:
-            self._wanted = _THEN
-        elif not self._fits(profile, room) or self._num_passes % _RECONSIDERED == 0:
+            current.wanted = _THEN
+        elif not self._fits(profile, room) or current.number % _RECONSIDERED == 0:
             self._plan(profile, room)
-        self._found = {}
 
     def _fits(self, profile: Profile, room: int) -> bool:
         """Whether the plan still does; a little more may have been allocated when a pass begins

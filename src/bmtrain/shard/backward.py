@@ -121,8 +121,12 @@ class OpenUse(Protocol):
     """A use of gathered parameters that backward has begun to read."""
 
     order: int  # of calls: later ones have higher numbers, and backward comes to them earlier
-    # whether backward comes to it again and again, for the micro-batches of a pipelined pass
-    is_repeated: bool
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether backward comes to it again and again, for the micro-batches of a pipelined
+        pass.
+        """
 
     @property
     def is_droppable(self) -> bool:

@@ -5,6 +5,7 @@ parameters' `.grad`.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import operator
 import sys
@@ -36,6 +37,21 @@ class GradientPolicy:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     accumulate_dtype: torch.dtype
+
+
+class Content(enum.Enum):
+    """What the memory of a sum holds.
+
+    A new sum is UNWRITTEN. `open` makes it CURRENT if a parameter has a gradient already, and turns
+    a CURRENT one into a STALE one if none has; the first reduction or slice makes it CURRENT.
+    """
+
+    #: what the allocator has left there
+    UNWRITTEN = enum.auto()
+    #: the sum of an earlier pass, which counts as zero
+    STALE = enum.auto()
+    #: the sum so far, zeros in padding
+    CURRENT = enum.auto()
 
 
 class Trained(Protocol):
@@ -91,9 +107,7 @@ class Gradient:
         self._live = [False] * len(layout.slots)
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
-        self._empty = True
-        # whether all of `_total` has been written since it was allocated, padding too
-        self._is_filled = False
+        self._content = Content.UNWRITTEN
         self._stays = False  # a graph knows where it is
         self.is_open = False
 
@@ -130,12 +144,11 @@ class Gradient:
         self.is_open = True
         grads = self._part_from_readers(self._grads())
         self._live = [grad is not None for grad in grads]
-        self._empty = not any(self._live)
-        self._allocate()
+        self._prepare_sum(is_continued=any(self._live))
         for index, grad in enumerate(grads):
             if grad is not None:
                 self._take_over(index, grad)
-        if not self._empty:
+        if self._content is Content.CURRENT:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
                     self._slice(self._total, index).zero_()
@@ -266,9 +279,9 @@ class Gradient:
         """What has come for slices joins what has been reduced."""
         if self._total is None or not self._slices or self._keeps_slices:
             return
-        if self._empty:  # nothing was reduced, and there may be anything
+        if self._content is not Content.CURRENT:  # nothing was reduced
             self._total.zero_()
-            self._empty, self._is_filled = False, True
+            self._content = Content.CURRENT
         for index, grad in self._slices:
             self._slice(self._total, index).add_(grad)
         self._slices.clear()
@@ -359,20 +372,21 @@ class Gradient:
         self._total = self._public = None
         self._slots, self._views = [], []
 
-    def _allocate(self) -> None:
-        """Memory, unless there is some: zeros if the user's gradients fill it in part, else
-        anything, for a sum will fill it.
-        """
+    def _prepare_sum(self, *, is_continued: bool) -> None:
+        """Memory for the sum, unless there is some; it goes on from `.grad` or begins at zero."""
         if self._total is None:
             with torch.inference_mode(False):
                 self._total = torch.empty(
                     self.layout.shard_numel, dtype=self.policy.accumulate_dtype, device=self._device
                 )
             self._show_total(self._total)
-            self._is_filled = False
-        if not (self._empty or self._is_filled):
-            self._total.zero_()
-            self._is_filled = True
+            self._content = Content.UNWRITTEN
+        if is_continued:
+            if self._content is Content.UNWRITTEN:
+                self._total.zero_()
+            self._content = Content.CURRENT
+        elif self._content is Content.CURRENT:
+            self._content = Content.STALE
 
     def _show_total(self, total: torch.Tensor) -> None:
         """Make what `.grad` shows of a new sum."""
@@ -427,8 +441,10 @@ class Gradient:
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
         outgoing = Outgoing(self.policy.reduce_dtype, parts, reads)
-        self._transport.reduce(self._total, outgoing, self.axis, accumulate=not self._empty)
-        self._empty, self._is_filled = False, True
+        self._transport.reduce(
+            self._total, outgoing, self.axis, accumulate=self._content is Content.CURRENT
+        )
+        self._content = Content.CURRENT
 
 
 def _flat(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

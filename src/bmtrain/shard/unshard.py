@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -135,6 +136,18 @@ class Loan:
         self.end()
 
 
+class Calls(enum.Enum):
+    """Which calls a use serves: from ONE it becomes OPEN in `together`, and SEVERAL when that
+    ends.
+    """
+
+    ONE = enum.auto()
+    #: more may come, and are one to the graph
+    OPEN = enum.auto()
+    #: backward comes to it again and again
+    SEVERAL = enum.auto()
+
+
 class Use:
     """One call of a module that reads some storages: holds their full buffers while anything may
     read them.
@@ -153,8 +166,7 @@ class Use:
         self._loan: weakref.ref[Loan] | None = None
         self._has_end = True
         self._ended_in = -1
-        self.is_repeated = False
-        self._is_together = False
+        self._calls = Calls.ONE
         self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
         self._versions = [storage.version() for storage in storages]
         with plain_functions():  # a tenth of the time, for each parameter at each call
@@ -163,6 +175,13 @@ class Use:
                 for storage in storages
                 for param in storage.params
             ]
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether backward comes to it again and again, for the micro-batches of a pipelined
+        pass.
+        """
+        return self._calls is not Calls.ONE
 
     @property
     def is_droppable(self) -> bool:
@@ -207,7 +226,7 @@ class Use:
             else [param for storage in self._storages for param in storage.params]
         )
         views = list(Unshard.apply(self, engine.leaf, *params))
-        if self._is_together:
+        if self._calls is Calls.OPEN:
             self._tied = views
         return views
 
@@ -251,13 +270,13 @@ class Use:
         """Calls inside are one to the graph: autograd adds up their gradients and ends the use
         once.
         """
-        self._is_together = self.is_repeated = True
+        self._calls = Calls.OPEN
         try:
             with self.running():
                 yield
         finally:
             # The views know this use through their graph: keeping them would keep both for ever.
-            self._is_together, self._tied = False, None
+            self._calls, self._tied = Calls.SEVERAL, None
 
     def hold(self, storage: Storage) -> torch.Tensor:
         """The full buffer of `storage`, gathered if need be."""
