@@ -5,7 +5,7 @@ not to the root.
 from __future__ import annotations
 
 import pytest
-from tests.arch.source import ROOT, Module, modules, parse, within
+from tests.arch.source import Module, modules, parse, within
 
 LAYERS = (
     {"errors", "version", "torch_internals"},
@@ -150,9 +150,3 @@ def test_a_bad_import_is_found(path: str, line: str, complaint: str) -> None:
 def test_a_good_import_passes(path: str, line: str) -> None:
     """No rule forbids what the table allows."""
     assert not offences(parse(line, path))
-
-
-def test_the_table_is_that_of_the_documentation() -> None:
-    """docs/architecture.md names every room of the table."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert not [room for room in (*LEVEL, *MODEL_CENTER_LEVEL) if room not in text]

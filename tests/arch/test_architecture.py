@@ -1,0 +1,108 @@
+"""What docs/architecture.md says of the source, as far as a program can check it."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+from tests.arch.source import ROOT, Module, modules, within
+from tests.arch.test_imports import LAYERS, MODEL_CENTER_LAYERS
+from tests.arch.test_sizes import MAX_STATEMENTS
+
+TEXT = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CODE = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL))
+FOLDERS = ("", "src", "src/bmtrain", "src/model_center")
+
+
+def tables() -> list[list[set[str]]]:
+    """The fenced blocks without other text: a line of rooms is a layer."""
+    blocks = re.findall(r"```\n((?:[a-z_]+(?:, [a-z_]+)*\n)+)```", TEXT)
+    return [[set(line.split(", ")) for line in block.splitlines()] for block in blocks]
+
+
+def test_every_file_that_is_named_exists() -> None:
+    """By its path from the root of the repository, of the sources or of a package."""
+    paths = [name for name in CODE if re.fullmatch(r"[\w.]+(/[\w.]*)+", name)]
+    assert len(paths) > 30
+    assert not [path for path in paths if not any((ROOT / f / path).exists() for f in FOLDERS)]
+
+
+def test_every_name_exists() -> None:
+    """Classes and their methods."""
+    defined = set()
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                inside = [x.name for x in node.body if isinstance(x, ast.FunctionDef)]
+                defined |= {node.name, *(f"{node.name}.{name}" for name in inside)}
+    names = [name for name in CODE if re.fullmatch(r"[A-Z][a-z]\w+(\.\w+)?", name)]
+    assert len(names) > 8
+    assert not set(names) - defined
+
+
+def test_the_layers_are_those_that_imports_keep() -> None:
+    """Line by line, in order."""
+    assert tables() == [[*map(set, LAYERS)], [*map(set, MODEL_CENTER_LAYERS)]]
+
+
+def test_the_limits_are_those_that_are_kept() -> None:
+    """Of functions by ruff, of files by test_sizes."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    limits = {"max-branches": 12, "max-returns": 6}  # ruff's own where none is set
+    limits |= {name: int(limit) for name, limit in re.findall(r"(max-\w+) = (\d+)", project)}
+    found = re.search(
+        r"at most (\d+) statements, (\d+)\s+branches, (\d+) returns and (\d+) "
+        r"parameters \(ruff\), a "
+        r"file (\d+) statements",
+        TEXT.replace("\n", " "),
+    )
+    assert found is not None
+    keys = ("max-statements", "max-branches", "max-returns", "max-args")
+    assert [*map(int, found.groups())] == [*(limits[key] for key in keys), MAX_STATEMENTS]
+
+
+def of_room(name: str) -> list[Module]:
+    return [module for module in modules() if str(module.path).startswith(name)]
+
+
+def test_kernels_stand_beside_the_same_arithmetic() -> None:
+    """Triton's are imported by their twins."""
+    files = {module.path.stem for module in of_room("bmtrain/kernels/")}
+    triton = {name for name in files if name.endswith("_triton")}
+    assert triton
+    assert not {name.removesuffix("_triton") for name in triton} - files
+
+
+@pytest.mark.parametrize("room", ["compile", "graphs", "parallel", "compat", "verification"])
+def test_the_spine_does_not_know(room: str) -> None:
+    """None of its files but block.py, which chooses runners, imports one of these rooms."""
+    spine = re.findall(r"\| `((?:block|recompute|shard|distributed)/\w+\.py)` \|", TEXT)
+    assert len(spine) == 12
+    known = [
+        str(module.path)
+        for module in modules()
+        if str(module.path).removeprefix("bmtrain/") in spine
+        and any(within(imported.module, f"bmtrain.{room}") for imported in module.imports())
+    ]
+    assert known == (["bmtrain/block/block.py"] if room == "compile" else [])
+
+
+def test_model_center_uses_these_rooms_of_bmtrain() -> None:
+    """And the public names of the package."""
+    said = re.search(r"uses public names of `bmtrain` and these rooms: ([^.]+)\.", TEXT)
+    assert said is not None
+    used = {
+        imported.module.split(".")[1]
+        for module in modules()
+        if not module.in_bmtrain
+        for imported in module.imports()
+        if imported.module.startswith("bmtrain.")
+    }
+    assert used == set(re.findall(r"`(\w+)`", said[1]))
+
+
+def test_layers_are_sharded_in_two_places() -> None:
+    """No other layer asks whether there is a run."""
+    asking = [m.path.name for m in of_room("model_center/layer/") if "is_initialized" in m.text]
+    assert sorted(asking) == ["parameter.py", "stack.py"]
