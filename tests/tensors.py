@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from bmtrain.distributed.transport import Source
+from bmtrain.distributed.transport import ShardSource
 from bmtrain.shard.residence import Kept, Ringed
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
@@ -35,7 +35,7 @@ def storage_of(block: torch.nn.Module) -> Storage:
     return block.storages[0]
 
 
-def source_of(block: torch.nn.Module) -> Source:
+def source_of(block: torch.nn.Module) -> ShardSource:
     """What a block's first storage is gathered from."""
     residence = storage_of(block).residence
     assert isinstance(residence, Kept | Ringed)

@@ -85,7 +85,7 @@ def stays_whole(param: torch.nn.Parameter) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class _GroupKey:
     """What parameters of one storage have in common."""
 
     dtype: torch.dtype
@@ -105,7 +105,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         )
         if known is not None:
             place.module._parameters[place.name] = known
-    groups: dict[_Kind, dict[torch.nn.Parameter, str]] = {}
+    groups: dict[_GroupKey, dict[torch.nn.Parameter, str]] = {}
     for place in places:
         param = place.value
         if isinstance(param, DistributedParameter) and not param.storage_of.adoptable:
@@ -113,7 +113,7 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
         placement = (
             param.storage_of.placement if isinstance(param, DistributedParameter) else EVERYWHERE
         )
-        groups.setdefault(_Kind(param.dtype, param.requires_grad, placement), {}).setdefault(
+        groups.setdefault(_GroupKey(param.dtype, param.requires_grad, placement), {}).setdefault(
             param, place.path
         )
     for kind, members in groups.items():
@@ -168,7 +168,7 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
 
 def _build(
     members: dict[torch.nn.Parameter, str],
-    kind: _Kind,
+    kind: _GroupKey,
     policy: ShardPolicy,
     converted: Converted,
     places: Sequence[Place],

@@ -22,14 +22,14 @@ _NUM_LOOKS = 2
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Slice(NamedTuple):
+class Row(NamedTuple):
     """A place and the distributed parameter that rests there."""
 
     place: Place
     param: DistributedParameter
 
 
-class Slices(tuple[Slice, ...]):
+class ParameterTable(tuple[Row, ...]):
     """All parameters of some modules by place, and what follows from them for as long as the
     modules stay as they are.
 
@@ -40,8 +40,8 @@ class Slices(tuple[Slice, ...]):
         are_copies: whether gathered tensors are; on one rank they are the parameters themselves.
     """
 
-    def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> Slices:
-        return super().__new__(cls, [Slice(place, _sharded(place)) for place in places_of(modules)])
+    def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> ParameterTable:
+        return super().__new__(cls, [Row(place, _sharded(place)) for place in places_of(modules)])
 
     def __init__(self, modules: Sequence[tuple[str, torch.nn.Module]]) -> None:
         self.modules = modules
@@ -128,18 +128,18 @@ class Binding:
 
     def __init__(self, modules: Callable[[], Sequence[tuple[str, torch.nn.Module]]]) -> None:
         self._modules = modules
-        self._resting: Slices | None = None
-        self._replaced: Slices | None = None  # what rests where full tensors stand now
+        self._resting: ParameterTable | None = None
+        self._replaced: ParameterTable | None = None  # what rests where full tensors stand now
         # those that stand there between calls, during backward
         self._lent: list[torch.Tensor] | None = None
         self._num_runs = 0
         self.is_running = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy gets: it finds its own slices."""
+        """What a copy gets: it finds its own table."""
         return {**self.__dict__, "_resting": None}
 
-    def slices(self) -> Slices:
+    def table(self) -> ParameterTable:
         """All parameters by place, whatever stands there now.
 
         Raises:
@@ -148,12 +148,12 @@ class Binding:
         if self._replaced is not None:
             return self._replaced
         if self._resting is None or not self._resting.are_current():
-            self._resting = Slices(self._modules())
+            self._resting = ParameterTable(self._modules())
         return self._resting
 
     @contextlib.contextmanager
     def running(
-        self, slices: Slices, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool
+        self, table: ParameterTable, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool
     ) -> Iterator[None]:
         """The module computes inside, on `views` of `use` in place of `slices`, by its own code or
         `is_compiled`.
@@ -162,38 +162,38 @@ class Binding:
             ParameterError: when it has given a parameter a new value.
         """
         outer, lent = self.is_running, self._lent
-        standing = [home[name] for home, name in slices.homes]
-        bound = use.select(views, slices.storages, slices.positions)
+        standing = [home[name] for home, name in table.homes]
+        bound = use.select(views, table.storages, table.positions)
         addresses, versions = [view.data_ptr() for view in bound], list(map(version_of, bound))
         if not is_compiled:
-            kind = BoundCopy if slices.are_copies else Bound
+            kind = BoundCopy if table.are_copies else Bound
             for view in bound:
                 view.__class__ = kind
-        sums = _sums(bound) if self._is_looking(slices, bound) else None
-        self._replaced, self.is_running = slices, True
-        self._put(slices, bound)
+        sums = _sums(bound) if self._is_looking(table, bound) else None
+        self._replaced, self.is_running = table, True
+        self._put(table, bound)
         try:
             yield
             for (home, name), view, address, (place, _) in zip(
-                slices.homes, bound, addresses, slices, strict=True
+                table.homes, bound, addresses, table, strict=True
             ):
                 if home.get(name) is not view or view.data_ptr() != address:
                     raise _lost_value(place.path)
-            self._refuse_written(slices, bound, versions, sums)
+            self._refuse_written(table, bound, versions, sums)
         # autograd says that a view was changed, where it is used next
         except RuntimeError as error:
-            self._refuse_written(slices, bound, versions, None, error)
+            self._refuse_written(table, bound, versions, None, error)
             raise
         finally:
             self.is_running = outer
             if outer or (lent is not None and lent is self._lent):
-                self._put(slices, standing)
+                self._put(table, standing)
             else:
-                self._put_to_rest(slices)
+                self._put_to_rest(table)
 
     def _refuse_written(
         self,
-        slices: Slices,
+        table: ParameterTable,
         bound: Sequence[torch.Tensor],
         versions: Sequence[int],
         sums: Sequence[torch.Tensor] | None,
@@ -212,44 +212,46 @@ class Binding:
                 not torch.equal(after, before)
                 for after, before in zip(_sums(bound), sums, strict=True)
             ]
-        for (place, _), is_changed in zip(slices, changed, strict=True):
+        for (place, _), is_changed in zip(table, changed, strict=True):
             if is_changed:
                 raise _lost_value(place.path) from cause
 
-    def _is_looking(self, slices: Slices, bound: Sequence[torch.Tensor]) -> bool:
+    def _is_looking(self, table: ParameterTable, bound: Sequence[torch.Tensor]) -> bool:
         """Whether this run is one whose parameters are looked at: it takes time, and a GPU is
         waited for.
         """
         self._num_runs += 1
-        if not slices.are_copies or self._num_runs > _NUM_LOOKS:
+        if not table.are_copies or self._num_runs > _NUM_LOOKS:
             return False
         return not (bound[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def lend(self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def lend(
+        self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
+    ) -> Callable[[], None]:
         """Modules find `tensors` of `use` between calls too, until the function that this returns
         is called.
         """
-        lent = use.select(tensors, slices.storages, slices.positions)
-        self._replaced, self._lent = slices, lent
-        self._put(slices, lent)
+        lent = use.select(tensors, table.storages, table.positions)
+        self._replaced, self._lent = table, lent
+        self._put(table, lent)
 
         def give_back() -> None:
             if self._lent is lent:  # no later call of the module has lent its own
                 self._lent = None
                 if not self.is_running:
-                    self._put_to_rest(slices)
+                    self._put_to_rest(table)
 
         return give_back
 
-    def _put(self, slices: Slices, values: Sequence[torch.Tensor | None]) -> None:
-        for (home, name), value in zip(slices.homes, values, strict=True):
+    def _put(self, table: ParameterTable, values: Sequence[torch.Tensor | None]) -> None:
+        for (home, name), value in zip(table.homes, values, strict=True):
             home[name] = value  # type: ignore[assignment]
         # torch's recurrent modules read their weights from a list of their own
-        for rnn in slices.rnns:
+        for rnn in table.rnns:
             renew_weights(rnn)
 
-    def _put_to_rest(self, slices: Slices) -> None:
-        self._put(slices, slices.params)
+    def _put_to_rest(self, table: ParameterTable) -> None:
+        self._put(table, table.params)
         self._replaced = None
 
 

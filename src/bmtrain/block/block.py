@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from bmtrain.block.adopt import adopt, move_buffers, move_to_stage, places_of, share_buffers
-from bmtrain.block.binding import Binding, Slices
-from bmtrain.block.calls import Given, Run
+from bmtrain.block.binding import Binding, ParameterTable
+from bmtrain.block.calls import Execution, Invocation
 from bmtrain.block.context import Context
 from bmtrain.block.shardable import check_shardable
 from bmtrain.compile.compiled import CompiledByDefault, CompiledModule
@@ -24,7 +24,7 @@ from bmtrain.recompute.level import Level, level_of
 from bmtrain.recompute.offload import is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.planner import Subject
-from bmtrain.recompute.probe import Runs, measure, unmeasured
+from bmtrain.recompute.probe import Trials, measure, unmeasured
 from bmtrain.recompute.replay import Replay, spare_buffers
 from bmtrain.recompute.runner import Eager, Runner, SeveralGraphsError, call
 from bmtrain.recompute.scripted import open_slots
@@ -157,7 +157,7 @@ class Block(DistributedModule):
     @property
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
-        return self._binding.slices().storages
+        return self._binding.table().storages
 
     def shard(self) -> None:
         """Shard the parameters that are not yet: those of modules that have been put in since, too.
@@ -188,7 +188,7 @@ class Block(DistributedModule):
             )
 
     def _structure(self) -> Structure:
-        params = [param for _, param in self._binding.slices()]
+        params = [param for _, param in self._binding.table()]
         return self._context.programs.structure(self._inner, params, bool(self._fp8))
 
     def _has_blocks(self) -> bool:
@@ -254,39 +254,41 @@ class Block(DistributedModule):
         refuse_transforms()
         if not has_plain_tensors((*args, *kwargs.values())):
             args, kwargs = map_tensors(ordinary, (args, kwargs))
-        slices = self._binding.slices()
-        use = Use(slices.storages) if self._shared is None else self._shared
-        given = Given(slices, use, self._runner_now((*args, *kwargs.values())))
+        table = self._binding.table()
+        use = Use(table.storages) if self._shared is None else self._shared
+        invocation = Invocation(table, use, self._runner_now((*args, *kwargs.values())))
         if not torch.is_grad_enabled():
-            return self._run_at(Level.NOTHING, given, args, kwargs)
+            return self._run_at(Level.NOTHING, invocation, args, kwargs)
         level = self._level
         # what is recomputed for others is no call of a pass
         if level is None and not in_backward():
-            return self._run_as_planned(given, args, kwargs)
+            return self._run_as_planned(invocation, args, kwargs)
         # one gather, also where compiled code is given up in the middle of a call
         with use.running():
-            return self._run_at(level or Level.BLOCK, given, args, kwargs)
+            return self._run_at(level or Level.BLOCK, invocation, args, kwargs)
 
-    def _run_as_planned(self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_as_planned(
+        self, invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         context = self._context
         axis = context.mesh.world if self._stage is None else context.mesh.pp_zero
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         subject = Subject(
             block=self,
-            kind=self._kind(given, tensors),
+            kind=self._kind(invocation, tensors),
             shape=tuple([dim for x in tensors for dim in x.shape]),
             num_dims=tensors[0].dim() if tensors else 0,
             # Measuring would be recorded, on a rank that listens.
             options=None
             if context.recorder.is_listening
-            else functools.partial(self._measure, given, args, kwargs),
+            else functools.partial(self._measure, invocation, args, kwargs),
         )
         first_node = next_node_number()
         planner = context.planners.of(axis)
         try:
-            with given.use.running():  # one gather for measuring and running
+            with invocation.use.running():  # one gather for measuring and running
                 turn = planner.next(subject)
-                out = self._run_at(turn.level, given, args, kwargs)
+                out = self._run_at(turn.level, invocation, args, kwargs)
         except Exception:
             planner.abort()
             raise
@@ -294,12 +296,16 @@ class Block(DistributedModule):
         return out
 
     def _measure(
-        self, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any], levels: Sequence[Level]
+        self,
+        invocation: Invocation,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        levels: Sequence[Level],
     ) -> dict[Level, Option]:
         """What a call keeps and takes at each level, on the parameters that its use holds."""
         if self._has_blocks():
             return unmeasured()
-        use = given.use
+        use = invocation.use
         # `detach` would hide that they share memory: to the compiler such inputs look changed in
         # place
         with torch.no_grad():
@@ -308,32 +314,36 @@ class Block(DistributedModule):
             view.requires_grad_(flag)
         parts = [part for _, part in self._parts()]
         with (
-            self._binding.running(given.slices, use, views, is_compiled=given.runner.is_compiled),
+            self._binding.running(
+                invocation.table, use, views, is_compiled=invocation.runner.is_compiled
+            ),
             spare_buffers(parts),
         ):
-            return measure(Runs(self._inner, given.runner), levels, views, args, kwargs)
+            return measure(Trials(self._inner, invocation.runner), levels, views, args, kwargs)
 
-    def _kind(self, given: Given, tensors: Sequence[torch.Tensor]) -> object:
+    def _kind(self, invocation: Invocation, tensors: Sequence[torch.Tensor]) -> object:
         """What decides how much a call keeps, apart from shapes."""
         if self._shown is None:
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
         arguments = [(x.requires_grad, x.is_leaf, x.dtype) for x in tensors]
-        trainable = given.use.trainable
+        trainable = invocation.use.trainable
         return (
             self._shown,
             self._inner.training,
-            given.runner.is_compiled,
+            invocation.runner.is_compiled,
             len(trainable),
             sum(trainable),
             *arguments,
         )
 
     def _run_at(
-        self, level: Level, given: Given, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, level: Level, invocation: Invocation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        runner = given.runner
+        runner = invocation.runner
         if level is Level.NOTHING:
-            return self._run(Run(given, runner.plain, packs=torch.is_grad_enabled()), args, kwargs)
+            return self._run(
+                Execution(invocation, runner.plain, packs=torch.is_grad_enabled()), args, kwargs
+            )
         moved = (
             [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
             if level is Level.OFFLOADED
@@ -344,7 +354,9 @@ class Block(DistributedModule):
             # said in a warning; from now on recomputed from outside
             with contextlib.suppress(SeveralGraphsError):
                 return self._run(
-                    Run(given, inside, packs=True, lends=runner.runs_python, moved=moved),
+                    Execution(
+                        invocation, inside, packs=True, lends=runner.runs_python, moved=moved
+                    ),
                     args,
                     kwargs,
                 )
@@ -354,18 +366,18 @@ class Block(DistributedModule):
         replay = Replay(
             modules, args, kwargs, context.device, moved=moved, draws=not host.is_capturing
         )
-        run = Run(given, again, packs=False)
+        execution = Execution(invocation, again, packs=False)
         first_node = next_node_number()
 
         def body(
             args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool
         ) -> tuple[Any, list[torch.Tensor]]:
             with next(draws):
-                return self._compute(run, args, kwargs, apart)
+                return self._compute(execution, args, kwargs, apart)
 
-        with self._saving(given.use, packs=False, moved=moved):
+        with self._saving(invocation.use, packs=False, moved=moved):
             out, views = recomputed(body, replay, args, kwargs, context.scripts, again.forget)
-        return self._tied(out, views, run, (args, kwargs), first_node)
+        return self._tied(out, views, execution, (args, kwargs), first_node)
 
     def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
         """What computes this call."""
@@ -410,18 +422,22 @@ class Block(DistributedModule):
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, self._context.mesh.pipe)
 
-    def _run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, execution: Execution, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         first_node = next_node_number()
-        out, views = self._compute(run, args, kwargs)
-        return self._tied(out, views, run, (args, kwargs), first_node)
+        out, views = self._compute(execution, args, kwargs)
+        return self._tied(out, views, execution, (args, kwargs), first_node)
 
     def _compute(
-        self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any], apart: bool = False
+        self,
+        execution: Execution,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        apart: bool = False,
     ) -> tuple[Any, list[torch.Tensor]]:
         """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output,
         and those.
         """
-        given, use = run.given, run.given.use
+        invocation, use = execution.invocation, execution.invocation.use
         again = (
             spare_buffers([part for _, part in self._parts()])
             if in_backward()
@@ -430,10 +446,10 @@ class Block(DistributedModule):
         with use.running(), again:
             views = use.open_apart() if apart else use.open()
             with self._binding.running(
-                given.slices, use, views, is_compiled=given.runner.is_compiled
+                invocation.table, use, views, is_compiled=invocation.runner.is_compiled
             ):
-                with self._saving(use, packs=run.packs, moved=run.moved):
-                    out = run.call(self._inner, args, kwargs)
+                with self._saving(use, packs=execution.packs, moved=execution.moved):
+                    out = execution.run(self._inner, args, kwargs)
                 use.check_unchanged()
             return detached_from(use.owns, out), views
 
@@ -447,29 +463,34 @@ class Block(DistributedModule):
         return self._context.pinned.saving(moved, hooks) if moved else hooks
 
     def _tied(
-        self, out: Any, views: Sequence[torch.Tensor], run: Run, arguments: Any, first_node: int
+        self,
+        out: Any,
+        views: Sequence[torch.Tensor],
+        execution: Execution,
+        arguments: Any,
+        first_node: int,
     ) -> Any:
         """The output of a call, from where backward comes to its parameters, and lends them to the
         module before it goes on.
         """
         if not torch.is_grad_enabled():
             return out
-        use = run.given.use
+        use = execution.invocation.use
         tied = out
         if use.is_shared_by_ranks:
             again = use.is_gathered_again
             tied = tied_to(views, out, arguments, first_node, is_gathered_again=again)
-        if run.lends or tied is not out:
+        if execution.lends or tied is not out:
             end = next((view.grad_fn for view in views if view.requires_grad), None)
-            lend = functools.partial(self._lend, run.given.slices, use)
+            lend = functools.partial(self._lend, execution.invocation.table, use)
             before_backward_of(tied, first_node, lambda: use.lend(lend, end))
         return tied
 
     def _lend(
-        self, slices: Slices, use: Use, tensors: Sequence[torch.Tensor]
+        self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
         """Modules find `tensors` in backward, and compute with them as they did in forward."""
-        return self._binding.lend(slices, use, marked(tensors) if self._fp8 else tensors)
+        return self._binding.lend(table, use, marked(tensors) if self._fp8 else tensors)
 
     def compile(self, **options: Any) -> None:
         """Compile the inner module with torch.compile's arguments; blocks of equal shape share the

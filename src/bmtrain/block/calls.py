@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from bmtrain.block.binding import Slices
-from bmtrain.recompute.runner import Call, Runner
+from bmtrain.block.binding import ParameterTable
+from bmtrain.recompute.runner import ModuleCall, Runner
 from bmtrain.shard.unshard import Use
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Invocation:
     """What a call runs with: the slices that full tensors replace, who gathers those, and what
     computes with them.
 
@@ -21,13 +21,13 @@ class Given:
     that are recomputed or sent to the host.
     """
 
-    slices: Slices
+    table: ParameterTable
     use: Use
     runner: Runner
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Execution:
     """How a call runs.
 
     packs: whether autograd saves tensors of this run until backward. lends: whether Python code of
@@ -35,8 +35,8 @@ class Run:
     moved: tensors that are saved on the host.
     """
 
-    given: Given
-    call: Call
+    invocation: Invocation
+    run: ModuleCall
     packs: bool
     lends: bool = True
     moved: Sequence[torch.Tensor] = ()

@@ -33,8 +33,8 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
     Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping
     the current; other parameters are gathered when a module reads them. Buffers move to the rank's
     device. Ties and frozen parameters are kept. All modules keep their identity and pass
-    `isinstance` of their classes. Call it on all ranks, on equal models; call it again when modules
-    have been put in, which shards those and changes nothing else.
+    `isinstance` of their classes. Call it on all ranks, on equal models; call it again when
+    modules have been put in, which shards those and changes nothing else.
 
     `save_pretrained` and `generate` of transformers' and peft's models are then to be called on all
     ranks too: rank 0 writes, and ranks that are done generating keep pace with the others.

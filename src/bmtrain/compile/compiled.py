@@ -16,7 +16,7 @@ from bmtrain.compile import backend
 from bmtrain.compile.programs import Structure
 from bmtrain.recompute import level as recompute
 from bmtrain.recompute.level import Level
-from bmtrain.recompute.runner import Call, Repeatable, SeveralGraphsError, Whole, call
+from bmtrain.recompute.runner import ModuleCall, Repeatable, SeveralGraphsError, Whole, call
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import several_graphs_error
 
@@ -55,7 +55,7 @@ class CompiledModule:
         """`module(*args, **kwargs)`."""
         return self._plain(module, args, kwargs)
 
-    def recomputing(self, level: Level) -> Call | None:
+    def recomputing(self, level: Level) -> ModuleCall | None:
         """A function that does the same and keeps what `level` says; None if there is none.
 
         SeveralGraphsError.
@@ -108,7 +108,7 @@ class CompiledByDefault:
         """`module(*args, **kwargs)`."""
         return self._structure.run(call, module, args, kwargs)
 
-    def recomputing(self, level: Level) -> Call | None:
+    def recomputing(self, level: Level) -> ModuleCall | None:
         """A function that does the same, keeping for backward what `level` says."""
         _hush()
         return partial(
@@ -120,7 +120,7 @@ class CompiledByDefault:
         return Whole(self.plain)
 
 
-def _compile(function: Call, options: dict[str, Any]) -> Call:
+def _compile(function: ModuleCall, options: dict[str, Any]) -> ModuleCall:
     """torch.compile, which takes some of what it reads out of the dicts that it is given: it gets
     copies.
     """
@@ -151,7 +151,7 @@ def _hush() -> None:
 
 
 _CHEAPLY = partial(create_selective_checkpoint_contexts, recompute.policy)
-_RECOMPUTING: dict[Level, Call] = {
+_RECOMPUTING: dict[Level, ModuleCall] = {
     Level.CHEAP: _call_recomputed_cheaply,
     Level.BLOCK: _call_recomputed,
 }

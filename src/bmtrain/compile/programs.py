@@ -15,7 +15,7 @@ import torch
 
 from bmtrain.compile import backend
 from bmtrain.compile.fp8 import call_in_fp8
-from bmtrain.recompute.runner import Call, call
+from bmtrain.recompute.runner import ModuleCall, call
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.shard.parameter import DistributedParameter
@@ -76,14 +76,14 @@ class Structure:
         at_once = backend.AtOnce(backend.Seeded(backend.inductor))
         self._lower: backend.Lower = backend.InFp8(at_once, kind.__name__) if fp8 else at_once
         self._uncompiled = call_in_fp8 if fp8 else call
-        self._programs: dict[tuple[Call, bool], Program] = {}
-        self._codes: dict[Call, Call] = {}
+        self._programs: dict[tuple[ModuleCall, bool], Program] = {}
+        self._codes: dict[ModuleCall, ModuleCall] = {}
         self._is_refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
         return self  # a copied block shares programs with the block that it is a copy of
 
-    def code(self, function: Call) -> Call:
+    def code(self, function: ModuleCall) -> ModuleCall:
         """`function` with a code object that no other structure has: torch counts how often it
         compiles by code object.
         """
@@ -107,7 +107,11 @@ class Structure:
         return changing is None
 
     def run(
-        self, function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        function: ModuleCall,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """`function(module, args, kwargs)` by compiled code, or `module(*args, **kwargs)` and
         uncompiled from then on.
@@ -158,7 +162,7 @@ class Program:
     layers).
     """
 
-    def __init__(self, function: Call, lower: backend.Lower) -> None:
+    def __init__(self, function: ModuleCall, lower: backend.Lower) -> None:
         self._function = function
         self._first: Hashable = None
         self._of_first = torch.compile(_copy(_run), fullgraph=True, backend=lower)
@@ -187,7 +191,7 @@ def _copy(function: Any) -> Any:
 
 
 def _run(
-    function: Call, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: ModuleCall, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return function(module, args, kwargs)
 

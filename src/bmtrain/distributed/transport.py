@@ -215,7 +215,7 @@ class Outgoing:
     reads: Sequence[torch.Tensor]
 
 
-class Source:
+class ShardSource:
     """The shard that is gathered, without keeping it alive.
 
     A residence is part of the order of gathers that all ranks share, and so may outlive its storage
@@ -294,7 +294,7 @@ class Transport:
 
     def new_shard(
         self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool
-    ) -> tuple[torch.Tensor, Source]:
+    ) -> tuple[torch.Tensor, ShardSource]:
         """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read
         if `shared`. Collective.
         """
@@ -305,12 +305,12 @@ class Transport:
         else:
             shard, memory = peers.allocate(numel, dtype)
             self._num_joined[axis.ranks, numel * axis.size] += 1
-        return shard, Source(shard, peers, memory)
+        return shard, ShardSource(shard, peers, memory)
 
     def gather(
         self,
         full: torch.Tensor,
-        source: Source,
+        source: ShardSource,
         axis: Axis,
         free: torch.Event | None,
         place: str = "",

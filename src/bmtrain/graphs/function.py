@@ -182,7 +182,7 @@ class _Graph:
         return tree_unflatten([_copy(leaf) for leaf in self.results], self.spec)
 
 
-class _Kind:
+class _CallKind:
     """Calls of one kind: the places of their tensors, and what repeats them."""
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments, engine: Engine) -> None:
@@ -267,7 +267,7 @@ class GraphedFunction:
 
     def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
         self._function, self._max_graphs = function, max_graphs
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[Hashable, _CallKind] = {}
         self._num_captures = 0
         # storages ever made, those that are alive, blocks that are alive
         self._inventory = (0, 0, 0)
@@ -311,7 +311,7 @@ class GraphedFunction:
             [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
         )
 
-    def _kind(self, arguments: Arguments, current: World) -> _Kind:
+    def _kind(self, arguments: Arguments, current: World) -> _CallKind:
         """The calls that these arguments, in the present state of the program, belong to."""
         engine, modules = current.service(Engine), current.service(Context).modules
         # and so may be what the function runs
@@ -333,7 +333,7 @@ class GraphedFunction:
         )
         key = (arguments.kind(), state)
         if key not in self._kinds:
-            self._kinds[key] = _Kind(self._function, arguments, engine)
+            self._kinds[key] = _CallKind(self._function, arguments, engine)
         return self._kinds[key]
 
     def _too_many(self) -> str | None:
@@ -343,7 +343,7 @@ class GraphedFunction:
             else None
         )
 
-    def _capture(self, kind: _Kind, graphs: Graphs, axis: Axis) -> bool:
+    def _capture(self, kind: _CallKind, graphs: Graphs, axis: Axis) -> bool:
         """Capture on all ranks, or on none."""
         engine = world.current("cuda_graph").service(Engine)
         before = engine.settle_gradients()

@@ -25,7 +25,7 @@ from bmtrain.recompute.level import Level
 from bmtrain.recompute.memory import Memory, memory_of
 from bmtrain.recompute.offload import Host
 from bmtrain.recompute.plan import Option, Options, Step
-from bmtrain.recompute.profiles import Key, Profile, Profiles, Shape, padded
+from bmtrain.recompute.profiles import PassKey, Profile, Profiles, Shape, padded
 from bmtrain.runtime.log import print_rank
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
@@ -265,7 +265,7 @@ class Planner:
         current.profile = self._profiles.serving(key)
         self._prepare(current, current.profile, room)
 
-    def _agree(self, first: Subject, last: _Pass, number: int) -> tuple[Key, int, bool]:
+    def _agree(self, first: Subject, last: _Pass, number: int) -> tuple[PassKey, int, bool]:
         """What kind of pass this is, the smallest room and any complaint of all ranks. One small
         collective a pass, on the CPU.
 
@@ -289,7 +289,7 @@ class Planner:
         if has_retried:
             self._margin = min(self._margin + _MORE_MARGIN, _MOST_MARGIN)
         return (
-            Key(kind, tuple(dims), first.num_dims),
+            PassKey(kind, tuple(dims), first.num_dims),
             int(-lacking - self._margin * self._smallest_limit),
             bool(is_stale),
         )

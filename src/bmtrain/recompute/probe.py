@@ -18,7 +18,7 @@ from bmtrain.recompute.memory import Memory, Uncounted, memory_of
 from bmtrain.recompute.offload import Host, is_movable
 from bmtrain.recompute.plan import Option
 from bmtrain.recompute.replay import Replay, snapshot
-from bmtrain.recompute.runner import Call, Repeatable, Runner, SeveralGraphsError
+from bmtrain.recompute.runner import ModuleCall, Repeatable, Runner, SeveralGraphsError
 from bmtrain.recompute.scripts import Scripts
 from bmtrain.recompute.states import all_modules
 from bmtrain.recompute.whole import recomputed
@@ -28,7 +28,7 @@ from bmtrain.torch_internals import tree_leaves
 _NUM_RUNS = 4  # the first compiles and fills caches
 
 
-class Runs:
+class Trials:
     """How a module that has full parameters runs at each level.
 
     Args:
@@ -48,7 +48,9 @@ class Runs:
             return functools.partial(self._once, inside)
         return functools.partial(self._repeatable, self._runner.repeatable(level))
 
-    def _once(self, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    def _once(
+        self, run: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, int]:
         return run(self._module, args, kwargs), 0
 
     def _repeatable(
@@ -67,7 +69,7 @@ class Runs:
 
 
 def measure(
-    runs: Runs,
+    runs: Trials,
     levels: Sequence[Level],
     params: Sequence[torch.Tensor],
     args: tuple[Any, ...],

@@ -16,7 +16,7 @@ _OFTEN = 4  # a shape that comes as often gets a plan of its own
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class PassKey:
     """What is known of a pass when it begins: the kind of its first call, as a number, and the
     largest inputs of any rank.
 
@@ -34,7 +34,7 @@ class Profile:
     what a pass needs; the plan.
     """
 
-    key: Key
+    key: PassKey
     kinds: list[object] = dataclasses.field(default_factory=list)
     shapes: list[Shape] = dataclasses.field(default_factory=list)
     options: list[dict[Level, Option]] = dataclasses.field(default_factory=list)
@@ -81,9 +81,9 @@ class Profiles:
 
     def __init__(self) -> None:
         self._profiles: list[Profile] = []
-        self._counts: dict[Key, int] = {}
+        self._counts: dict[PassKey, int] = {}
 
-    def serving(self, key: Key) -> Profile:
+    def serving(self, key: PassKey) -> Profile:
         """The one of the smallest inputs that are as large in every dim; a new one if there is
         none, or for what comes often.
         """
@@ -109,7 +109,7 @@ class Profiles:
         """It is wrong."""
         self._profiles = [other for other in self._profiles if other is not profile]
 
-    def _is_frequent(self, key: Key) -> bool:
+    def _is_frequent(self, key: PassKey) -> bool:
         if len(self._counts) > 64 * _MAX_PROFILES:
             self._counts.clear()
         self._counts[key] = self._counts.get(key, 0) + 1

@@ -11,7 +11,7 @@ import torch
 
 from bmtrain.recompute.level import Level, Selective
 
-Call = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+ModuleCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class SeveralGraphsError(RuntimeError):
@@ -53,7 +53,7 @@ class Runner(Protocol):
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`module(*args, **kwargs)`."""
 
-    def recomputing(self, level: Level) -> Call | None:
+    def recomputing(self, level: Level) -> ModuleCall | None:
         """A function that does the same and keeps what `level` says, for itself; None if
         `repeatable` must. SeveralGraphsError.
         """
@@ -68,14 +68,14 @@ class Eager:
     is_compiled = False
     runs_python = True
 
-    def __init__(self, run: Call) -> None:
+    def __init__(self, run: ModuleCall) -> None:
         self.plain = run
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
         """Any."""
         return True
 
-    def recomputing(self, level: Level) -> Call | None:
+    def recomputing(self, level: Level) -> ModuleCall | None:
         """It is recomputed by others."""
         return None
 
@@ -87,7 +87,7 @@ class Eager:
 class Whole:
     """A call of which nothing is kept for the run in backward."""
 
-    def __init__(self, run: Call) -> None:
+    def __init__(self, run: ModuleCall) -> None:
         self._run = run
 
     def __call__(

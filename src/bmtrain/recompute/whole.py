@@ -20,8 +20,8 @@ from bmtrain.shard.outputs import before_backward_of, map_tensors, tensors_of
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import next_node_number, node_number, will_run
 
-# Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the output,
-# and the parameters.
+# Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the
+# output, and the parameters.
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]
 
 
@@ -136,7 +136,7 @@ class _Again:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _Replacement:
     """One node in the place of a graph.
 
     made: places of the outputs that the graph made, among all tensors of the output.
@@ -190,7 +190,7 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, made: Sequence[torch.Tensor], *inputs: torch.Tensor
+        ctx: Any, plan: _Replacement, made: Sequence[torch.Tensor], *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.plan = plan
         ctx.save_for_backward(*plan.again.positional)
@@ -221,7 +221,7 @@ def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_
     trained = [param for param in params if param.requires_grad]
     known = [*again.inputs, *trained]
     captured, is_reentrant = _captured([found[place] for place in different], known, first_node)
-    plan = _Plan(again, different, captured, is_reentrant)
+    plan = _Replacement(again, different, captured, is_reentrant)
     results = _Whole.apply(plan, [found[place] for place in different], *known, *captured)
     again.forget_tensors()
     renewed = {id(found[place]): result for place, result in zip(different, results, strict=True)}

@@ -271,7 +271,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return [alias for reference in self._aliases.values() if (alias := reference()) is not None]
 
     def differentiable_local(self) -> torch.Tensor:
-        out: torch.Tensor = _Slice.apply(self)
+        out: torch.Tensor = _LocalOfParameter.apply(self)
         return out
 
     def differentiable_whole(self) -> torch.Tensor:
@@ -419,7 +419,7 @@ class ParameterAlias(Sharded):
             super().mark_written()
 
 
-class _Slice(torch.autograd.Function):
+class _LocalOfParameter(torch.autograd.Function):
     """The slice of a parameter.
 
     Its gradient joins those that come over all ranks; autograd adds nothing to `.grad`.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from bmtrain.distributed.transport import Source, Transport
+from bmtrain.distributed.transport import ShardSource, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.label import Label, Phase
@@ -195,7 +195,7 @@ class Residence(ABC):
 class Alias(Residence):
     """One rank: the shard is the full buffer."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ShardSource) -> None:
         self._source = source
 
     def prefetch(self, phase: Phase) -> None:
@@ -235,7 +235,9 @@ class Absent(Residence):
 class Kept(Residence):
     """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
 
-    def __init__(self, source: Source, transport: Transport, axis: Axis, version: Version) -> None:
+    def __init__(
+        self, source: ShardSource, transport: Transport, axis: Axis, version: Version
+    ) -> None:
         self._source, self._transport, self._axis, self._version = source, transport, axis, version
         self._full: torch.Tensor | None = None
         self._ready: torch.Event | None = None
@@ -284,7 +286,7 @@ class Ringed(Residence):
     survives_forward = False
 
     def __init__(
-        self, source: Source, transport: Transport, axis: Axis, version: Version, ring: Ring
+        self, source: ShardSource, transport: Transport, axis: Axis, version: Version, ring: Ring
     ) -> None:
         self._source, self._transport, self._axis, self._version, self._ring = (
             source,

@@ -89,7 +89,7 @@ class Slices(torch.Tensor):
         """The slice as part of the graph: its gradient is that of the slice, summed over the ranks'
         losses.
         """
-        out: torch.Tensor = _Slice.apply(self)
+        out: torch.Tensor = _LocalOf.apply(self)
         return out
 
     def differentiable_whole(self) -> torch.Tensor:
@@ -336,7 +336,7 @@ class _Look(torch.autograd.Function):
         return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None, None
 
 
-class _Slice(torch.autograd.Function):
+class _LocalOf(torch.autograd.Function):
     """The other way."""
 
     @staticmethod

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.transport import Source
+from bmtrain.distributed.transport import ShardSource
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.world import check_zero_level
 from bmtrain.shard.cut import Cut
@@ -105,7 +105,7 @@ class Storage:
         self.residence.is_pipelined = placement.stage is not None
         engine.register(self.residence, self.gradient)
 
-    def _make_residence(self, source: Source) -> Residence:
+    def _make_residence(self, source: ShardSource) -> Residence:
         engine, axis = self.engine, self.axis
         # a residence may outlive its storage
         version = functools.partial(_version_of, weakref.ref(self))
@@ -209,7 +209,11 @@ class Storage:
             transport.fence()
             transport.streams.compute_waits(
                 transport.gather(
-                    full, Source(shard), self.axis, None, f"values of {self.gradient.label.text}"
+                    full,
+                    ShardSource(shard),
+                    self.axis,
+                    None,
+                    f"values of {self.gradient.label.text}",
                 )
             )
         if self.placement.stage is not None:
