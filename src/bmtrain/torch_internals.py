@@ -42,11 +42,11 @@ def torch_version() -> tuple[int, ...]:
     return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-# Tensors
 # torch 2.13 renamed the two flat collectives and deprecated the names that 2.8 to 2.12 have.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Tensors
 # --------------------------------------------------------------------------------------------------
 
 # A context: functions of a subclass of Tensor are torch's own inside, without its
