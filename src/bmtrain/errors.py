@@ -1,13 +1,13 @@
-"""Errors that users meet.
+"""Errors raised to users.
 
-Every message names the thing, what was got, what was expected and the remedy.
+Every message names the object, what was given, what was expected and the remedy.
 """
 
 from __future__ import annotations
 
 
 class NotInitializedError(RuntimeError):
-    """Something that needs the process group was used before `init_distributed`."""
+    """An API that needs the process group was used before `init_distributed`."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -17,24 +17,24 @@ class NotInitializedError(RuntimeError):
 
 
 class ConfigurationError(ValueError):
-    """An argument or a combination of arguments that cannot work."""
+    """An argument, or a combination of arguments, that is invalid."""
 
 
 class ParameterError(ValueError):
-    """A parameter that cannot be sharded, initialised, loaded or optimised as asked."""
+    """A parameter that cannot be sharded, initialised, loaded or optimised as requested."""
 
 
 class CheckpointError(RuntimeError):
     """A file that cannot be written, read or matched to the model.
 
-    Raised on every rank when it failed on one.
+    Raised on every rank when it fails on any.
     """
 
 
 class RemovedError(AttributeError):
-    """A name of BMTrain that has nothing to do here was used.
+    """A name of BMTrain's API that has no counterpart here was used.
 
-    An AttributeError, so that programs can ask whether it is there.
+    An AttributeError, so that `hasattr` is False for it.
     """
 
     def __init__(self, name: str, remedy: str) -> None:
@@ -42,17 +42,18 @@ class RemovedError(AttributeError):
 
 
 class StaleParameterError(RuntimeError):
-    """Parameters changed between the forward pass that used them and its backward pass."""
+    """Parameters were changed between a forward pass that used them and its backward pass."""
 
 
 class RecomputationError(RuntimeError):
-    """A forward pass cannot be computed again in backward as it was: something that it read has
-    changed, or cannot be followed.
+    """Recomputation in backward would not reproduce the forward pass.
+
+    An input of the forward pass has changed since, or its changes cannot be tracked.
     """
 
 
 class RanksPartedError(RuntimeError):
-    """Ranks did different things, or one of them did not come; the message says what each did last.
+    """Ranks ran different collectives, or a rank never joined; the message says what each did last.
 
-    Raised on all of them.
+    Raised on all ranks.
     """

@@ -1,4 +1,4 @@
-"""Small helpers of training scripts: a moving average, and print-outs on rank 0."""
+"""Small helpers for training scripts: a moving average, and printing on rank 0."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ def round_up(x: int, d: int) -> int:
 
 
 def check_torch_version(version_str: str) -> int:
-    """Above 0 where torch is newer than "major.minor.patch", 0 where it is that version, below 0
-    where it is older.
+    """Positive if torch is newer than "major.minor.patch", 0 if equal, negative if older.
+
+    Raises:
+        ConfigurationError: for a text that is no version.
     """
     ours, theirs = (_version_number(text) for text in (torch.__version__, version_str))
     return ours - theirs
 
 
 def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
-    """This tensor-parallel rank's equal part of `tensor` along `split_dim`, a copy.
+    """A contiguous copy of this tensor-parallel rank's equal part of `tensor` along `split_dim`.
 
     Raises:
-        ConfigurationError: a dim that the tensor does not have or the ranks do not divide.
+        ConfigurationError: if the dim does not exist or `tp_size` does not divide it.
     """
     axis = world.current("tp_split_tensor").mesh.tp
     if not -tensor.dim() <= split_dim < tensor.dim() or tensor.shape[split_dim] % axis.size:
@@ -53,7 +55,7 @@ def tp_split_tensor(tensor: torch.Tensor, split_dim: int) -> torch.Tensor:
 
 
 def load_nccl_pypi() -> NoReturn:
-    """RemovedError: torch brings its NCCL along."""
+    """Always raises RemovedError: torch ships its own NCCL."""
     raise RemovedError(
         "bmtrain.utils.load_nccl_pypi",
         "torch.distributed brings its NCCL along; leave the call out.",
@@ -63,13 +65,12 @@ def load_nccl_pypi() -> NoReturn:
 class AverageRecorder:
     """Exponential moving average with the bias correction of Adam (Kingma and Ba, 2015, section 3).
 
-    After values v_1 ... v_t it is `(1 - alpha) sum_i alpha**(t - i) v_i / (1 - alpha**t)`: a
-    weighted mean of what was recorded. `start_value` is what `value` says before the first record;
-    from then on it has no weight.
+    After values v_1 ... v_t it is `(1 - alpha) sum_i alpha**(t - i) v_i / (1 - alpha**t)`, a
+    weighted mean of the recorded values.
 
     Args:
         alpha: weight of the past, in [0, 1).
-        start_value: the value before anything is recorded.
+        start_value: what `value` returns before the first record; it has no weight afterwards.
 
     Raises:
         ConfigurationError: `alpha` outside [0, 1).
@@ -93,15 +94,13 @@ class AverageRecorder:
         return self._sum / (1 - self._past_weight)
 
     def record(self, v: SupportsFloat) -> None:
-        """Take in one more value: a number, or a tensor with one element."""
+        """Add a value: a number, or a tensor with one element."""
         self._sum = self.alpha * self._sum + (1 - self.alpha) * float(v)
         self._past_weight *= self.alpha
 
 
 def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
-    """Print on rank 0 a line with `title` and under it `content`, if any, as it prints itself; to
-    stdout or `file`.
-    """
+    """Print `title` as a rule and `str(content)` below it, on rank 0, to stdout or `file`."""
     heading = rich.text.Text(title)
     if content is None:
         _print(rich.panel.Panel(heading, box=rich.box.HORIZONTALS), file)
@@ -113,9 +112,7 @@ def print_block(title: str, content: Any = None, file: TextIO | None = None) -> 
 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
-    """Print on rank 0 a line with `title` and under it the keys and values of `content`; to stdout
-    or `file`.
-    """
+    """Print `title` as a rule and a table of `content` below it, on rank 0, to stdout or `file`."""
     table = rich.table.Table.grid(padding=(0, 2))
     for key, value in content.items():
         table.add_row(rich.text.Text(str(key)), rich.text.Text(str(value)))
@@ -123,25 +120,26 @@ def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = Non
 
 
 def peak_memory() -> int:
-    """Bytes: the most that tensors on this rank's GPU have held in this run, shards that other
-    ranks map included.
+    """Peak bytes of this rank's GPU held by tensors in this run.
 
-    On a CPU the most that has been resident of the process.
+    Includes shards that other ranks map. On a CPU, the peak resident set size of the process.
     """
     current = world.current("peak_memory")
     if current.device.type != "cpu":
         return current.service(DeviceMemory).highest()
-    unit = 1 if sys.platform == "darwin" else 1024  # of what the system tells
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, else KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def see_memory(message: str, detail: bool = False) -> None:
-    """Print on rank 0 the device memory that tensors hold and the most they have held since the
-    last call (GiB).
+    """Print on rank 0 the device memory held by tensors and the peak since the last call, in GiB.
 
-    Shards count, also those that other ranks map, of which torch's own statistics do not know.
-    `detail` adds torch's full table. Torch's peak statistics start anew. On a CPU the resident set
-    of the process is shown.
+    Includes shards that other ranks map, which torch's own statistics miss. Resets torch's peak
+    statistics. On a CPU, prints the peak resident set size of the process.
+
+    Args:
+        message: printed before the figures.
+        detail: also print torch's memory summary.
     """
     current = world.current("see_memory")
     if current.device.type == "cpu":
@@ -157,7 +155,7 @@ def see_memory(message: str, detail: bool = False) -> None:
 
 
 def _version_number(text: str) -> int:
-    """Of "2.8.0+cpu" 20800."""
+    """20800 for "2.8.0+cpu"."""
     found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
     if found is None:
         raise ConfigurationError(

@@ -1,6 +1,4 @@
-"""Communication between ranks: differentiable collectives for programs, and what they and the
-engine stand on.
-"""
+"""Communication between ranks: differentiable collectives, and the layers beneath them."""
 
 from bmtrain.distributed.autograd import (
     all_gather,

@@ -1,6 +1,4 @@
-"""What all ranks of an axis know alike: the largest of their figures, whether they are the same,
-and what failed on any of them.
-"""
+"""Agreement among the ranks of an axis: maxima, equality, and errors raised on all of them."""
 
 from __future__ import annotations
 
@@ -16,20 +14,20 @@ from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
 T = TypeVar("T")
-# elements of a tensor that are compared between ranks: all would take seconds with large models on
-# the CPU
+# Elements of a tensor compared between ranks. Comparing all of them takes seconds for a large model
+# on a CPU.
 NUM_SAMPLED = 2**22
 
 
 def everyone() -> Axis | None:
-    """All ranks of the run; None before `init_distributed`, where there is nobody to agree with."""
+    """The axis of all ranks; None before `init_distributed`, where there is one process."""
     return world.current().mesh.world if world.is_initialized() else None
 
 
 def largest(figures: Sequence[float], axis: Axis) -> list[float]:
-    """The largest of all ranks, figure by figure, in fp64.
+    """The elementwise maximum over all ranks, in fp64.
 
-    Collective; travels on the CPU, so that no device waits.
+    Collective; travels on the CPU, so it does not synchronise with the device.
     """
     if axis.size == 1:
         return list(figures)
@@ -37,7 +35,7 @@ def largest(figures: Sequence[float], axis: Axis) -> list[float]:
 
 
 def is_same(figures: Sequence[int], axis: Axis) -> bool:
-    """Whether all ranks have these figures. Collective, as many figures everywhere."""
+    """Whether all ranks pass the same figures. Collective; the count must match on all ranks."""
     ends = largest([*figures, *(-figure for figure in figures)], axis)
     return all(
         high == -low for high, low in zip(ends[: len(figures)], ends[len(figures) :], strict=True)
@@ -45,10 +43,10 @@ def is_same(figures: Sequence[int], axis: Axis) -> bool:
 
 
 def look(x: torch.Tensor) -> tuple[float, float]:
-    """The norm of a tensor, and its component along a fixed direction, which tells two tensors of
-    one norm apart.
+    """The norm of a tensor, and its component along a fixed direction.
 
-    Of large tensors those of evenly spaced elements.
+    The component distinguishes tensors of equal norm. Both are computed from at most NUM_SAMPLED
+    evenly spaced elements. NaN and infinities count as 0.
     """
     flat = evenly_spaced(
         (x.to_dense() if x.layout is not torch.strided else x).detach(), NUM_SAMPLED
@@ -62,15 +60,15 @@ def look(x: torch.Tensor) -> tuple[float, float]:
 
 
 def evenly_spaced(x: torch.Tensor, most: int) -> torch.Tensor:
-    """At most so many elements of a tensor, 1-D."""
+    """At most `most` evenly spaced elements of a tensor, 1-D."""
     flat = x.reshape(-1)
     return flat[:: max(1, -(-flat.numel() // most))]
 
 
 def differ(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
-    """Whether each, which all ranks have computed, differs between them by more than rounding.
+    """For each tensor, computed on all ranks, whether they differ by more than rounding.
 
-    Collective, a GPU is waited for.
+    Collective; synchronises with the device.
     """
     if axis.size == 1:
         return [False] * len(tensors)
@@ -94,9 +92,9 @@ def agree(
     cause: BaseException | None = None,
     kind: type[Exception] = CheckpointError,
 ) -> None:
-    """Raise `kind` on every rank if any brings an `error`: its own, or else the first rank's.
+    """Raise `kind` on every rank if any rank passes an `error`: its own, else the first rank's.
 
-    Collective.
+    Collective. Without it, the ranks that succeeded would hang in their next collective.
     """
     errors = (
         {}
@@ -111,13 +109,13 @@ def agree(
 
 
 def attempt(step: Callable[[], T], axis: Axis | None, kind: type[Exception] = CheckpointError) -> T:
-    """`step()` on every rank. An error of any rank is one of this `kind` on all."""
+    """Run `step()`; an exception on any rank raises `kind` on all. Collective."""
     result: T | None = None
     error: str | None = None
     cause: BaseException | None = None
     try:
         result = step()
-    # whatever it is, the other ranks must hear of it before they wait for this one
+    # Any exception: an uncaught one would leave the other ranks hanging in `agree`.
     except Exception as failure:
         cause = failure
         is_told = isinstance(failure, CheckpointError | kind)

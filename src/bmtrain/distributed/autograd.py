@@ -1,12 +1,13 @@
-"""Differentiable collectives. Gradients are those of the sum of all ranks' losses with respect to
-each rank's input.
+"""Differentiable collectives.
 
-Every rank of the communicator must call, with equal shapes and dtypes, and must run backward
-through the result if any does. A communicator is an `Axis` of the mesh; None is the whole world.
+Gradients are those of the sum of all ranks' losses with respect to each rank's input. Every rank of
+the communicator must call, with equal shapes and dtypes, and must run backward through the result
+if any rank does; backward hangs otherwise. A communicator is an `Axis` of the mesh; None is the
+whole world.
 
-`local_gradient=True` gives the gradients of BMTrain instead: those of this rank's own loss, as if
-the tensors of the other ranks were constants. Only `broadcast` communicates then in backward: there
-BMTrain adds up all ranks' gradients on every rank.
+`local_gradient=True` gives BMTrain's gradients instead: those of this rank's own loss, with the
+other ranks' tensors as constants. Backward then communicates in `broadcast` only, where BMTrain
+sums all ranks' gradients on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
-# Sent by position, so only ever add at the end.
+# Sent by index: only ever append.
 _DTYPES = (
     torch.float32,
     torch.float16,
@@ -42,11 +43,10 @@ _MAX_DIMS = 16
 def all_gather(
     x: torch.Tensor, comm: Axis | None = None, *, local_gradient: bool = False
 ) -> torch.Tensor:
-    """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the sum.
+    """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the gradient.
 
     Args:
-        local_gradient: backward takes this rank's part of its own gradient instead, as BMTrain's
-            does.
+        local_gradient: backward takes this rank's part of its own gradient, as in BMTrain.
     """
     out: torch.Tensor = _AllGather.apply(
         x, _axis(comm, "all_gather"), _checked_flag(local_gradient, "all_gather")
@@ -55,8 +55,9 @@ def all_gather(
 
 
 def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -> torch.Tensor:
-    """This rank's part, along dim 0, of the reduction of `x` (ranks * n, ...): (n, ...). Backward
-    all-gathers.
+    """Reduce `x` (ranks * n, ...) over ranks and return this rank's part along dim 0: (n, ...).
+
+    Backward all-gathers the gradient.
 
     Raises:
         ConfigurationError: for an unknown `op` (sum, avg, max, min, prod) or a dim 0 that the ranks
@@ -78,15 +79,14 @@ def reduce_scatter(x: torch.Tensor, op: str = "sum", comm: Axis | None = None) -
 def all_reduce(
     x: torch.Tensor, op: str = "sum", comm: Axis | None = None, *, local_gradient: bool = False
 ) -> torch.Tensor:
-    """A new tensor of x's shape: the reduction of every rank's `x` by sum, avg, max, min or prod.
+    """The reduction of every rank's `x` by sum, avg, max, min or prod: a new tensor of x's shape.
 
-    Where several ranks have the same extremum its gradient is shared equally among them, as
-    torch.amax does.
+    If several ranks hold the same extremum, they share its gradient equally, as in torch.amax.
 
     Args:
-        local_gradient: backward passes only this rank's gradient g on, as BMTrain's does: g for
-            sum, g / ranks for avg, g times the product of the other ranks' values for prod; for max
-            and min, g where `x` is the extremum.
+        local_gradient: backward passes on this rank's gradient g only, as in BMTrain: g for sum,
+            g / ranks for avg, g times the product of the other ranks' values for prod; for max and
+            min, g where `x` is the extremum.
 
     Raises:
         ConfigurationError: for an unknown `op`.
@@ -105,15 +105,14 @@ def all_reduce(
 def broadcast(
     x: torch.Tensor, root: int, comm: Axis | None = None, *, local_gradient: bool = False
 ) -> torch.Tensor:
-    """The `x` of the rank at place `root`, on every rank. Backward sums the gradients of all ranks
-    at the root.
+    """The `x` of the rank at index `root`, on every rank.
 
-    Whether the result requires grad is decided by the root's `x`; that of the others gets a
-    gradient of zeros.
+    Backward sums the gradients of all ranks at the root. The root's `x` decides whether the result
+    requires grad; the other ranks' `x` get zero gradients.
 
     Args:
-        local_gradient: backward gives that sum to every rank's `x`, as BMTrain's does. The result
-            then requires grad on all ranks if `x` does on any.
+        local_gradient: backward gives that sum to every rank's `x`, as in BMTrain. The result then
+            requires grad on all ranks if `x` does on any.
     """
     axis = _axis(comm, "broadcast")
     _check_place(root, axis, "broadcast")
@@ -130,11 +129,11 @@ def broadcast(
 
 
 def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> torch.Tensor:
-    """Send `x`, with its dtype and shape, to the rank at place `target`, which calls
-    `recv_activations`.
+    """Send `x`, with its dtype and shape, to the rank at index `target`.
 
-    Returns a 0-dim zero on x's device: backward through it waits for the gradient that the
-    receiver's backward sends, and carries it on into `x`. Ignore it where `x` needs no gradient.
+    That rank must call `recv_activations`. Returns a 0-dim zero on x's device: backward through it
+    waits for the gradient from the receiver's backward and passes it on to `x`. Ignore it if `x`
+    needs no gradient.
     """
     axis = _axis(comm, "send_activations")
     _check_place(target, axis, "send_activations")
@@ -153,10 +152,10 @@ def send_activations(x: torch.Tensor, target: int, comm: Axis | None = None) -> 
 
 
 def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
-    """What the rank at place `source` sends by `send_activations`, on this rank's device.
+    """Receive what the rank at index `source` sends by `send_activations`, on this rank's device.
 
-    It requires grad if it did there (and gradients are enabled here); backward then sends the
-    gradient back, exactly once.
+    The result requires grad if the sender's `x` does and gradients are enabled here; its backward
+    then sends the gradient back, exactly once.
     """
     current = world.current("recv_activations")
     axis = _axis(comm, "recv_activations")
@@ -164,8 +163,8 @@ def recv_activations(source: int, comm: Axis | None = None) -> torch.Tensor:
     header = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     collectives.receive_(header, source, axis)
     code, wants_grad, num_dims = header[:3].tolist()
-    # Nothing here requires grad by itself; the anchor makes the result do so, and never gets a
-    # gradient.
+    # No input requires grad on this rank. The anchor makes the result require it, and never gets a
+    # gradient itself.
     anchor = torch.zeros((), device=current.device, requires_grad=bool(wants_grad))
     buffer = torch.empty(
         header[3 : 3 + num_dims].tolist(), dtype=_DTYPES[code], device=current.device
@@ -261,8 +260,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, local: bool) -> torch.Tensor:
         ctx.axis, ctx.local = axis, local
-        # Ranks may run backward alone where gradients are local: nothing may be left for it to
-        # gather.
+        # With local gradients, ranks may run backward alone: gathering the other ranks' values
+        # there would hang, so the product is computed now.
         ctx.save_for_backward(_product_of_others(x, axis) if local else x)
         return collectives.all_reduce(x, "prod", axis)
 
@@ -280,7 +279,7 @@ class _Product(torch.autograd.Function):
 
 
 def _product_of_others(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Not product / x: a rank with the only zero has a gradient."""
+    """The product over the other ranks. Not product / x, which fails where `x` is zero."""
     parts = collectives.all_gather(x, axis)
     parts[axis.index] = 1
     return parts.prod(0)

@@ -1,4 +1,8 @@
-"""The sole caller of torch.distributed's collectives: tensors and axes in, tensors and axes out."""
+"""Collectives and point-to-point transfers over an axis, of tensors and picklable objects.
+
+Collectives are logged in the ledger. Elsewhere, only ledger.py, peers.py and transport.py call
+those of torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,13 @@ OPS = {
 
 
 def check_op(op: str) -> None:
-    """ConfigurationError unless `op` is one of sum, avg, max, min, prod."""
+    """Raise ConfigurationError unless `op` is one of sum, avg, max, min, prod."""
     if op not in OPS:
         raise ConfigurationError(f"unknown reduction {op!r}: expected one of {', '.join(OPS)}.")
 
 
 def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
-    """RanksPartedError on all ranks if they are about to do different things, wherever that is
-    known by now.
-    """
+    """Log the collective; RanksPartedError on all ranks if they are known to have diverged."""
     if axis.size > 1 and world.is_initialized():
         text = what if x is None else f"{what} of {tuple(x.shape)} {x.dtype}"
         world.current().service(Ledger).enter(
@@ -50,9 +52,7 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
-    """This rank's part, along dim 0, of the reduction over ranks of `x` (axis.size * n, ...): (n,
-    ...).
-    """
+    """This rank's part of the reduction of `x` (axis.size * n, ...) over ranks: (n, ...)."""
     check_op(op)
     if x.dim() == 0 or x.shape[0] % axis.size:
         raise ConfigurationError(
@@ -61,7 +61,7 @@ def reduce_scatter(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
         )
     if op == "avg":
         return reduce_scatter(x, "sum", axis) / axis.size
-    # not every backend reduces and scatters by these; the whole reduction is right everywhere
+    # Not every backend has reduce-scatter for these ops; all-reduce works on all of them.
     if op != "sum":
         return all_reduce(x, op, axis).chunk(axis.size)[axis.index].clone()
     _enter(axis, "reduce_scatter", x)
@@ -79,75 +79,73 @@ def all_reduce(x: torch.Tensor, op: str, axis: Axis) -> torch.Tensor:
 
 
 def all_reduce_(x: torch.Tensor, op: str, axis: Axis) -> None:
-    """Reduce `x` in place over the axis."""
+    """All-reduce `x` in place over the axis."""
     if axis.size > 1:
         _enter(axis, f"all_reduce ({op})", x)
         dist.all_reduce(x, op=OPS[op], group=axis.group)
 
 
 def broadcast_(x: torch.Tensor, source: int, axis: Axis) -> None:
-    """Overwrite `x` by that of the rank at place `source` of the axis."""
+    """Overwrite `x` with that of the rank at index `source` of the axis."""
     if axis.size > 1:
         _enter(axis, f"broadcast from rank {axis.ranks[source]}", x)
         dist.broadcast(x, src=axis.ranks[source], group=axis.group)
 
 
 def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
-    """Reduce `x` in place onto the rank at place `target`; elsewhere its content is undefined
-    afterwards.
-    """
+    """Reduce `x` in place onto the rank at index `target`; undefined on other ranks afterwards."""
     if axis.size > 1:
         _enter(axis, f"reduce ({op}) onto rank {axis.ranks[target]}", x)
         dist.reduce(x, dst=axis.ranks[target], op=OPS[op], group=axis.group)
 
 
 def send(x: torch.Tensor, target: int, axis: Axis) -> None:
-    """Send `x` to the rank at place `target` of the axis."""
+    """Send `x` to the rank at index `target` of the axis."""
     dist.send(x, dst=axis.ranks[target], group=axis.group)
 
 
 def receive_(x: torch.Tensor, source: int, axis: Axis) -> None:
-    """Overwrite `x` by what the rank at place `source` sends."""
+    """Overwrite `x` with what the rank at index `source` sends."""
     dist.recv(x, src=axis.ranks[source], group=axis.group)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Sends or receives under way, which keep their tensors alive."""
+    """Sends or receives in flight. Holds their tensors, which must outlive the transfer."""
 
     tensors: Sequence[torch.Tensor]
     works: Sequence[dist.Work]
 
     def wait(self) -> None:
-        """Later work on the current stream (on the CPU: this thread) comes after it."""
+        """Order later work on the current stream (on the CPU: this thread) after the transfer."""
         for work in self.works:
             work.wait()
 
 
 def start_send(tensors: Sequence[torch.Tensor], target: int, axis: Axis) -> Transfer:
-    """Start sending contiguous tensors to the rank at place `target`.
+    """Start sending contiguous tensors to the rank at index `target`.
 
-    The other ranks of the axis take part in nothing.
+    Point to point: the other ranks of the axis do not take part.
     """
     ops = [dist.P2POp(dist.isend, x, axis.ranks[target], group=axis.group) for x in tensors]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
 def start_receive(tensors: Sequence[torch.Tensor], source: int, axis: Axis) -> Transfer:
-    """Start overwriting contiguous tensors by what the rank at place `source` sends."""
+    """Start overwriting contiguous tensors with what the rank at index `source` sends."""
     ops = [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x in tensors]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
 def send_object(value: Any, target: int, axis: Axis) -> None:
-    """Send the picklable `value` to the rank at place `target`; travels on the CPU."""
+    """Send the picklable `value` to the rank at index `target`; travels on the CPU."""
     dist.send_object_list(
         [value], dst=axis.ranks[target], group=axis.group, device=torch.device("cpu")
     )
 
 
 def receive_object(source: int, axis: Axis) -> Any:
-    """What the rank at place `source` sends by `send_object`."""
+    """Receive what the rank at index `source` sends by `send_object`."""
     box: list[Any] = [None]
     dist.recv_object_list(box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu"))
     return box[0]
@@ -156,9 +154,7 @@ def receive_object(source: int, axis: Axis) -> Any:
 def exchange(
     sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
 ) -> None:
-    """Start all sends and receives together and wait for all, so that no order among ranks can
-    deadlock.
-    """
+    """Run all sends and receives as one batch, which cannot deadlock whatever order ranks use."""
     ops = [dist.P2POp(dist.isend, x, axis.ranks[to], group=axis.group) for x, to in sends]
     ops += [
         dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives
@@ -178,7 +174,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
-    """The picklable `value` of the rank at place `source`."""
+    """The picklable `value` of the rank at index `source`; travels on the CPU."""
     box = [value]
     if axis.size > 1:
         _enter(axis, f"broadcast of an object from rank {axis.ranks[source]}")
@@ -189,7 +185,7 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
 
 
 def barrier(axis: Axis) -> None:
-    """Wait on the CPU until every rank of the axis is here."""
+    """Block the host until every rank of the axis has arrived."""
     if axis.size > 1:
         _enter(axis, "barrier")
         dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)

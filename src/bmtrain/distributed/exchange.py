@@ -1,6 +1,4 @@
-"""Sums of full gradients by copies into each other's memory: no collective, and no processor of the
-device but for the sum.
-"""
+"""Reduce-scatter of full gradients by peer copies: no NCCL, and no SMs except for the sum."""
 
 from __future__ import annotations
 
@@ -14,24 +12,24 @@ from bmtrain.distributed.peers import REDUCTIONS, Peers
 from bmtrain.kernels.sum_parts import sum_parts
 from bmtrain.runtime.mesh import Axis
 
-# Bytes. Larger parts of a gradient are copied from where they are. Smaller ones are joined first: a
-# copy costs the host as long as the device takes to join so much.
+# Bytes. Larger parts of a gradient are copied from where they are. Smaller ones are concatenated
+# first: issuing a copy costs the host as long as concatenating this much costs the device.
 LEAST_COPIED = 2**23
 
 
 class Exchange:
-    """Full gradients of one size, one after the other: every rank copies to each its part, and sums
-    up what came from all.
+    """Reduce-scatter for full gradients of one size and dtype.
 
-    `send` and `sum` are called in turn, on the reduce stream.
+    Every rank copies a part of its gradient to each peer, then sums the parts it received. `send`
+    and `sum` alternate, on the reduce stream.
 
     Args:
         peers: the ranks.
         numel, dtype: of a full gradient.
-        side_by_side: issues copies that may run at the same time.
+        side_by_side: issues copies that may run concurrently.
 
     Raises:
-        torch.OutOfMemoryError, OSError: on all ranks, if one has no room.
+        torch.OutOfMemoryError, OSError: on all ranks, if any runs out of memory.
     """
 
     def __init__(
@@ -45,21 +43,23 @@ class Exchange:
         with torch.inference_mode(False):
             own, self._memory = peers.allocate(numel, dtype)
             self._incoming = own.view(peers.axis.size, -1)  # by sender
-            # For what this rank sends, with each of the ranks.
+            # This rank's slot in the memory of each rank.
             self._places = [
                 part.view(peers.axis.size, -1)[peers.axis.index] for part in self._memory.parts
             ]
 
     def meet(self) -> None:
-        """All ranks have theirs: without it the first copy may reach memory that is not mapped yet.
+        """Barrier after allocation, on the reduce stream.
 
-        On the reduce stream.
+        Without it, a copy into a peer's memory could arrive before that peer's zero-fill, which
+        would erase it.
         """
         self._peers.barrier(REDUCTIONS)
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """Copy `parts`, flat and one behind the other this rank's full gradient (n * ranks,), to
-        the ranks that sum them.
+        """Copy this rank's full gradient (n * ranks,) to the ranks that sum it.
+
+        `parts` are flat tensors whose concatenation is the gradient.
         """
         axis = self._peers.axis
         shares = cut(joined(parts), axis.size)
@@ -68,23 +68,21 @@ class Exchange:
         )
 
     def sum(self, total: torch.Tensor, accumulate: bool) -> None:
-        """Add this rank's part of what all ranks have sent into `total` (n,), as `sum_parts`
-        does.
-        """
-        self._peers.barrier(REDUCTIONS)  # all has arrived
+        """Sum this rank's part over all ranks into `total` (n,), as `sum_parts` does."""
+        # Without it, the sum could read a peer's part before it has arrived.
+        self._peers.barrier(REDUCTIONS)
         sum_parts(total, self._incoming, accumulate=accumulate)
-        self._peers.barrier(REDUCTIONS)  # all have summed: what comes next may be copied
+        # Without it, a peer's next send could overwrite memory that is still being summed.
+        self._peers.barrier(REDUCTIONS)
 
 
 def rotated(axis: Axis) -> list[int]:
-    """All places of the axis from this rank's on: no rank's memory is used by all others at
-    once.
-    """
+    """The indices of the axis from this rank's on, so that ranks do not all copy to one at once."""
     return [(axis.index + step) % axis.size for step in range(axis.size)]
 
 
 def joined(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same, small neighbours in one tensor."""
+    """The same data, with neighbouring small parts concatenated."""
     found: list[torch.Tensor] = []
     for is_small, run in itertools.groupby(parts, lambda part: part.nbytes < LEAST_COPIED):
         pieces = list(run)
@@ -93,7 +91,7 @@ def joined(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def cut(parts: Sequence[torch.Tensor], num_shares: int) -> list[list[torch.Tensor]]:
-    """What lies one behind the other, in shares of equal size."""
+    """Cut the concatenation of `parts` into `num_shares` shares of equal size, without copying."""
     size = sum(part.numel() for part in parts) // num_shares
     shares: list[list[torch.Tensor]] = [[] for _ in range(num_shares)]
     begin = 0
@@ -109,6 +107,6 @@ def cut(parts: Sequence[torch.Tensor], num_shares: int) -> list[list[torch.Tenso
 
 
 def _copy(into: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Fill `into` with the pieces, one behind the other."""
+    """Fill `into` with the concatenation of the pieces."""
     for place, piece in zip(into.split([piece.numel() for piece in pieces]), pieces, strict=True):
         place.copy_(piece)

@@ -1,10 +1,10 @@
-"""What this rank has done together with others, in order, and whether they have done the same:
-ranks that part are told.
+"""Detects ranks that diverge: a per-rank log of collectives, compared between ranks.
 
-Everything that ranks do together has a number and a name. A rank keeps the number and a running
-digest of the names, and compares them with the other ranks': on a CPU before anything moves; on a
-GPU, whose gathers and reductions the host does not wait for, wherever the ranks agree on the host
-anyway, at the latest at the end of a backward pass, and once per pass in the background.
+Every operation that ranks perform together gets a number and a name. Each rank keeps the number and
+a running digest of the names, and compares both with the other ranks'. On a CPU it compares before
+every operation. On a GPU the host does not wait for gathers and reductions, so it compares where
+the ranks agree on the host anyway (at the latest at the end of a backward pass) and once per pass
+in the background.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import all_gather_flat, default_store
 
-PATIENCE_S = 3.0  # how long a rank that has met a failure waits to hear what the others did
+PATIENCE_S = 3.0  # after a failure, how long a rank waits for the other ranks' logs
 _NUM_REMEMBERED = 1024
-_ROOM = 126  # figures that travel with a comparison
+_ROOM = 126  # figures that fit into the message of a comparison
 _DIGEST_BITS = 32
-_NUMBER_BITS = 20  # both fit into a double, in which agreements travel
-_TAG = 7 << 20  # of the messages of comparisons; a user's and a pipeline's are small numbers
+_NUMBER_BITS = 20  # 52 bits in all: a double, in which figures travel, holds them exactly
+_TAG = 7 << 20  # tag of comparison messages, out of the way of a user's and a pipeline's
 _CURE = (
     "Every rank must call the same blocks, and do the same with parameters and "
     "optimizers, in the same order and as often: what "
     "only one rank needs is computed on all. Nothing that was gathered since is used; "
     "the run cannot go on, start it anew."
 )
-# How Gloo says that another rank has gone, or does not come.
+# Substrings of Gloo's errors when another rank has exited or does not arrive.
 _LOST = (
     "Connection closed",
     "Timed out",
@@ -52,10 +52,15 @@ _LOST = (
 
 @dataclasses.dataclass
 class _Line:
-    """What this rank has done with the others of an axis.
+    """The log of this rank on one axis.
 
-    number: how much; digest: of all names; agreed: how much of it all ranks are known to have done;
-    last: the name of the last of those; since: the names of what came after.
+    Attributes:
+        number: operations so far.
+        digest: CRC of all their names.
+        agreed: number of the last operation that all ranks are known to have in common.
+        last: name of that operation.
+        since: names of the operations after it, at most _NUM_REMEMBERED.
+        pending: the comparison in flight, if any.
     """
 
     number: int = 0
@@ -74,7 +79,7 @@ class _Line:
 
 @dataclasses.dataclass(frozen=True)
 class _Pending:
-    """A comparison in the background."""
+    """A comparison in flight; holds the tensors that the collective reads and writes."""
 
     work: dist.Work
     own: torch.Tensor
@@ -83,7 +88,7 @@ class _Pending:
 
 @dataclasses.dataclass(frozen=True)
 class _Story:
-    """What a rank tells of itself when ranks have parted."""
+    """The log that a rank publishes when ranks have diverged."""
 
     agreed: int
     last: str
@@ -91,17 +96,17 @@ class _Story:
     number: int
 
     def at(self, number: int) -> str | None:
-        """What it did as number `number`; None if it did not come to it, or has forgotten."""
+        """The name of operation `number`; None if not reached, or dropped from the log."""
         index = number - (self.number - len(self.since)) - 1
         return self.since[index] if 0 <= index < len(self.since) else None
 
 
 class Ledger:
-    """One per run, reached by `world.service(Ledger)`.
+    """The log of collectives. One per run, reached by `world.service(Ledger)`.
 
     Attributes:
-        is_immediate: whether ranks compare before anything moves. On a GPU the host would have to
-            wait for the other hosts.
+        is_immediate: whether ranks compare before every operation. Not on a GPU, where the host
+            would have to wait for the other hosts each time.
     """
 
     def __init__(self, world: World) -> None:
@@ -113,7 +118,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is not done yet: it is being captured, to be repeated later."""
+        """Log nothing inside: the body is captured into a CUDA graph and runs on each replay."""
         self._is_paused = True
         try:
             yield
@@ -121,12 +126,12 @@ class Ledger:
             self._is_paused = False
 
     def note(self, axis: Axis, what: str) -> None:
-        """This rank is about to do `what` with the others of the axis.
+        """Log that this rank is about to do `what` with the others of the axis.
 
         Raises:
-            RanksPartedError: if ranks have parted before.
+            RanksPartedError: if ranks have diverged before.
         """
-        # what is traced or captured happens later
+        # What is traced or captured now runs later.
         if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:
             return
         if self._parted is not None:
@@ -137,8 +142,7 @@ class Ledger:
         line.since.append(what)
 
     def enter(self, axis: Axis, what: str, *, is_on_host: bool) -> None:
-        """`note`, and compare if the host waits for the other ranks anyway (`is_on_host`) or always
-        does.
+        """`note`, then `compare` if the host waits for the other ranks anyway or on a CPU.
 
         Raises:
             RanksPartedError: on all ranks, if they are about to do different things.
@@ -150,16 +154,17 @@ class Ledger:
             self.compare(axis)
 
     def compare(self, axis: Axis) -> None:
-        """Collective on the CPU.
+        """Compare the logs of all ranks. Collective on the CPU.
 
-        RanksPartedError on all ranks if they have not done the same, or if one does not come.
+        Raises:
+            RanksPartedError: on all ranks, if their logs differ or a rank does not arrive.
         """
         self._largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
 
     def largest(self, figures: Sequence[float], axis: Axis) -> list[float]:
-        """The largest of all ranks, figure by figure, in fp64.
+        """The elementwise maximum over all ranks, in fp64.
 
-        Collective; travels on the CPU, so that no device waits.
+        Collective; travels on the CPU, so it does not synchronise with the device.
 
         Raises:
             RanksPartedError: as `compare`.
@@ -170,12 +175,12 @@ class Ledger:
         return list(wire.tolist())
 
     def _largest_(self, figures: torch.Tensor, axis: Axis) -> None:
-        """`compare`, and put in place of each of the figures (n,), in fp64 on the CPU, the largest
-        of all ranks'.
+        """`compare`, and set each of `figures` (n,), fp64 on the CPU, to its maximum over ranks.
 
-        Every comparison is the same collective, of one size: those of ranks that have parted must
-        meet, too. It has room for some figures, so that small agreements cost nothing beside it;
-        what is more follows once the ranks are known to do the same.
+        Every comparison is the same collective with a message of the same size. Otherwise the
+        comparisons of ranks that have diverged would not match each other, and would hang instead
+        of reporting. The message has room for _ROOM figures, so that small agreements add no round
+        trip; the rest follows once the logs are known to agree.
         """
         self.settle(axis)
         word = float(self._line(axis).word)
@@ -194,7 +199,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _told(self, axis: Axis) -> Iterator[None]:
-        """A rank that has gone, or does not come, is a RanksPartedError."""
+        """Turn Gloo's errors about a missing rank into RanksPartedError."""
         try:
             yield
         except RuntimeError as error:
@@ -203,22 +208,20 @@ class Ledger:
             self._part(axis, error)
 
     def compare_later(self, axis: Axis) -> None:
-        """Begin to compare in the background; what it finds is said by the next comparison of this
-        axis.
-        """
+        """Start a background comparison; the next comparison of this axis reports its result."""
         if axis.size == 1 or self._is_paused:
             return
         self.settle(axis)
         line = self._line(axis)
         own = torch.tensor([line.word], dtype=torch.int64, device="cpu")
         words = torch.empty(axis.size, dtype=torch.int64, device="cpu")
-        # The communicator of gathers carries nothing else on the CPU: the order in which hosts come
-        # here is all that counts.
+        # On the CPU this communicator carries nothing but these comparisons, so they can only match
+        # each other, in the order in which the hosts issue them.
         work = all_gather_flat(words, own, group=axis.communicators.gather, async_op=True)
         line.pending = _Pending(work, own, words)
 
     def settle(self, axis: Axis) -> None:
-        """Wait for what `compare_later` began."""
+        """Wait for the comparison that `compare_later` started, and report it."""
         line = self._line(axis)
         pending, line.pending = line.pending, None
         if pending is None:
@@ -231,7 +234,7 @@ class Ledger:
             self._part(axis)
 
     def _agree(self, axis: Axis) -> None:
-        """All ranks have done the same up to here."""
+        """Record that all ranks have performed the same operations up to here."""
         line = self._line(axis)
         line.agreed = line.number
         if line.since:
@@ -239,9 +242,7 @@ class Ledger:
             line.since.clear()
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
-        """Raise RanksPartedError: ranks have done different things, or, with a cause, one is not
-        there.
-        """
+        """Raise RanksPartedError: the logs differ, or, with a `cause`, a rank is missing."""
         stories = self._exchange_stories(axis)
         self._parted = _describe(
             axis, stories, self._line(axis), None if cause is None else self._timeout
@@ -249,8 +250,9 @@ class Ledger:
         raise RanksPartedError(self._parted) from cause
 
     def _exchange_stories(self, axis: Axis) -> dict[int, _Story]:
-        """What each rank of the axis tells, by rank, through the store of the run: communicators
-        may be broken.
+        """The logs of the ranks of an axis, by rank, as far as they arrive within PATIENCE_S.
+
+        They travel through the store of the run, because the communicators may be broken.
         """
         line = self._line(axis)
         own = _Story(line.agreed, line.last, list(line.since), line.number)
@@ -265,7 +267,8 @@ class Ledger:
                     if rank not in stories and store.check([f"{name}: {rank}"]):
                         stories[rank] = _Story(**json.loads(store.get(f"{name}: {rank}")))
                 time.sleep(0.02)
-        except RuntimeError:  # the store lives in a process that has ended: what is known must do
+        # the process that hosts the store has ended: report with the logs at hand
+        except RuntimeError:
             return stories
         return stories
 
@@ -277,11 +280,11 @@ class Ledger:
 
 
 def _spread_max(x: torch.Tensor, axis: Axis) -> None:
-    """Put the largest of all ranks' in place of each element of `x`, in ceil(log2(ranks)) rounds of
-    messages.
+    """All-reduce `x` in place by maximum, in ceil(log2(ranks)) rounds of messages.
 
-    Dissemination (Hensgen, Finkel, Manber 1988): what a rank knows doubles with each round. For a
-    few figures it takes a seventh (2 ranks) to a half (4 ranks) of the time of Gloo's ring.
+    Dissemination (Hensgen, Finkel, Manber 1988): the ranks that a value has reached double each
+    round. For a few figures it takes a seventh (2 ranks) to a half (4 ranks) of the time of Gloo's
+    ring.
     """
     theirs, distance = torch.empty_like(x), 1
     while distance < axis.size:
@@ -289,13 +292,13 @@ def _spread_max(x: torch.Tensor, axis: Axis) -> None:
         sent = dist.isend(x, group=axis.communicators.group, group_dst=to, tag=_TAG + distance)
         dist.recv(theirs, group=axis.communicators.group, group_src=source, tag=_TAG + distance)
         if sent is not None:
-            sent.wait()  # before x is written: the message would carry what comes after it
+            sent.wait()  # else `maximum` below could overwrite `x` while it is being sent
         torch.maximum(x, theirs, out=x)
         distance *= 2
 
 
 def _describe(axis: Axis, stories: dict[int, _Story], own: _Line, waited: float | None) -> str:
-    """The message, the same on all ranks that know the same stories."""
+    """The error message, the same on all ranks that know the same logs."""
     last = max((story.number for story in stories.values()), default=0)
     first = max((story.agreed for story in stories.values()), default=own.agreed)
     known = next((story.last for story in stories.values() if story.agreed == first), own.last)

@@ -1,9 +1,8 @@
-"""`bmtrain.nccl`: the verbs of BMTrain's NCCL binding, on torch.distributed groups (NCCL on a GPU,
-Gloo on a CPU).
+"""`bmtrain.nccl`: the API of BMTrain's NCCL binding, on torch.distributed groups.
 
-Sources and destinations are contiguous tensors, or storages as BMTrain passed them; they are read
-as flat vectors and only their numbers of elements must fit. A communicator is an `Axis`,
-`bmtrain.config["comm"]` for example; ranks are places in it.
+The groups use NCCL on a GPU, Gloo on a CPU. Sources and destinations are contiguous tensors or
+storages, as in BMTrain. They are read as flat vectors; only their numbers of elements must match. A
+communicator is an `Axis`, such as `bmtrain.config["comm"]`; ranks are indices in it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ NCCLCommunicator = Axis
 
 
 class _Batch:
-    """Sends and receives between groupStart and groupEnd. One per run."""
+    """Sends and receives queued between groupStart and groupEnd. One per run."""
 
     def __init__(self, current: World) -> None:
         self.depth = 0
@@ -39,8 +38,10 @@ class _Batch:
         self._sends.setdefault(axis, [])
 
     def run(self) -> None:
-        """Start and finish all, one communicator after the other, in an order that all ranks
-        share.
+        """Run all, one communicator after the other.
+
+        The order is the same on all ranks: with different orders, two ranks could each wait for the
+        other in different communicators and deadlock.
         """
         sends, receives = self._sends, self._receives
         self._sends, self._receives = {}, {}
@@ -54,9 +55,7 @@ class _Batch:
 def _copy_to_self(
     sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
 ) -> None:
-    """What a rank sends to itself, which torch.distributed refuses: the n-th send fills the n-th
-    receive.
-    """
+    """Messages to self, which torch.distributed refuses: the n-th send fills the n-th receive."""
     own_sends = [x for x, peer in sends if peer == axis.index]
     own_receives = [x for x, peer in receives if peer == axis.index]
     if [(x.dtype, x.numel()) for x in own_sends] != [(x.dtype, x.numel()) for x in own_receives]:
@@ -107,9 +106,7 @@ def broadcast(src: Buffer, dst: Buffer, root: int, comm: Axis) -> None:
 
 
 def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
-    """`dst` on rank `root` = the reduction of every rank's `src` by `op`; elsewhere `dst` is not
-    written.
-    """
+    """`dst` on rank `root` = the reduction of every rank's `src` by `op`; not written elsewhere."""
     _check(comm, "reduce", root)
     source, target = _pair(src, dst, 1, 1, "reduce", reduces=True)
     collectives.check_op(op)
@@ -120,8 +117,9 @@ def reduce(src: Buffer, dst: Buffer, op: str, root: int, comm: Axis) -> None:
 
 
 def send(src: Buffer, peer: int, comm: Axis) -> None:
-    """Send `src` to rank `peer`, which must receive as many elements of the same dtype; to itself
-    only in a group.
+    """Send `src` to rank `peer`, which must receive as many elements of the same dtype.
+
+    Sending to self is possible only between groupStart and groupEnd.
     """
     batch, source = _batch("send"), _flat(src, "send")
     _check(comm, "send", peer)
@@ -133,9 +131,7 @@ def send(src: Buffer, peer: int, comm: Axis) -> None:
 
 
 def recv(dst: Buffer, peer: int, comm: Axis) -> None:
-    """Fill `dst` with what rank `peer` sends; between groupStart and groupEnd it is filled at
-    groupEnd.
-    """
+    """Fill `dst` with what rank `peer` sends; inside a group it is filled at groupEnd."""
     batch, target = _batch("recv"), _flat(dst, "recv")
     _check(comm, "recv", peer)
     if batch.depth:
@@ -146,7 +142,7 @@ def recv(dst: Buffer, peer: int, comm: Axis) -> None:
 
 
 def groupStart() -> None:
-    """From here on sends and receives wait for the matching groupEnd, which runs them together.
+    """Queue sends and receives until the matching groupEnd, which runs them together.
 
     May be nested.
     """
@@ -154,9 +150,7 @@ def groupStart() -> None:
 
 
 def groupEnd() -> None:
-    """Run what has been sent and received since the outermost groupStart, without deadlock whatever
-    the order.
-    """
+    """Run the sends and receives since the outermost groupStart; their order cannot deadlock."""
     batch = _batch("groupEnd")
     if batch.depth == 0:
         raise ConfigurationError("groupEnd was called without a groupStart before it.")
@@ -166,7 +160,7 @@ def groupEnd() -> None:
 
 
 def getUniqueId() -> NoReturn:
-    """RemovedError: groups are made by `init_distributed`."""
+    """Always raises RemovedError: `init_distributed` creates the groups."""
     raise RemovedError(
         "bmtrain.nccl.getUniqueId",
         "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first.",
@@ -174,7 +168,7 @@ def getUniqueId() -> NoReturn:
 
 
 def commInitRank(unique_id: bytes, world_size: int, rank: int) -> NoReturn:
-    """RemovedError: groups are made by `init_distributed`."""
+    """Always raises RemovedError: `init_distributed` creates the groups."""
     raise RemovedError(
         "bmtrain.nccl.commInitRank",
         "init_distributed makes all groups; they are in bmtrain.config, config['comm'] first.",
@@ -188,13 +182,13 @@ def commCount(comm: Axis) -> int:
 
 
 def commRank(comm: Axis) -> int:
-    """This rank's place in a communicator."""
+    """This rank's index in a communicator."""
     _check(comm, "commRank")
     return comm.index
 
 
 def commDestroy(comm: Axis) -> None:
-    """Accepted from BMTrain programs: communicators belong to the run and are closed at its end."""
+    """Only checks its argument: the run owns all communicators and closes them at its end."""
     _check(comm, "commDestroy")
 
 
@@ -203,7 +197,7 @@ def _batch(what: str) -> _Batch:
 
 
 def _check(comm: Axis, what: str, peer: int = 0) -> None:
-    """ConfigurationError for something that is no communicator, or a rank that is not in it."""
+    """Raise ConfigurationError if `comm` is no communicator or `peer` is not in it."""
     if not isinstance(comm, Axis):
         raise ConfigurationError(
             f"nccl.{what} got {type(comm).__name__} as communicator: expected one of "
@@ -227,7 +221,7 @@ def _check_other(comm: Axis, what: str, peer: int) -> None:
 
 
 def _flat(buffer: Buffer, what: str) -> torch.Tensor:
-    """A 1-D tensor over the same memory."""
+    """A 1-D tensor that shares the buffer's memory."""
     if isinstance(buffer, torch.Tensor):
         if not buffer.is_contiguous():
             raise ConfigurationError(
@@ -247,9 +241,7 @@ def _flat(buffer: Buffer, what: str) -> torch.Tensor:
 def _pair(
     src: Buffer, dst: Buffer, times: int, parts: int, what: str, *, reduces: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Source and destination, flat; the destination has times / parts as many elements as the
-    source.
-    """
+    """Flat source and destination, the latter of source.numel() * times / parts elements."""
     source, target = _flat(src, what), _flat(dst, what)
     if source.dtype != target.dtype:
         raise ConfigurationError(

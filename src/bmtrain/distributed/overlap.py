@@ -1,11 +1,12 @@
-"""Products of the rows of all tensor-parallel ranks, with the rows travelling while other rows are
-multiplied.
+"""Tensor-parallel matrix products that overlap communication with computation.
 
-Every rank has rows of its own, a matrix (rows, n). Those of all ranks together are a matrix (ranks
-* rows, n), in rank order. Communication is cut into chunks: chunk c of a gather or a reduction
-holds the c-th part of the rows of every rank. Memory is allocated on the compute stream and must
-not return there while a side stream works on it: the two records here hold it until the compute
-stream has waited for that work.
+Every rank holds rows of its own, a matrix (rows, n); together they form a matrix (ranks * rows, n),
+in rank order. Communication is split into chunks: chunk c of a gather or a reduction holds the c-th
+part of every rank's rows.
+
+Memory is allocated on the compute stream and used on a side stream. If it were freed in between,
+the allocator could hand it to a compute kernel while the side stream still uses it. Gathering and
+Scattering therefore hold it until the compute stream has waited for that work.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from bmtrain.runtime.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Gathering:
-    """Rows of all ranks on their way to this one.
+    """An all-gather of rows in flight.
 
-    own: this rank's rows (rows, n), which need not travel. chunks: each (ranks, rows of a chunk,
-    n), readable after the event of `arrived` at the same place. whole: all rows in rank order
-    (ranks, rows, n), readable after the last event; None if not asked for.
+    Attributes:
+        own: this rank's rows (rows, n), available at once.
+        chunks: each (ranks, rows of a chunk, n), readable after its event in `arrived`.
+        arrived: one event per chunk.
+        whole: all rows in rank order (ranks, rows, n), readable after the last event; None if not
+            requested.
     """
 
     own: torch.Tensor
@@ -35,8 +39,12 @@ class Gathering:
 
 @dataclasses.dataclass(frozen=True)
 class Scattering:
-    """Sums of rows on their way: `total` (rows, n) is readable after `arrived`; `partial` is what
-    they are made of.
+    """A reduce-scatter of rows in flight.
+
+    Attributes:
+        total: this rank's rows of the sum (rows, m), readable after `arrived`.
+        partial: this rank's summands; held because the reduction reads them.
+        arrived: the event after the last chunk.
     """
 
     total: torch.Tensor
@@ -45,7 +53,7 @@ class Scattering:
 
 
 class Overlap:
-    """Communication beside multiplication on the tensor-parallel axis.
+    """Communication overlapped with matrix products on the tensor-parallel axis.
 
     One per run, reached by `world.service(Overlap)`.
     """
@@ -55,9 +63,7 @@ class Overlap:
         self._streams = make_streams(world.device)
 
     def gather(self, own: torch.Tensor, num_chunks: int, *, whole: bool = False) -> Gathering:
-        """Start gathering every rank's `own` (rows, n) in `num_chunks` parts, as far as they divide
-        the rows.
-        """
+        """Start gathering every rank's `own` (rows, n), in at most `num_chunks` equal chunks."""
         size, (rows, width) = self.axis.size, own.shape
         own = own.contiguous()
         count = num_equal_chunks(rows, num_chunks)
@@ -66,15 +72,15 @@ class Overlap:
         if everything is not None and count == 1:
             chunks = [everything]
         arrived = []
-        # What compute kernels wrote to `own`, or read from memory that is used anew here, comes
-        # first.
+        # Without this wait, the gather could send `own` before it is computed, or write to reused
+        # memory that compute kernels still read.
         with self._streams.gathering(self._streams.mark_compute()):
             for part, chunk, place in zip(
                 own.chunk(count), chunks, _slices(rows, count), strict=True
             ):
                 gather_shards(chunk.view(-1), part.reshape(-1), self.axis)
                 if everything is not None and count > 1:
-                    # one by one they are contiguous, which the fast copy needs
+                    # copied rank by rank, both sides are contiguous, which the fast copy requires
                     for rank in range(size):
                         everything[rank, place].copy_(chunk[rank])
                 arrived.append(self._streams.mark_current())
@@ -85,7 +91,7 @@ class Overlap:
     ) -> torch.Tensor:
         """All ranks' rows times `matrix` (n, m), plus `bias` (m,): (ranks * rows, m).
 
-        Own rows first, the others as they come.
+        Starts with this rank's rows; each other chunk is multiplied as soon as it arrives.
         """
         count = rows.own.shape[0]
         product = rows.own.new_empty((self.axis.size, count, matrix.shape[1]))
@@ -93,6 +99,7 @@ class Overlap:
         for chunk, arrived, place in zip(
             rows.chunks, rows.arrived, _slices(count, len(rows.chunks)), strict=True
         ):
+            # Without this wait, the product could read rows that have not arrived yet.
             self._streams.compute_waits(arrived)
             for rank in range(self.axis.size):
                 if rank != self.axis.index:
@@ -100,7 +107,7 @@ class Overlap:
         return product.flatten(0, 1)
 
     def gathered(self, rows: Gathering) -> torch.Tensor:
-        """All ranks' rows (ranks * rows, n), of a gathering that was asked for the whole."""
+        """All ranks' rows (ranks * rows, n), of a gather with `whole=True`."""
         self._streams.compute_waits(rows.arrived[-1])
         if rows.whole is None:
             raise RuntimeError("rows were gathered in chunks only")
@@ -109,11 +116,9 @@ class Overlap:
     def multiply_scatter(
         self, x: torch.Tensor, matrix: torch.Tensor, num_chunks: int
     ) -> Scattering:
-        """Start summing `x @ matrix` over ranks, for x (ranks * rows, n) and matrix (n, m): each
-        rank gets its own rows.
+        """Start reduce-scattering `x @ matrix`, for x (ranks * rows, n) and matrix (n, m).
 
-        One chunk is summed while the next is multiplied; the sum of the last is still under way on
-        return.
+        Each chunk is reduced while the next is multiplied; the last is still in flight on return.
         """
         size, rows = self.axis.size, x.shape[0] // self.axis.size
         count = num_equal_chunks(rows, num_chunks)
@@ -136,9 +141,7 @@ class Overlap:
 
 
 def num_equal_chunks(rows: int, wanted: int) -> int:
-    """The largest number of equal chunks of `rows` that is at most `wanted`; 1 where there is
-    none.
-    """
+    """The largest number of equal chunks of `rows` that is at most `wanted`; at least 1."""
     return next((count for count in range(min(wanted, rows), 1, -1) if rows % count == 0), 1)
 
 

@@ -1,8 +1,8 @@
-"""Memory that all ranks of an axis can read and write: copies between them need no collective, and
-no processor of the device.
+"""Memory that all ranks of an axis can read and write: peer copies need no collective and no SMs.
 
-On GPUs of one host it is symmetric memory, mapped into every process and moved by copy engines; on
-CPUs files that every process maps, so that whatever is built on it runs and is tested there too.
+On the GPUs of one host it is symmetric memory, mapped into every process and moved by copy engines.
+On CPUs it is files that every process maps, so that the code on top also runs, and is tested,
+there.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import store_of, symmetric_memory, torch_version
 
-# Barriers of the two directions are under way at the same time, each on a channel of its own.
+# Barriers for gathers and for reductions can be in flight at once, so each has its own channel: on
+# a shared one they could match each other.
 GATHERS, REDUCTIONS = 0, 1
-_PAGE = 2**21  # bytes: memory that processes map into each other comes in whole pages of a GPU
+_PAGE = 2**21  # bytes: granularity at which a GPU's memory is mapped into other processes
 
 
 class PeerMemory:
-    """A flat tensor on every rank of an axis, as the others see it.
+    """A flat tensor on every rank of an axis, with all of them mapped into this process.
 
     Args:
-        parts: that of each rank in rank order, all (numel,) on this rank's device; that of this
-            rank among them.
-        mapping: what keeps the others' memory mapped.
-        num_bytes: what this rank's part takes of its device.
+        parts: one per rank in rank order, this rank's included, all (numel,) on this rank's device.
+        mapping: keeps the other ranks' memory mapped.
+        num_bytes: memory that this rank's part occupies on its device.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], mapping: object, num_bytes: int) -> None:
@@ -50,27 +50,26 @@ class PeerMemory:
 
 
 class Peers(ABC):
-    """The ranks of an axis, if each can read the memory of all others."""
+    """The ranks of an axis that can all access each other's memory."""
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
+        # For `num_bytes` only. Strong references would keep all peer memory mapped.
         self._alive: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
     @property
     def num_bytes(self) -> int:
-        """What this rank's parts of all memory that is alive take of its device."""
+        """Bytes that this rank's parts of all live peer memory occupy on its device."""
         return sum(memory.num_bytes for memory in self._alive)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
-        """Zeros (numel,) of this rank, and those of all ranks. Collective, as many elements
-        everywhere.
+        """Zeros (numel,) on this rank, and the parts of all ranks. Collective, with the same numel.
 
-        The others' memory outlives what this rank does with it for as long as the second result is
-        alive.
+        The other ranks' memory stays mapped for as long as the PeerMemory is alive.
 
         Raises:
-            torch.OutOfMemoryError, OSError: on all ranks, if the device (on a CPU the disk) of any
-                has no room for it.
+            torch.OutOfMemoryError, OSError: on all ranks, if the device (on a CPU, the disk) of any
+                is full.
         """
         own, memory = self._allocate(numel, dtype)
         self._alive.add(memory)
@@ -78,20 +77,19 @@ class Peers(ABC):
 
     @abstractmethod
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
-        """As `allocate`, which keeps the account."""
+        """`allocate`, without recording the memory in `num_bytes`."""
 
     @abstractmethod
     def barrier(self, channel: int) -> None:
-        """What all ranks have put on their current streams up to here comes before what this rank
-        puts there next.
+        """Make later work on the current stream wait for all ranks' earlier work on theirs.
 
-        `channel` is GATHERS or REDUCTIONS; barriers of one channel come in the same order on all
-        ranks.
+        `channel` is GATHERS or REDUCTIONS. The barriers of one channel must come in the same order
+        on all ranks: otherwise barriers of different operations match each other.
         """
 
 
 class DevicePeers(Peers):
-    """GPUs of one host that reach each other's memory."""
+    """GPUs of one host with peer access to each other."""
 
     def __init__(self, axis: Axis, device: torch.device, timeout: float) -> None:
         super().__init__(axis, device)
@@ -100,9 +98,7 @@ class DevicePeers(Peers):
         self._flags, self._flags_of_all = self._share(1, torch.int32)
 
     def _introduce(self) -> None:
-        """Up to torch 2.10 symmetric memory knows a process group only if it is told; from 2.11 on
-        it finds its store by itself.
-        """
+        """Register the process group with symmetric memory, which torch requires up to 2.10."""
         if torch_version() < (2, 11):
             group = self.axis.group
             own_store = dist.PrefixStore("symmetric memory", store_of(group))  # type: ignore[attr-defined]
@@ -111,14 +107,15 @@ class DevicePeers(Peers):
             )
 
     def _share(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
-        """Memory (numel,) of this rank, and torch's handle of that of all ranks."""
+        """Symmetric memory (numel,) on this rank, and torch's handle to that of all ranks."""
         own = attempt(lambda: self._make(numel, dtype), self.axis, torch.OutOfMemoryError)
         return own, symmetric_memory().rendezvous(own, self.axis.group.group_name)
 
     def _make(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
-        # this memory comes from the driver, past torch's cache, which may have all that is left
+        # Symmetric memory comes from the driver; torch's caching allocator may hold all that is
+        # free.
         except RuntimeError:
             torch.cuda.empty_cache()
             return symmetric_memory().empty_strided_p2p((numel,), (1,), dtype, self.device)
@@ -126,7 +123,7 @@ class DevicePeers(Peers):
     def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, PeerMemory]:
         own, handle = self._share(numel, dtype)
         own.zero_()
-        # whole pages, in which torch's own flags follow
+        # torch places its signal pad behind the data, and the driver maps whole pages
         num_bytes = (numel * dtype.itemsize // _PAGE + 1) * _PAGE
         return own, PeerMemory(
             [handle.get_buffer(rank, (numel,), dtype) for rank in range(self.axis.size)],
@@ -150,17 +147,19 @@ class FilePeers(Peers):
                 lambda: _make_file(pathlib.Path(folder, "memory"), num_bytes), self.axis, OSError
             )
             paths = collectives.gather_objects(path, self.axis)
-            # When all have mapped all of them the names are needed no more.
+            # Safe to delete the files afterwards: every rank has mapped all of them by then.
             parts = attempt(
                 lambda: [self._map(path, numel, dtype) for path in paths], self.axis, OSError
             )
         own = parts[self.axis.index]
+        # The PeerMemory gets an alias of this rank's tensor: holding the tensor itself would keep
+        # the shard alive, and its finaliser, which drops this memory, would never run.
         return own, PeerMemory(
             [own.detach() if part is own else part for part in parts], None, num_bytes
         )
 
     def barrier(self, channel: int) -> None:
-        # what it is for has been entered already
+        # not a collective of its own in the ledger: the gather or reduction around it is logged
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.axis.group)
 
     def _map(self, path: pathlib.Path, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -169,14 +168,14 @@ class FilePeers(Peers):
 
 @dataclasses.dataclass(frozen=True)
 class Obstacle:
-    """Why ranks cannot read each other's memory, and what users can do about it, if anything."""
+    """Why ranks cannot access each other's memory, and what users can do about it, if anything."""
 
     what: str
     remedy: str = ""
 
 
 class PeerGroups:
-    """Which axes have peers. One per run, reached by `world.service(PeerGroups)`."""
+    """The peers of each axis. One per run, reached by `world.service(PeerGroups)`."""
 
     def __init__(self, world: World) -> None:
         self._world, self.device = world, world.device
@@ -185,15 +184,16 @@ class PeerGroups:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of this rank's device that ranks map. Torch's allocator knows nothing of it."""
+        """Bytes of this rank's device in peer memory, which torch's allocator does not track."""
         return sum(peers.num_bytes for peers in self._found.values() if peers is not None)
 
     def of(self, axis: Axis) -> Peers | None:
-        """The peers of an axis, or None where collectives carry everything. Collective when an axis
-        is asked for first.
+        """The peers of an axis, or None if collectives carry everything.
+
+        Collective on the first call for an axis.
 
         Raises:
-            ConfigurationError: if `transport="copy_engine"` was asked for and cannot be had.
+            ConfigurationError: if `transport="copy_engine"` was requested but is not possible.
         """
         if axis.ranks not in self._found:
             self._found[axis.ranks] = self._look(axis)
@@ -218,9 +218,7 @@ class PeerGroups:
         return peers
 
     def _meet(self, axis: Axis) -> tuple[Peers | None, Obstacle | None]:
-        """The peers, or why there are none: drivers and containers have ways of refusing that show
-        only when it is tried.
-        """
+        """The peers, or the obstacle: some limits of drivers and containers show only on use."""
         peers: Peers | None = None
         problem: str | None = None
         try:
@@ -241,9 +239,7 @@ class PeerGroups:
         )
 
     def _tell(self, obstacle: Obstacle) -> None:
-        """Say on rank 0, once in a run, that copies were possible in principle: a warning only if
-        there is something to be done.
-        """
+        """Say once per run, on rank 0, why peer copies are off; warn only if there is a remedy."""
         if self._has_told:
             return
         self._has_told = True
@@ -260,8 +256,9 @@ class PeerGroups:
 
 
 def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
-    """A file of zeros that really has its space: touching a hole on a full disk would kill the
-    process.
+    """A file of zeros with its blocks allocated.
+
+    Touching a hole of a sparse file on a full disk would kill the process with SIGBUS.
     """
     with open(path, "wb") as file:
         if sys.platform == "linux":
@@ -271,9 +268,7 @@ def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
 
 
 def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
-    """Why the ranks of an axis cannot read each other's memory, the same on all of them; None if
-    they can.
-    """
+    """Why ranks cannot access each other's memory, the same on all ranks; None if they can."""
     hosts = set(collectives.gather_objects(_host(), axis))
     kernels = {kernel for _, kernel in hosts}
     if len(hosts) > 1 and len(kernels) == 1 and "" not in kernels:
@@ -307,8 +302,9 @@ def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
 
 
 def _host() -> tuple[str, str]:
-    """Container of this process, and the start of its kernel ("" if unknown): equal where processes
-    can map each other's memory.
+    """This process's container and kernel boot id ("" if unknown).
+
+    Processes can map each other's memory only if these are equal.
     """
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     return platform.node(), boot.read_text() if boot.exists() else ""

@@ -1,4 +1,4 @@
-"""Bringing ranks and their results together: a barrier, the mean loss, rows of all ranks."""
+"""Barrier, mean loss and gathered results over all ranks."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from bmtrain.runtime.world import World
 
 
 class LastLoss:
-    """The loss most recently averaged for the log, while the program still holds it. One per run.
+    """The last loss given to `sum_loss`, if the program still holds it. One per run.
 
-    BMTrain's README calls `optim_manager.backward()` without the loss, right after
-    `sum_loss(loss)`: this is that loss.
+    BMTrain's README calls `optim_manager.backward()` without an argument right after
+    `sum_loss(loss)`; this supplies the loss. Held weakly: a strong reference would keep its graph,
+    and with it all activations, alive.
     """
 
     def __init__(self, world: World) -> None:
         self._loss: weakref.ref[torch.Tensor] | None = None
 
     def remember(self, loss: torch.Tensor) -> None:
-        """`loss` is the one that a backward without argument means."""
+        """Record `loss` as the one for a `backward` without argument."""
         self._loss = weakref.ref(loss)
 
     def take(self) -> torch.Tensor | None:
-        """That loss, once."""
+        """Return that loss, once; None if it is gone."""
         loss, self._loss = self._loss, None
         return loss() if loss is not None else None
 
 
 def synchronize() -> None:
-    """Wait until this rank's device and every other rank have come here. Collective."""
+    """Wait for this rank's device, then for every other rank. Collective."""
     current = world.current("synchronize")
     if current.device.type != "cpu":
         torch.cuda.synchronize(current.device)
@@ -46,17 +47,15 @@ def synchronize() -> None:
 def sum_loss(
     loss: torch.Tensor | float, comm: Axis | None = None, *, local_gradient: bool = False
 ) -> torch.Tensor:
-    """The mean of `loss` over ranks (the name is historical), of the loss's shape and device.
-    Collective.
+    """The mean of `loss` over ranks, of its shape and device; the name is BMTrain's. Collective.
 
-    Differentiable where `loss` is: backward through the mean on all ranks is backward through each
-    rank's own loss. A number becomes a 0-dim float32 tensor on the rank's device. Half-precision
-    losses are averaged in float32 and returned in their dtype; integers give float32, as a mean is
-    seldom whole.
+    Differentiable where `loss` is: backward through the mean on all ranks equals backward through
+    each rank's own loss. A number becomes a 0-dim fp32 tensor on the rank's device. Half-precision
+    losses are averaged in fp32 and returned in their dtype; integers return fp32.
 
     Args:
-        comm: the ranks, one of bmtrain.config such as config["comm"]; None is all.
-        local_gradient: backward divides by the number of ranks instead, as BMTrain's does (see
+        comm: the ranks, an axis such as config["comm"]; None is all.
+        local_gradient: backward divides by the number of ranks instead, as in BMTrain (see
             `distributed.all_reduce`).
     """
     current = world.current("sum_loss")
@@ -71,9 +70,7 @@ def sum_loss(
 
 
 def wait_loader() -> None:
-    """Wait until the device has done what it had to do at the last call, so that the host is at
-    most one step ahead of it.
-    """
+    """Wait for the device's work up to the previous call: the host stays at most one step ahead."""
     current = world.current("wait_loader")
     event = config["load_event"]
     if event is not None:
@@ -83,13 +80,12 @@ def wait_loader() -> None:
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
     """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`.
-    Collective.
 
-    Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors
-    give one row each.
+    Collective. Ranks may have different numbers of rows; the other dims and the dtype must match. A
+    0-dim tensor counts as one row.
 
     Raises:
-        ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
+        ConfigurationError: on every rank, naming the shapes and dtypes that do not match.
     """
     current = world.current("gather_result")
     if not isinstance(result, torch.Tensor):
@@ -113,7 +109,7 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
     if padded.numel() == 0:
         return own.new_empty((sum(rows), *own.shape[1:]))
     padded[: own.shape[0]] = own
-    # Bytes travel: not every backend moves every dtype.
+    # Sent as bytes: not every backend supports every dtype.
     wire = padded.contiguous().reshape(-1).view(torch.uint8)
     stacked = collectives.all_gather(wire, axis).view(own.dtype).view(axis.size, *padded.shape)
     return torch.cat([part[:count] for part, count in zip(stacked, rows, strict=True)])

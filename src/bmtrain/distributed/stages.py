@@ -1,9 +1,9 @@
-"""Moving rows and activations along the stages of a pipeline, differentiably. Tensors and axes
-only.
+"""Differentiable communication between the stages of a pipeline: tensors and axes only.
 
-Ranks of the axis are stages, in order. What a function sends forward, its backward receives in the
-other direction; so every rank must run backward through the result of `to_owners` if any does, and
-everything else hangs on that node (`ties`).
+The ranks of the axis are the stages, in order. What a function sends in forward, its backward
+receives in the opposite direction. So every rank must run backward through the result of
+`to_owners` if any rank does, or the others hang; the other operations depend on that node in the
+graph (`ties`), so that autograd reaches them too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bmtrain.runtime.world import World
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """What a receiver must know of a tensor before it comes."""
+    """Shape, dtype and requires_grad of a tensor, sent ahead of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,15 +33,14 @@ class Head:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Memory for it."""
+        """An uninitialised tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Link:
-    """This stage and a neighbour: their communicator, and what is on its way there.
+    """This stage and one neighbour: their communicator, and the send in flight.
 
-    What is sent waits for what was sent before it, so that at most one group of tensors is in
-    flight.
+    A send waits for the one before it, so that at most one group of tensors is in flight.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
@@ -51,30 +50,31 @@ class Link:
         self._under_way: collectives.Transfer | None = None
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start sending; the tensors stay alive until they have arrived."""
+        """Start sending; the transfer keeps the tensors alive until it is flushed."""
         self.flush()
         self._under_way = collectives.start_send(
             [x.contiguous() for x in tensors], self._other, self.axis
         )
 
     def flush(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the send in flight, and release its tensors."""
         transfer, self._under_way = self._under_way, None
         if transfer is not None:
+            # Without this wait, the memory released here could be reused while it is being sent.
             transfer.wait()
 
     def receive(self, heads: Sequence[Head]) -> collectives.Transfer:
-        """Start receiving into memory made for it."""
+        """Start receiving into new tensors."""
         return collectives.start_receive(
             [head.empty(self._device) for head in heads], self._other, self.axis
         )
 
     def send_heads(self, heads: Sequence[Head]) -> None:
-        """Tell the neighbour what will come."""
+        """Send the neighbour the heads of the tensors that will follow."""
         collectives.send_object(list(heads), self._other, self.axis)
 
     def receive_heads(self) -> list[Head]:
-        """What the neighbour tells."""
+        """Receive the heads that the neighbour sends."""
         heads: list[Head] = collectives.receive_object(self._other, self.axis)
         return heads
 
@@ -92,17 +92,16 @@ class Links:
 
 
 def to_first(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The rows `x` (n, ...) of all ranks in rank order, (ranks * n, ...), on the first rank;
-    elsewhere a 0-dim token.
+    """Gather the rows `x` (n, ...) of all ranks on the first one: (ranks * n, ...).
+
+    The other ranks get a 0-dim token.
     """
     out: torch.Tensor = _ToFirst.apply(x, axis)
     return out
 
 
 def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
-    """Send activations over the link; the token that is returned stands for them in the graph
-    here.
-    """
+    """Send activations over the link; the token returned represents them in this rank's graph."""
     token: torch.Tensor = _PassOn.apply(link, *hidden)
     return token
 
@@ -110,11 +109,11 @@ def pass_on(hidden: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
 def take_over(
     heads: Sequence[Head], transfer: collectives.Transfer, link: Link, ties: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """The activations that the neighbour passes on, once they are here; they require grad if they
-    did there.
+    """The activations that the neighbour sends, once received.
 
-    They are a function of `ties` to autograd, which get no gradient: a backward pass towards those
-    must come by here.
+    They require grad if they do on the neighbour. To autograd they are a function of `ties`, which
+    get no gradient: that puts this node on the path of any backward pass towards the ties, so that
+    the neighbour's gradients are always sent.
     """
     transfer.wait()
     if not any(head.requires_grad for head in heads):
@@ -128,8 +127,9 @@ def take_over(
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each stage has `counts[stage]` of, for the rows of all ranks; `head` is that of one for
-    the rows of one rank.
+    """One kind of result: stage i holds `counts[i]` of them, for the rows of all ranks.
+
+    `head` describes one of them for the rows of one rank.
     """
 
     head: Head
@@ -147,13 +147,14 @@ def to_owners(
 
     Args:
         held: one tensor per share, (counts[own stage], ranks * n, ...), or None for a count of 0.
-        shares: what they are; the same on all ranks.
-        ties: tensors whose gradients other ranks send or wait for; they get no gradient here, only
-            their place in the order.
+        shares: their descriptions, the same on all ranks.
+        ties: tensors whose gradients other ranks send or wait for. They get no gradient here; they
+            only order their nodes after this one in backward.
         axis: the pipeline.
         device: of the results.
 
-    Returns one tensor (sum of counts, n, ...) per share.
+    Returns:
+        One tensor (sum of counts, n, ...) per share.
     """
     anchor = torch.zeros(
         (), device=device, requires_grad=any(share.head.requires_grad for share in shares)
@@ -311,8 +312,9 @@ def _new(
 def _swap(
     pieces: Sequence[Sequence[torch.Tensor]], results: Sequence[Sequence[torch.Tensor]], axis: Axis
 ) -> None:
-    """For each share, `pieces[place]` goes to that place and `results[place]` comes from there;
-    contiguous, may be empty.
+    """For each share, send `pieces[i]` to rank i and receive `results[i]` from it.
+
+    All are contiguous; empty ones are skipped.
     """
     sends, receives = [], []
     for outgoing, incoming in zip(pieces, results, strict=True):

@@ -1,10 +1,9 @@
-"""Differentiable operations on the tensor-parallel axis, each one node to autograd and to the
-compiler.
+"""Differentiable operations on the tensor-parallel axis, each a single opaque op to torch.compile.
 
-Gradients are those of the sum of all ranks' losses. The axis is looked up in the running world when
-an operation runs. Every forward call first asks on the CPU whether all tensor-parallel ranks call
-the same operation with equal shapes and dtypes, and raises on all of them if not, where the
-collective would hang or mix things up.
+Gradients are those of the sum of all ranks' losses. The axis is looked up in the current world when
+an operation runs. Every forward call first checks on the CPU that all tensor-parallel ranks call
+the same operation with equal shapes and dtypes, and raises on all of them if not. Without that
+check the collective would hang or mix up data.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from bmtrain.runtime.mesh import Axis
 
 
 def axis() -> Axis:
-    """The tensor-parallel axis of the running world."""
+    """The tensor-parallel axis of the current world."""
     return world.current("tensor parallelism").mesh.tp
 
 
 def check_alike(what: str, facts: str) -> None:
-    """ConfigurationError on all tensor-parallel ranks, naming each rank's `facts`, unless they
-    agree on `what` and `facts`.
+    """Raise ConfigurationError on all tensor-parallel ranks unless their `what` and `facts` agree.
 
-    Eight bytes travel on the CPU; the facts only if they differ.
+    A checksum travels on the CPU; the facts themselves, for the message, only if it differs.
     """
     own = zlib.crc32(f"{what}: {facts}".encode())
     if is_same([own], axis()):
@@ -47,9 +45,7 @@ def check_alike(what: str, facts: str) -> None:
 
 
 def check_rows(what: str, rows: int) -> None:
-    """ConfigurationError unless `rows`, the same on all tensor-parallel ranks, can be cut into one
-    part for each.
-    """
+    """Raise ConfigurationError unless tensor-parallel ranks divide `rows`, which they agree on."""
     size = axis().size
     if rows % size:
         raise ConfigurationError(
@@ -66,7 +62,7 @@ def _agree(what: str, **facts: object) -> None:
 def _told(fact: object) -> str:
     if not isinstance(fact, torch.Tensor):
         return str(fact)
-    # Whether a gradient is wanted decides which collectives backward calls.
+    # Whether a gradient is needed decides which collectives backward issues.
     return f"{tuple(fact.shape)} {fact.dtype}{' with gradient' if fact.requires_grad else ''}"
 
 
@@ -74,7 +70,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-# Rows of all ranks, and back
+# Gather and scatter of rows, and reductions
 
 
 @torch.library.custom_op("bmtrain::tp_gather_rows", mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -91,7 +87,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("bmtrain::tp_scatter_rows", mutates_args=(), schema="(Tensor x) -> Tensor")
 def scatter_rows(x: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of `x` (ranks * rows, ...): (rows, ...)."""
+    """Sum `x` (ranks * rows, ...) over ranks and return this rank's rows: (rows, ...)."""
     _agree("scatter_rows", x=x)
     check_rows("scatter_rows", x.shape[0])
     return collectives.reduce_scatter(x, "sum", axis())
@@ -107,7 +103,7 @@ scatter_rows.register_autograd(lambda ctx, grad: gather_rows(grad))
 
 
 def gather_features(x: torch.Tensor) -> torch.Tensor:
-    """Every rank's `x` (..., n), in rank order along the last dim: (..., ranks * n)."""
+    """Concatenate every rank's `x` (..., n) in rank order along the last dim: (..., ranks * n)."""
     return gather_rows(x.unsqueeze(0)).movedim(0, -2).flatten(-2)
 
 
@@ -115,7 +111,7 @@ def gather_features(x: torch.Tensor) -> torch.Tensor:
     "bmtrain::tp_all_reduce", mutates_args=(), schema="(Tensor x, str op) -> Tensor"
 )
 def all_reduce(x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    """The reduction of every rank's `x` by "sum" or "max"; only the sum has a gradient."""
+    """Reduce every rank's `x` by "sum" or "max"; only the sum is differentiable."""
     _agree("all_reduce", x=x, op=op)
     return collectives.all_reduce(x, op, axis())
 
@@ -138,18 +134,18 @@ def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, No
 all_reduce.register_autograd(_all_reduce_backward, setup_context=_keep_op)
 
 
-# Linear maps of the rows of all ranks
+# Linear layers over the rows of all ranks
 
 
 def own_features(x: torch.Tensor, count: int) -> torch.Tensor:
-    """This rank's `count` features of x (..., ranks * count): a view (..., count)."""
+    """This rank's `count` features of `x` (..., ranks * count): a view (..., count)."""
     return x.narrow(-1, axis().index * count, count)
 
 
 def _check_factors(what: str, x: torch.Tensor, weight: torch.Tensor, expected: int) -> None:
-    """What torch would only say of a part.
+    """Check shape and dtype of a factor, which torch would report for one rank's part only.
 
-    The same on all tensor-parallel ranks, once they have agreed on the shapes.
+    The error is the same on all tensor-parallel ranks, once they have agreed on the shapes.
     """
     if x.dim() < 2 or x.shape[-1] != expected:
         raise ConfigurationError(
@@ -173,9 +169,7 @@ def _check_factors(what: str, x: torch.Tensor, weight: torch.Tensor, expected: i
 def gather_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_chunks: int
 ) -> torch.Tensor:
-    """The rows of all ranks, from x (rows, ..., n), times weight (m, n) transposed, plus bias (m,):
-    (ranks * rows, ..., m).
-    """
+    """All ranks' rows x (rows, ..., n) times weight (m, n)^T, plus bias: (ranks * rows, ..., m)."""
     _agree("gather_linear", x=x, weight=weight, bias=bias is not None, chunks=num_chunks)
     _check_factors("a linear map of gathered rows", x, weight, weight.shape[1])
     overlap = _overlap()
@@ -204,9 +198,9 @@ def _gather_linear_gradients(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and weight; an empty tensor for one that is not wanted.
+    """Gradients of x and weight; an empty tensor for one that is not needed.
 
-    The gathered x was not kept: it comes again.
+    Gathers x again: forward does not save the gathered rows.
     """
     overlap, grad = _overlap(), _matrix(grad)
     rows = overlap.gather(_matrix(x), 1, whole=True) if for_weight else None
@@ -223,10 +217,10 @@ def _gather_linear_gradients(
 def linear_scatter(
     x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int
 ) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of x (ranks * rows, ..., n) times weight (m, n)
-    transposed: (rows, ..., m).
+    """x (ranks * rows, ..., n) times weight (m, n)^T, reduce-scattered over ranks: (rows, ..., m).
 
-    With `split_input`, x has the features of all ranks (..., ranks * n).
+    With `split_input`, x has the features of all ranks (..., ranks * n), of which this rank uses
+    its own.
     """
     x = _own_input("linear_scatter", x, weight, split_input, num_chunks)
     check_rows("a linear map to scattered rows", x.shape[0])
@@ -254,7 +248,7 @@ def _linear_scatter_gradients(
     for_x: bool,
     for_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of x and weight; an empty tensor for one that is not wanted."""
+    """Gradients of x and weight; an empty tensor for one that is not needed."""
     overlap = _overlap()
     rows = overlap.gather(_matrix(grad), num_chunks, whole=for_weight)
     grad_x = overlap.multiply_gathered(rows, weight).view(x.shape) if for_x else x.new_empty(0)
@@ -280,8 +274,9 @@ def _(
     schema="(Tensor x, Tensor weight, bool split_input) -> Tensor",
 )
 def linear_reduce(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> torch.Tensor:
-    """The sum over ranks of x (rows, ..., n) times weight (m, n) transposed: (rows, ..., m), all
-    rows on every rank.
+    """The sum over ranks of x (rows, ..., n) times weight (m, n)^T, on every rank: (rows, ..., m).
+
+    With `split_input`, x has the features of all ranks (..., ranks * n).
     """
     product = _matrix(_own_input("linear_reduce", x, weight, split_input)) @ weight.t()
     collectives.all_reduce_(product, "sum", axis())
@@ -296,9 +291,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, split_input: bool) -> torch.Tensor:
 def _own_input(
     what: str, x: torch.Tensor, weight: torch.Tensor, split_input: bool, num_chunks: int = 1
 ) -> torch.Tensor:
-    """The features of x that meet this rank's weight, once all ranks have agreed that they are
-    there.
-    """
+    """The features of x that this rank's weight multiplies, after all ranks agree on the shapes."""
     _agree(what, x=x, weight=weight, split_input=split_input, chunks=num_chunks)
     count = weight.shape[1]
     _check_factors(
@@ -324,7 +317,8 @@ def _gather_linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor 
     grad_x, grad_weight = _gather_linear_gradients(
         grad, *ctx.saved_tensors, ctx.options[-1], for_x, for_weight
     )
-    # Outside of the opaque operation: the compiler can make this sum along with what makes `grad`.
+    # Outside the opaque op, so that the compiler can fuse this sum with the kernel that produces
+    # `grad`.
     grad_bias = _matrix(grad).sum(0) if for_bias else None
     return grad_x if for_x else None, grad_weight if for_weight else None, grad_bias, None
 
@@ -354,7 +348,7 @@ def _linear_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor 
 
 
 def _input_gradient(grad: torch.Tensor, x: torch.Tensor, split_input: bool) -> torch.Tensor:
-    """The gradient of all features of x, of which this rank used a part."""
+    """The gradient of all features of x; zero for those that this rank does not use."""
     if not split_input:
         return grad
     before = axis().index * grad.shape[-1]

@@ -1,6 +1,4 @@
-"""Gathers and reductions of shards in flight beside the compute stream, and the streams they run
-on.
-"""
+"""All-gathers and reduce-scatters of shards, overlapped with compute, and their streams."""
 
 from __future__ import annotations
 
@@ -22,68 +20,67 @@ from bmtrain.distributed.peers import GATHERS, PeerGroups, PeerMemory, Peers
 from bmtrain.runtime.mesh import Axis
 from bmtrain.torch_internals import all_gather_flat, reduce_scatter_flat
 
-# Smaller shards are left to collectives: mapping each other's memory takes whole pages of 2 MiB,
-# and some milliseconds.
+# Bytes. Smaller shards use collectives: mapping memory into other processes takes whole 2 MiB pages
+# and a few milliseconds.
 SMALLEST_SHARED_BYTES = 2**16
 
 
 class Streams(ABC):
-    """A gather and a reduce stream beside the compute stream of one device.
+    """A gather stream and a reduce stream beside the compute stream of one device.
 
     Events order work between them.
     """
 
     @abstractmethod
     def mark_compute(self) -> torch.Event | None:
-        """An event after all work so far issued on the compute stream."""
+        """An event after all work issued so far on the compute stream."""
 
     @abstractmethod
     def compute_waits(self, event: torch.Event | None) -> None:
-        """Later work on the compute stream starts after `event`."""
+        """Make later work on the compute stream wait for `event`."""
 
     @abstractmethod
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
-        """Issue the body on the gather stream, after `after`."""
+        """Issue the body on the gather stream, after the event `after`."""
 
     @abstractmethod
     def reducing(self) -> contextlib.AbstractContextManager[object]:
-        """Issue the body on the reduce stream, after all work so far issued on the compute
-        stream.
-        """
+        """Issue the body on the reduce stream, after all work issued on the compute stream."""
 
     @abstractmethod
     def mark_current(self) -> torch.Event | None:
-        """An event after all work so far issued on the stream of the surrounding `gathering` or
-        `reducing`.
-        """
+        """An event after all work issued so far on the current stream."""
 
     @abstractmethod
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Issue jobs that may run at the same time: after all work so far on the surrounding
-        stream, before all later work.
+        """Issue jobs that may run concurrently.
+
+        They start after all earlier work on the current stream; later work there waits for all of
+        them.
         """
 
     @abstractmethod
     def fork(self) -> None:
-        """Later work on the side streams starts after all work so far issued on the compute
-        stream.
+        """Make both side streams wait for all work issued so far on the compute stream.
+
+        In a CUDA graph capture this adds them to the graph: otherwise their work would run at once
+        instead of being captured.
         """
 
     @abstractmethod
     def join(self) -> None:
-        """Later work on the compute stream starts after all work so far issued on the side
-        streams.
+        """Make the compute stream wait for all work issued so far on the side streams.
+
+        A CUDA graph capture that ends with unjoined side streams fails.
         """
 
     @abstractmethod
     def renew(self) -> None:
-        """What came before all events so far is done, or was only captured: nobody waits for those
-        events any more.
-        """
+        """Turn waits for earlier events into no-ops: their work is done, or was only captured."""
 
 
 class NullStreams(Streams):
-    """The CPU: program order is the only order."""
+    """The CPU: operations run in program order, so nothing has to wait."""
 
     def mark_compute(self) -> torch.Event | None:
         return None
@@ -115,25 +112,29 @@ class NullStreams(Streams):
 
 
 class Mark(torch.cuda.Event):
-    """An event of one age of the streams: a capture of a CUDA graph cannot wait for events from
-    outside of it, nor they for its.
+    """An event with the age of the streams at its recording.
+
+    A CUDA graph capture cannot wait for an event recorded outside it, nor can later work wait for
+    an event recorded inside. `renew` starts a new age, and waits for events of an earlier one are
+    skipped.
     """
 
     age: int
 
 
 class CudaStreams(Streams):
-    """High-priority side streams: a collective that waits behind compute kernels delays every
-    rank.
+    """CUDA streams, the side streams with high priority.
+
+    A collective queued behind compute kernels would delay every rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._gather = torch.cuda.Stream(device, priority=-1)
         self._reduce = torch.cuda.Stream(device, priority=-1)
         self._device = device
-        # Each direction has its own. A stream does one thing after the other: on shared ones the
-        # copies of a reduction would wait for those of a gather, and links that carry both ways at
-        # once would carry one.
+        # Streams for `side_by_side`, by surrounding stream. The two directions share none: work on
+        # one stream is serialised, so the copies of a reduction would wait for those of a gather,
+        # and links that carry both directions at once would carry only one.
         self._sides: defaultdict[torch.cuda.Stream, list[torch.cuda.Stream]] = defaultdict(list)
         self._age = 0
 
@@ -146,10 +147,12 @@ class CudaStreams(Streams):
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
         if isinstance(after, Mark) and after.age == self._age:
+            # Without this wait, the gather could overwrite a buffer that is still being read.
             self._gather.wait_event(after)
         return torch.cuda.stream(self._gather)
 
     def reducing(self) -> contextlib.AbstractContextManager[object]:
+        # Without this wait, the reduction could read gradients that are still being computed.
         self._reduce.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._reduce)
 
@@ -180,23 +183,26 @@ class CudaStreams(Streams):
         before = surrounding.record_event()
         used = sides[: max(len(jobs) - 1, 0)]
         for job, side in zip(jobs[1:], used, strict=True):
+            # Without this wait, a copy could run before the barrier that makes its source readable.
             side.wait_event(before)
             with torch.cuda.stream(side):
                 job()
         for job in jobs[:1]:
             job()
+        # Without this wait, later work could read what the copies have not yet written, or reuse
+        # the memory they still read.
         for side in used:
             surrounding.wait_stream(side)
 
 
 def make_streams(device: torch.device) -> Streams:
-    """The streams of a device."""
+    """The streams of a device: CUDA streams, or none on a CPU."""
     return NullStreams() if device.type == "cpu" else CudaStreams(device)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Communication in flight: what it reads or writes stays alive as long as this does."""
+    """Communication in flight. Holds the tensors it accesses until the event is waited for."""
 
     tensors: Sequence[torch.Tensor]
     event: torch.Event | None
@@ -204,10 +210,12 @@ class Pending:
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A full gradient to be sent: `parts` makes flat tensors that are it, one behind the other,
-    from what it `reads`.
+    """A full gradient on its way to the reduction.
 
-    dtype: that in which it travels, of the parts too.
+    Attributes:
+        dtype: dtype in which it is communicated; the parts have it too.
+        parts: makes flat tensors whose concatenation is the gradient.
+        reads: the tensors that `parts` reads. They are held until it has been computed.
     """
 
     dtype: torch.dtype
@@ -215,15 +223,20 @@ class Outgoing:
     reads: Sequence[torch.Tensor]
 
 
+<<<<<<< HEAD
 class ShardSource:
     """The shard that is gathered, without keeping it alive.
+=======
+class Source:
+    """A shard to gather, held weakly.
+>>>>>>> prose1
 
-    A residence is part of the order of gathers that all ranks share, and so may outlive its storage
-    on the ranks that drop a model first. There it still takes its turn in a gather that others have
-    begun, with zeros that nobody will read.
+    A residence is part of the gather order that all ranks share, so it may outlive its storage on
+    ranks that drop a model first. Those ranks still take part in gathers that others have started,
+    with zeros that nobody reads. Leaving would hang the other ranks.
 
     Args:
-        shard: (numel,), this rank's.
+        shard: this rank's shard (numel,).
         peers, memory: where the other ranks' shards can be read; None if a collective gathers.
     """
 
@@ -234,11 +247,11 @@ class ShardSource:
         self.numel, self._dtype, self._device = shard.numel(), shard.dtype, shard.device
         self.peers, self._memory = peers, memory
         self.name = f"{shard.numel()} elements of every rank"
-        if memory is not None:  # it maps the shard too
+        if memory is not None:  # it maps this shard too: held on, the memory would never be freed
             self.when_gone(self._unmap)
 
     def get(self) -> torch.Tensor:
-        """The shard (numel,), or zeros once it is gone."""
+        """The shard (numel,), or zeros once it has been freed."""
         shard = self._shard()
         return (
             torch.zeros(self.numel, dtype=self._dtype, device=self._device)
@@ -248,19 +261,19 @@ class ShardSource:
 
     @property
     def memory(self) -> PeerMemory | None:
-        """All ranks' shards, to be copied; None once this rank's is gone.
+        """All ranks' shards, to copy from; None once this rank's has been freed.
 
-        Mapped for as long as the caller keeps it.
+        The caller must hold the result while copies from it are issued: it keeps the memory mapped.
         """
         return self._memory
 
     def new_full(self, num_shards: int) -> torch.Tensor:
-        """Memory for the full buffer, usable in training even if made under inference mode."""
+        """A full buffer, uninitialised; usable in training even if allocated in inference mode."""
         with torch.inference_mode(False):
             return torch.empty(self.numel * num_shards, dtype=self._dtype, device=self._device)
 
     def when_gone(self, do: Callable[[], None]) -> None:
-        """Call `do` when the shard is gone."""
+        """Call `do` when the shard is freed."""
         shard = self._shard()
         if shard is not None:
             weakref.finalize(shard, do)
@@ -270,9 +283,9 @@ class ShardSource:
 
 
 class Transport:
-    """Gathers and reductions of a run, over any axis.
+    """All-gathers and reduce-scatters of a run, over any axis.
 
-    At most two full gradients are alive at a time.
+    At most MAX_REDUCTIONS full gradients are in flight at a time, which bounds their memory.
     """
 
     MAX_REDUCTIONS = 2
@@ -282,21 +295,31 @@ class Transport:
         self._reductions: collections.deque[Pending] = collections.deque()
         self._filling: Pending | None = None
         self._fence = True
-        # by axis and full size
+        # number of shards in peer memory, by ranks of the axis and full size
         self._num_joined: collections.Counter[tuple[tuple[int, ...], int]] = collections.Counter()
         self._exchanges: dict[tuple[tuple[int, ...], int, torch.dtype], Exchange] = {}
 
     def fence(self) -> None:
-        """Shards may have been written on the compute stream: the next gather, and so all after it,
-        waits for those writes.
+        """Announce that shards may have been written on the compute stream.
+
+        The next gather, and so all after it, waits for those writes; without it, it would send
+        stale weights.
         """
         self._fence = True
 
     def new_shard(
         self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool
+<<<<<<< HEAD
     ) -> tuple[torch.Tensor, ShardSource]:
         """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read
         if `shared`. Collective.
+=======
+    ) -> tuple[torch.Tensor, Source]:
+        """Zeros (numel,) for a shard, and its Source. Collective.
+
+        With `shared`, a shard of at least SMALLEST_SHARED_BYTES is in peer memory, if the axis has
+        peers.
+>>>>>>> prose1
         """
         big = shared and numel * dtype.itemsize >= SMALLEST_SHARED_BYTES
         peers = self._peer_groups.of(axis) if big else None
@@ -315,17 +338,21 @@ class Transport:
         free: torch.Event | None,
         place: str = "",
     ) -> torch.Event | None:
-        """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis, once the
-        event `free` of the last reader has passed.
+        """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis.
 
-        Memory just allocated has no such event: its last reader may be anything issued so far on
-        the compute stream.
+        Waits for `free`, the event of the buffer's last reader; without that, the gather would
+        overwrite weights that a kernel still reads. Newly allocated memory has no such event: its
+        last reader may be anything issued so far on the compute stream, so the gather waits for all
+        of it.
 
         Args:
-            place: what is gathered and where in the program, for messages.
+            place: what is gathered, and where in the program, for messages.
+
+        Returns:
+            The event after the gather; None on a CPU.
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to do different things.
+            RanksPartedError: on all ranks, if they are known to have diverged.
         """
         self.ledger.enter(axis, f"gather of {place or source.name}", is_on_host=False)
         streams = self.streams
@@ -341,20 +368,22 @@ class Transport:
     def _copy_shards(self, full: torch.Tensor, memory: PeerMemory | None, peers: Peers) -> None:
         axis = peers.axis
         parts = () if memory is None else memory.parts
-        peers.barrier(GATHERS)  # what all ranks have written to their shards comes first
+        # Without it, the copies could read a peer's shard before its optimizer has written it.
+        peers.barrier(GATHERS)
         pieces = full.chunk(axis.size)
         self.streams.side_by_side(
             [functools.partial(pieces[rank].copy_, parts[rank]) for rank in rotated(axis) if parts]
         )
-        peers.barrier(GATHERS)  # as after a collective, nobody reads this rank's shard any more
+        # Without it, a rank could update its shard while a peer still copies from it.
+        peers.barrier(GATHERS)
 
     def expect(self, numel: int, dtype: torch.dtype, axis: Axis) -> None:
-        """Full gradients (numel,) of this dtype will be reduced: what sums them by copies is made
-        now, if it is not there.
+        """Allocate peer memory for reducing full gradients (numel,) of this dtype, where it pays.
 
-        Collective, and so before any backward pass, where one rank that runs out of memory would
-        leave the others waiting. Only sizes that several storages share have it, as it keeps its
-        memory: to the end of the run, for ranks drop their models at different times.
+        Collective, and therefore called before any backward pass: if one rank ran out of memory
+        inside one, the others would hang. The memory is kept until the end of the run, because
+        ranks drop their models at different times; so only sizes that several storages share get
+        it.
         """
         key = (axis.ranks, numel, dtype)
         peers = (
@@ -371,12 +400,17 @@ class Transport:
     def reduce(
         self, total: torch.Tensor, gradient: Outgoing, axis: Axis, *, accumulate: bool
     ) -> None:
-        """Start `total` (n,) = (total if accumulate else 0) + this rank's part of the sum over
-        ranks of `gradient` (n * ranks,).
+        """Start `total = (total if accumulate else 0) + this rank's part of the sum over ranks`.
+
+        Args:
+            total: this rank's gradient (n,), written.
+            gradient: the full gradient (n * ranks,).
+            axis: the ranks.
+            accumulate: add to `total` instead of overwriting it.
 
         Raises:
-            RanksPartedError: on all ranks, if they are known to do different things. What is
-                reduced has been noted before.
+            RanksPartedError: on all ranks, if they are known to have diverged. The caller has
+                logged whose gradient this is.
         """
         if axis.size == 1:
             self._keep(total, gradient, accumulate)
@@ -398,8 +432,8 @@ class Transport:
     def _reduce_by_collective(
         self, total: torch.Tensor, gradient: Outgoing, axis: Axis, accumulate: bool
     ) -> None:
-        # Made here, where memory belongs to the compute stream; filled beside it, where memory is
-        # the bottleneck and not products.
+        # Allocated outside `reducing`, so that the memory belongs to the compute stream's pool;
+        # filled on the reduce stream, beside matrix products that leave memory bandwidth idle.
         full = torch.empty(total.numel() * axis.size, dtype=gradient.dtype, device=total.device)
         with self.streams.reducing():
             torch.cat(gradient.parts(), out=full)
@@ -413,14 +447,20 @@ class Transport:
             self._reductions.append(Pending([full], self.streams.mark_current()))
 
     def wait_for_reductions(self) -> None:
-        """Later compute work starts after every reduction so far."""
-        self._filling = None  # comes before its reduction
+        """Make later work on the compute stream wait for all reductions in flight.
+
+        Without it, an optimizer could read gradients that are still being summed.
+        """
+        # A fill comes before its reduction on the reduce stream; waiting for the latter suffices.
+        self._filling = None
         while self._reductions:
             self.streams.compute_waits(self._reductions.popleft().event)
 
     def _make_room(self) -> None:
-        """The caching allocator may hand memory that has been let go to compute kernels: they wait
-        for its last use here.
+        """Wait until less than MAX_REDUCTIONS reductions are in flight, then release their tensors.
+
+        The compute stream waits before a tensor is dropped. Without that, the caching allocator
+        could hand its memory to a compute kernel while the reduce stream still reads it.
         """
         if self._filling is not None:
             self.streams.compute_waits(self._filling.event)
@@ -429,7 +469,7 @@ class Transport:
             self.streams.compute_waits(self._reductions.popleft().event)
 
     def _keep(self, total: torch.Tensor, gradient: Outgoing, accumulate: bool) -> None:
-        """One rank: its gradient is the sum, written where it belongs."""
+        """Write the gradient of a single rank, which is the sum, without communication."""
         if gradient.dtype == total.dtype and not accumulate:
             torch.cat(gradient.parts(), out=total)
             return
@@ -441,14 +481,10 @@ def _add(total: torch.Tensor, part: torch.Tensor, accumulate: bool) -> None:
 
 
 def gather_shards(full: torch.Tensor, shard: torch.Tensor, axis: Axis) -> None:
-    """Fill `full` (axis.size * n,) with every rank's `shard` (n,) in rank order, on the axis's
-    gather communicator.
-    """
+    """All-gather `shard` (n,) into `full` (axis.size * n,) in rank order, on the gather group."""
     all_gather_flat(full, shard, group=axis.communicators.gather)
 
 
 def reduce_shards(shard: torch.Tensor, full: torch.Tensor, axis: Axis) -> None:
-    """Fill `shard` (n,) with this rank's part of the sum over ranks of `full` (axis.size * n,), on
-    the reduce communicator.
-    """
+    """Reduce-scatter the sum of `full` (axis.size * n,) into `shard` (n,), on the reduce group."""
     reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=axis.communicators.reduce)

@@ -1,3 +1,1 @@
-"""Arithmetic as pure functions of tensors, one file per kernel: a fast path per device beside its
-plain-torch twin.
-"""
+"""Arithmetic as pure functions of tensors, one file per kernel: fast path and plain-torch twin."""

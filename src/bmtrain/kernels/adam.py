@@ -1,6 +1,4 @@
-"""The AdamW update of flat tensors: a plain-torch twin, a CPU path and a fused Triton kernel, one
-rule for every dtype.
-"""
+"""The AdamW update of flat tensors: plain torch, a CPU path and a fused Triton kernel."""
 
 from __future__ import annotations
 
@@ -31,16 +29,18 @@ class AdamSettings:
 
     @property
     def gradient_factor(self) -> float:
-        """What the gradient is multiplied by."""
+        """Factor of the gradient, with the sign for maximisation."""
         return (-1.0 if self.maximize else 1.0) / self.scale
 
 
 class AdamTensors(NamedTuple):
-    """What belongs to the same elements, contiguous.
+    """Tensors of the same elements, contiguous.
 
-    weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` where
-    weights are fp32 or fp64. grad: (n,) of any floating dtype, read only. master, mean, square:
-    (n,) fp32, fp64 where weights are fp64: the exact weights and both moments.
+    Attributes:
+        weight: (n,) of any floating dtype, written from `master`; the same tensor as `master` for
+            weights in fp32 or fp64.
+        grad: (n,) of any floating dtype, read only.
+        master, mean, square: (n,) fp32, or fp64 for fp64 weights: master weights and both moments.
     """
 
     weight: torch.Tensor
@@ -51,20 +51,20 @@ class AdamTensors(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the weights themselves are the exact ones."""
+        """Whether the weights are their own master."""
         return self.weight is self.master
 
 
 def adamw_update(
     tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """Update tensors of one device in place, element by element; only for fp64 weights a verdict is
-    waited for.
+    """Update tensors of one device in place, element by element.
 
     Args:
         tensors: rows of AdamTensors.
         settings: see AdamSettings.
-        verdict: 0-dim fp64 on that device; if it is NaN or infinite, nothing is updated.
+        verdict: 0-dim fp64 on that device; if it is NaN or infinite, nothing is updated. The host
+            waits for it only if there are fp64 weights.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2.
     """
@@ -81,9 +81,7 @@ def adamw_update(
 def adamw_reference(
     tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """The same by the formula, one operation after another: what the fast paths are tested
-    against.
-    """
+    """`adamw_update` by the formula, one operation at a time: the reference for tests."""
     if verdict is not None and not bool(verdict.isfinite()):
         return
     s = settings
@@ -99,9 +97,7 @@ def adamw_reference(
 
 
 def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
-    """torch's fused CPU AdamW, the operator itself: it reads and writes each tensor once, on all
-    threads.
-    """
+    """The operator of torch's fused CPU AdamW: one pass over each tensor, on all threads."""
     s = settings
     if t.weight.numel() == 0:
         return
@@ -130,14 +126,14 @@ def _update_on_cpu(t: AdamTensors, settings: AdamSettings) -> None:
 def adamw_triton(
     tensors: Batch, settings: AdamSettings, verdict: torch.Tensor | None = None
 ) -> None:
-    """The same by one kernel for all tensors of equal dtypes."""
+    """`adamw_update` with one kernel for all tensors of equal dtypes."""
     from bmtrain.kernels.chunks_triton import DTYPES
 
     s = settings
     for dtypes, chunks in tensors.tables(BLOCK):
         with launching_on(chunks.rows.device):
-            # Differences such as 1 - beta2 lose a hundred times their last bit in fp32: they are
-            # taken here, in double.
+            # Computed here in double: differences such as 1 - beta2 would lose a hundred times
+            # their last bit in fp32.
             _triton_kernel()[(chunks.count,)](
                 chunks.rows,
                 chunks.row_of,
@@ -164,9 +160,7 @@ def adamw_triton(
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first update
-    on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.adam_triton import adamw_kernel
 
     return adamw_kernel

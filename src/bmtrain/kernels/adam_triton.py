@@ -27,10 +27,10 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One pass over rows of (weight, gradient, master, mean, square): gradient in, the others out.
-    Arithmetic in fp32.
+    """One pass over rows of (weight, gradient, master, mean, square), with fp32 arithmetic.
 
-    Everything stays as it is when the number in `verdict` is NaN or infinite.
+    Reads the gradient and updates the others; leaves them unchanged if `verdict` is NaN or
+    infinite.
     """
     chunk = tl.program_id(0)
     row = rows + tl.load(row_of + chunk).to(tl.int64) * 7
@@ -54,5 +54,5 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     tl.store(mean + i, m, mask=inside)
     tl.store(square + i, v, mask=inside)
     tl.store(master + i, w, mask=inside)
-    if tl.float32 != WEIGHT:  # else it is the master itself
+    if tl.float32 != WEIGHT:  # fp32 weights are the master itself, written above
         tl.store(tensor_at(row, 0, WEIGHT, IS_ALIGNED) + i, w.to(WEIGHT), mask=inside)

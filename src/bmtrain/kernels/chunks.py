@@ -1,6 +1,4 @@
-"""Many tensors in one launch: a table on the device tells every program which chunk of which tensor
-is its own.
-"""
+"""Kernel launches over many tensors: a device table maps each chunk to its tensor."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-# Multiples of it allow the widest loads and stores.
+# Multiples of this allow the widest loads and stores.
 ALIGNMENT = 16
-# Tables kept: a training step has a handful, and new ones only where gradients move in memory.
+# Cached tables: a training step needs a handful, and new ones only when gradients move in memory.
 NUM_KEPT = 64
 
-Row = tuple[int, ...]  # addresses, and the number of elements
+Row = tuple[int, ...]  # data pointers, then the number of elements
 Dtypes = tuple[torch.dtype, ...]
 
 
@@ -25,11 +23,12 @@ Dtypes = tuple[torch.dtype, ...]
 class Chunks:
     """The table of one launch, on the device.
 
-    rows: (tensors, columns + 2) int64: the addresses of tensors that belong together, their number
-    of elements, and the number
-        of chunks in the rows above.
-    row_of: (chunks,) int32: the row that each chunk belongs to.
-    is_aligned: whether all addresses (in bytes) and numbers of elements are multiples of ALIGNMENT.
+    Attributes:
+        rows: (tensors, columns + 2) int64: data pointers of tensors with matching elements, their
+            number of elements, and the number of chunks in the rows above.
+        row_of: (chunks,) int32: the row of each chunk.
+        is_aligned: whether all addresses (in bytes) and numbers of elements are multiples of
+            ALIGNMENT.
     """
 
     rows: torch.Tensor
@@ -38,19 +37,18 @@ class Chunks:
 
     @property
     def count(self) -> int:
-        """The number of chunks."""
+        """Number of chunks."""
         return self.row_of.numel()
 
 
 class Batch:
-    """What one call of a kernel works on: rows of tensors that belong together and stay in place as
-    long as this object lives.
+    """The tensors of one kernel call: rows of tensors with matching elements.
 
-    What the device must know of rows is sent once for the same addresses, which a training step
-    meets again and again.
+    Tables are sent to the device once per set of addresses, which repeat from step to step. The
+    tensors must stay at their addresses for as long as this object is used.
 
     Args:
-        rows: equally many contiguous tensors each, all with equally many elements.
+        rows: each with the same number of contiguous tensors, all of the same number of elements.
     """
 
     def __init__(self, rows: Iterable[Sequence[torch.Tensor]]) -> None:
@@ -58,9 +56,7 @@ class Batch:
         self._tables: dict[tuple[int, int], list[tuple[Dtypes, Chunks]]] = {}
 
     def tables(self, length: int) -> list[tuple[Dtypes, Chunks]]:
-        """The tables of rows worked on `length` elements at a time, with the dtypes of their
-        columns.
-        """
+        """Tables for chunks of `length` elements, one or two per combination of column dtypes."""
         stream = _current_stream(self.rows[0][0].device) if self.rows else 0
         if (length, stream) not in self._tables:
             kinds: dict[Dtypes, list[Sequence[torch.Tensor]]] = {}
@@ -76,9 +72,7 @@ class Batch:
 
     @functools.cached_property
     def by_path(self) -> tuple[Batch, Batch]:
-        """The rows that kernels in fp32 arithmetic take, and those left to torch: fp64, strided or
-        on the CPU.
-        """
+        """The rows for kernels with fp32 arithmetic, and those for torch: fp64, strided or CPU."""
         fast: list[Sequence[torch.Tensor]] = []
         slow: list[Sequence[torch.Tensor]] = []
         for row in self.rows:
@@ -91,15 +85,13 @@ class Batch:
 
 
 def chunks_of(columns: Sequence[Sequence[torch.Tensor]], length: int) -> tuple[Chunks, ...]:
-    """Tables of tensors that are worked on `length` elements at a time: of what is aligned, and of
-    the rest; none if empty.
+    """Tables for chunks of `length` elements: one of aligned tensors and one of the rest, if any.
 
-    They are made and sent to the device once for the same addresses, without waiting for the
-    device.
+    Built and sent once per set of addresses, without synchronising with the device.
 
     Args:
-        columns: lists of equally many contiguous tensors, each list of one dtype; those at the same
-            place of all lists have equally many elements.
+        columns: lists of the same number of contiguous tensors, each list of one dtype; tensors at
+            the same index of all lists have the same number of elements.
     """
     rows = tuple(
         zip(
@@ -121,8 +113,9 @@ def chunks_of(columns: Sequence[Sequence[torch.Tensor]], length: int) -> tuple[C
 def _tables(
     rows: tuple[Row, ...], widths: tuple[int, ...], length: int, device: torch.device, stream: int
 ) -> tuple[Chunks, ...]:
-    """A table holds numbers and is never written, so whoever asks for the same numbers on the same
-    stream may have it.
+    """Cached per stream: on another stream, a kernel could read a table before it has arrived.
+
+    A table is never written, so equal arguments can share it.
     """
     aligned, rest = [], []
     for *addresses, numel in rows:
@@ -163,8 +156,9 @@ def _table(
 
 @functools.lru_cache(maxsize=NUM_KEPT)
 def _row_of(counts: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """The row of each chunk, megabytes for a large model: apart from the addresses, which may
-    change while the lengths do not.
+    """The row of each chunk; megabytes for a large model.
+
+    Cached apart from the addresses, which may change while the lengths do not.
     """
     numbers = torch.arange(len(counts), dtype=torch.int32, device="cpu")
     return _sent(numbers.repeat_interleave(torch.tensor(counts, device="cpu")), device)
@@ -175,9 +169,11 @@ def _current_stream(device: torch.device) -> int:
 
 
 def _sent(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # The pinned copy may be dropped at once: torch's host allocator reuses it only after the
+    # transfer.
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be that of the tensors."""
+    """A context that makes `device` current: Triton launches there, wherever the tensors are."""
     return contextlib.nullcontext() if device.type == "cpu" else torch.cuda.device(device)

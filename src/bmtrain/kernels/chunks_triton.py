@@ -20,6 +20,6 @@ DTYPES: dict[torch.dtype, Any] = {
 def tensor_at(
     row: tl.tensor, column: tl.constexpr, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr
 ) -> tl.tensor:
-    """The pointer in a column of a row."""
+    """The pointer in one column of a row."""
     pointer = tl.load(row + column).to(tl.pointer_type(DTYPE))
     return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer

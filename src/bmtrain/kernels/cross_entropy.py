@@ -1,20 +1,19 @@
-"""Sums over the classes of every row of logits, and the gradient of its cross entropy: Triton
-beside plain torch.
+"""Sums over the classes of each row of logits, and the gradient of its cross entropy.
 
 With logits x (rows, columns), class weights w (1 by default) and p_c = exp(x_c - m) / s, where m =
 max_c x_c and s = sum_c exp(x_c - m), the gradient of a row's loss is
 
     mass p_c - smooth w_c - [c = column] hit
 
-for three numbers per row that the caller chooses (`RowFactors`). log s is never added to m: beside
-a large m it would lose its digits. Arithmetic is in fp32, for fp64 logits in fp64; a gradient is
+for three numbers per row that the caller chooses (`RowFactors`). log s is never added to m: next to
+a large m it would lose its digits. Arithmetic is in fp32, or fp64 for fp64 logits; a gradient is
 rounded to its dtype once.
 
-On a GPU one kernel reads each logit once for the sums and one reads it once for the gradient. On a
-CPU plain torch works through chunks of rows; so it does, with one chunk, under torch.compile, which
-fuses it into kernels as fast as these.
+On a GPU, one Triton kernel reads each logit once for the sums, and another once for the gradient.
+On a CPU, plain torch works through chunks of rows. Under torch.compile it does so with a single
+chunk, which the compiler fuses into kernels as fast as these.
 
-Source of the sums in one pass: Milakov and Gimelshein, "Online normalizer calculation for softmax"
+Source of the one-pass sums: Milakov and Gimelshein, "Online normalizer calculation for softmax"
 (2018).
 """
 
@@ -28,19 +27,19 @@ import torch
 
 from bmtrain.kernels.chunks import launching_on
 
-# Elements of the scratch memory in fp32 of the plain-torch path: 1 MiB stays in a CPU's cache.
+# Elements of the plain-torch path's fp32 scratch: 1 MiB stays in a CPU's cache.
 CHUNK_NUMEL = 2**18
-# Columns that a program of a kernel reads at a time, and its warps.
+# Columns that one program of a kernel reads at a time, and its number of warps.
 BLOCK, WARPS = 2048, 4
 
 
 class RowSums(NamedTuple):
-    """Of every row, each (rows,) in the arithmetic dtype; s and the last are relative to the
-    maximum.
+    """Sums of each row, each (rows,) in the arithmetic dtype.
 
-    highest: m, the maximum; where it is -inf the others are relative to 0.
-    sum_exp: s, the sum of exp(x_c - m).
-    below: sum_c w_c (x_c - m); zero where it was not asked for.
+    Attributes:
+        highest: m, the maximum. Where it is -inf, the other sums are relative to 0 instead of m.
+        sum_exp: s, the sum of exp(x_c - m).
+        below: sum_c w_c (x_c - m); zero unless requested.
     """
 
     highest: torch.Tensor
@@ -49,11 +48,14 @@ class RowSums(NamedTuple):
 
 
 class RowFactors(NamedTuple):
-    """What makes the gradient of a row: see the top of the file. A row of three zeros has a zero
-    gradient, whatever its logits.
+    """Coefficients of each row's gradient: see the top of the file.
 
-    mass, smooth, hit: (rows,) in the arithmetic dtype; without smoothing, `smooth` may be any of
-    the others. column: (rows,) int64, -1 for a row whose class has no column here.
+    A row of three zeros has a zero gradient, whatever its logits.
+
+    Attributes:
+        mass, smooth, hit: (rows,) in the arithmetic dtype; without smoothing, `smooth` may be any
+            of the others.
+        column: (rows,) int64; -1 for a row whose class is in none of the columns here.
     """
 
     mass: torch.Tensor
@@ -62,22 +64,22 @@ class RowFactors(NamedTuple):
     column: torch.Tensor
 
     def of(self, rows: slice) -> RowFactors:
-        """Those of some of the rows."""
+        """The coefficients of some of the rows."""
         return RowFactors(*(each[rows] for each in self))
 
 
 def arithmetic(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in for logits of `dtype`: fp32, or fp64 for fp64."""
+    """The arithmetic dtype for logits of `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def row_sums(logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool) -> RowSums:
-    """Sums over the columns of logits (rows, columns) of any floating dtype and strides.
+    """Sums over the columns of logits (rows, columns), of any floating dtype and strides.
 
     Args:
         logits: read only.
         weight: class weights (columns,) in the arithmetic dtype; None for 1 each.
-        smoothed: whether `below` is wanted.
+        smoothed: whether to compute `below`.
     """
     by = row_sums_by_torch if _is_plain(logits) else row_sums_by_triton
     return by(logits, weight, smoothed=smoothed)
@@ -91,13 +93,13 @@ def row_gradient(
     *,
     smoothed: bool,
 ) -> torch.Tensor:
-    """The gradient (rows, columns) of logits in their dtype.
+    """The gradient (rows, columns) of logits, in their dtype.
 
     Args:
         logits, weight: as for `row_sums`.
-        sums: of all columns of each row, also where there are more than these.
+        sums: over all columns of each row, including any that are not in `logits`.
         factors: see RowFactors.
-        smoothed: whether `smooth` counts.
+        smoothed: whether `smooth` is used.
     """
     by = row_gradient_by_torch if _is_plain(logits) else row_gradient_by_triton
     return by(logits, sums, factors, weight, smoothed=smoothed)
@@ -111,7 +113,7 @@ def row_gradient_(
     *,
     smoothed: bool,
 ) -> torch.Tensor:
-    """The same in place of the logits, whose rows must be contiguous."""
+    """`row_gradient` in place: overwrites the logits, whose rows must be contiguous."""
     by = row_gradient_by_torch_ if _is_plain(logits) else row_gradient_by_triton_
     return by(logits, sums, factors, weight, smoothed=smoothed)
 
@@ -126,15 +128,13 @@ def _is_plain(logits: torch.Tensor) -> bool:
 def row_sums_by_torch(
     logits: torch.Tensor, weight: torch.Tensor | None, *, smoothed: bool
 ) -> RowSums:
-    """`row_sums` in chunks of rows: no fp32 copy of half-precision logits."""
+    """`row_sums` in chunks of rows, which avoids an fp32 copy of half-precision logits."""
     highest = logits.amax(1).to(arithmetic(logits.dtype))
     sum_exp, below = torch.empty_like(highest), torch.zeros_like(highest)
-    # Where all columns are masked m is -inf, and x - m no number: what is left of exp(x) beside a
-    # finite maximum is 0.
+    # If all columns are masked, m is -inf and x - m is NaN. Subtracting 0 instead gives exp(x) = 0.
     shift = torch.where(highest == -torch.inf, 0.0, highest)
     for rows in _row_chunks(logits):
-        # Two tensors of different dtype subtract in the wider one, without a converted copy of the
-        # logits.
+        # `sub` of two dtypes computes in the wider one without a converted copy of the logits.
         differences = torch.sub(logits[rows], shift[rows, None])
         if smoothed:
             below[rows] = differences.sum(1) if weight is None else (differences * weight).sum(1)
@@ -180,11 +180,11 @@ def _write_gradient(
 ) -> None:
     mass, smooth, hit, column = factors
     spread = mass / sums.sum_exp
-    # Not left to products with zero: an infinite logit would make them NaN.
+    # Masked, not multiplied by zero: that would turn an infinite logit into NaN.
     unwanted = (mass == 0) & (smooth == 0) & (hit == 0)
-    # The target's column is worked out apart in fp32 and written over: subtracting from the stored
-    # half-precision gradient would round twice, and an fp32 one-hot matrix is what this file
-    # avoids.
+    # The target's column is computed separately in fp32 and written over the result. Subtracting
+    # from the stored half-precision gradient would round twice, and would need the fp32 one-hot
+    # matrix that this file avoids.
     here, place = column >= 0, column.clamp(min=0)
     at_target = spread * torch.exp(score(logits, place) - sums.highest) - hit
     if smoothed:
@@ -199,14 +199,12 @@ def _write_gradient(
 
 
 def score(logits: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """`x_c` (rows,) of one column of every row, in the arithmetic dtype."""
+    """The logit (rows,) of one column of each row, in the arithmetic dtype."""
     return logits.gather(1, column[:, None])[:, 0].to(arithmetic(logits.dtype))
 
 
 def _row_chunks(logits: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that bound the fp32 scratch; one slice under torch.compile, which fuses it
-    away.
-    """
+    """Slices of rows that bound the fp32 scratch; one under torch.compile, which fuses it away."""
     num_rows, num_columns = logits.shape
     if torch.compiler.is_compiling():
         yield slice(0, num_rows)
@@ -237,7 +235,7 @@ def row_gradient_by_triton(
     *,
     smoothed: bool,
 ) -> torch.Tensor:
-    """`row_gradient` in one kernel that reads each logit and writes each number once."""
+    """`row_gradient` in one kernel that reads and writes each element once."""
     logits = _in_rows(logits)
     grad = torch.empty_strided(
         logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device
@@ -260,7 +258,7 @@ def row_gradient_by_triton_(
     *,
     smoothed: bool,
 ) -> torch.Tensor:
-    """`row_gradient_` in the same kernel."""
+    """`row_gradient_` in the kernel of `row_gradient`."""
     _launch(
         "row_gradient_kernel",
         logits,
@@ -273,7 +271,7 @@ def row_gradient_by_triton_(
 
 
 def _in_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Each row contiguous and the next not far behind it: logits themselves, or a copy."""
+    """Logits with contiguous rows and little space between them: the same tensor, or a copy."""
     stride, num_columns = logits.stride(0), logits.shape[1]
     return (
         logits
@@ -298,7 +296,7 @@ def _launch(
     *,
     smoothed: bool,
 ) -> None:
-    """One program per row."""
+    """Launch one program per row."""
     num_rows, num_columns = logits.shape
     if num_rows == 0:
         return
@@ -319,9 +317,7 @@ def _launch(
 
 @functools.cache
 def _triton_kernels() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first loss
-    on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels import cross_entropy_triton
 
     return cross_entropy_triton

@@ -1,12 +1,12 @@
-"""Kernels of cross entropy: a program works on a row of logits. Imported only where there is a GPU:
-see kernels/cross_entropy.py.
+"""Cross entropy kernels, one program per row of logits; see kernels/cross_entropy.py.
 
-Arithmetic has the dtype of the sums, fp32 or fp64. Places are counted in 64 bits.
+Imported only where there is a GPU. Arithmetic is in the dtype of the sums, fp32 or fp64. Offsets
+are 64-bit.
 
-Whole vectors can be moved only from places that are a multiple of their length, and only if a mask
-takes or leaves them as a whole. A row of an odd vocabulary begins and ends anywhere. So places are
-counted from the last such multiple before it, the row being [first, last) of them; blocks are of
-whole vectors inside of it, and what is left at both ends, its edges, is one small block more.
+Vectorised loads and stores need offsets that are multiples of the vector length, and masks that do
+not cut a vector. With an odd vocabulary, a row begins and ends anywhere. So offsets are counted
+from the last multiple before the row, which is [first, last) of them. The main loop covers the
+whole vectors inside the row; one small extra block covers the rest at both ends, its edges.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# No kernel is better for knowing these to be multiples of anything, and chunks of rows would each
-# want their own.
+# Not specialised: no kernel gains from divisibility of these arguments, and each chunk of rows
+# would compile its own variants.
 SIZES = ["stride", "count"]
 PER_ROW = ["highest", "sum_exp", "below", "mass", "smooth", "hit", "column"]
 
 ALIGNMENT = tl.constexpr(16)  # elements
-WIDTH = tl.constexpr(8)  # elements of a lane that lie side by side: 16 bytes of half precision
+WIDTH = tl.constexpr(8)  # adjacent elements per lane: 16 bytes in half precision
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=PER_ROW)  # type: ignore[untyped-decorator]
@@ -71,8 +71,9 @@ def row_gradient_kernel(  # noqa: PLR0913 (as above)
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The gradient of each row, from its sums; `grad` has the strides of the logits, and may be the
-    logits.
+    """The gradient of each row from its sums.
+
+    `grad` has the strides of the logits, and may be the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     start, first = _begin(row * stride)
@@ -99,16 +100,14 @@ def row_gradient_kernel(  # noqa: PLR0913 (as above)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _begin(place: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The last multiple of the alignment up to `place`, and the distance from it."""
+    """Round `place` down to a multiple of ALIGNMENT; returns that and the remainder."""
     first = place % ALIGNMENT
     return tl.multiple_of(place - first, ALIGNMENT), first.to(tl.int32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _edges(first: tl.tensor, last: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Places of a row before its first whole vector and after its last, and which of them are in
-    the row.
-    """
+    """Offsets before a row's first whole vector and after its last; a mask of those inside it."""
     i = tl.arange(0, 2 * ALIGNMENT)
     head = tl.minimum(_body_first(first), last)
     tail = tl.maximum(_body_last(last), head)
@@ -135,7 +134,7 @@ def _weights(
     DTYPE: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ) -> tl.tensor:
-    """Class weights, 0 outside of the row."""
+    """Class weights; 0 outside the row."""
     return (
         tl.load(weight + columns, mask=inside, other=0.0)
         if WEIGHTED
@@ -156,15 +155,16 @@ def _sums(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One pass over a row: maximum, sum of exponentials, weighted sum.
 
-    Every lane sums up what it reads, a vector at a time, relative to its own maximum: no lane waits
-    for another until the end. The weighted sum is relative to the row's first logit until then.
+    Each lane accumulates its own vectors relative to its own maximum, so that lanes do not
+    synchronise until the end. The weighted sum is relative to the row's first logit until then.
     """
     lanes = tl.arange(0, BLOCK // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     highest = tl.full((BLOCK // WIDTH,), float("-inf"), DTYPE)
     sum_exp = tl.zeros_like(highest)
     below, seen = tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE), tl.zeros((BLOCK // WIDTH, WIDTH), DTYPE)
-    # A base that moves with the maximum would need `seen` inside the loop, where Triton 3.6 takes a
-    # sum over lanes of what was loaded, added up from turn to turn, for its first value.
+    # A base that follows the maximum would need `seen` inside the loop. There, Triton 3.6
+    # miscompiles a reduction over lanes of an accumulator of loaded values: it reads the
+    # accumulator's first value.
     base = tl.load(row + first).to(DTYPE)
     base = tl.where(tl.abs(base) < float("inf"), base, 0.0)
     for start in range(0, last, BLOCK):
@@ -194,7 +194,7 @@ def _sums(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _finite(highest: tl.tensor) -> tl.tensor:
-    """What to subtract: as long as all logits are -inf nothing, or they would be no numbers."""
+    """The value to subtract: the maximum, or 0 if all logits are -inf, which would give NaN."""
     return tl.where(highest == float("-inf"), 0.0, highest)
 
 
@@ -214,7 +214,7 @@ def _write_gradient(  # noqa: PLR0913 (as above)
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The gradient at all places of a row."""
+    """Write the gradient of a whole row."""
     for start in range(0, last, BLOCK):
         places = start + tl.arange(0, BLOCK)
         inside = (places >= _body_first(first)) & (places < _body_last(last))
@@ -267,7 +267,7 @@ def _write_places(  # noqa: PLR0913 (as above)
     WEIGHTED: tl.constexpr,
     SMOOTHED: tl.constexpr,
 ) -> None:
-    """`spread exp(x - highest) - smooth w - [c = column] hit`, rounded once."""
+    """Write `spread exp(x - highest) - smooth w - [c = column] hit`, rounded once."""
     x = tl.load(row + places, mask=inside, other=float("-inf")).to(highest.dtype)
     grad = spread * tl.exp(x - highest)
     if SMOOTHED:

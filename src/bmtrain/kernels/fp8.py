@@ -1,13 +1,12 @@
-"""Products of matrices in eight-bit floating point: tensors as codes times one number, `unit`, and
-three products of them.
+"""FP8 matrix products: tensors as codes and one scale, `unit`, and three products of them.
 
-A tensor is stored as `codes * unit`: codes in e4m3 (3 bits of mantissa, up to 448) or e5m2 (2 bits,
-up to 57344), `unit` a 0-dim fp32 tensor that takes the largest magnitude to the largest code. Sums
-are taken in fp32.
+A tensor is stored as `codes * unit`: codes in e4m3 (3 mantissa bits, up to 448) or e5m2 (2 bits, up
+to 57344), and `unit`, a 0-dim fp32 tensor that maps the largest magnitude to the largest code.
+Products accumulate in fp32.
 
-On CUDA the products are torch's. They want both factors with the summed dimension innermost, so two
-of three need a transposed copy, which one Triton kernel writes; beside it is the same arithmetic in
-plain torch, which is what runs on a CPU.
+On CUDA the products are torch's. They require both factors with the contracted dimension innermost,
+so two of the three products need a transposed copy, which one Triton kernel writes. A plain-torch
+version with the same arithmetic runs on a CPU.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
@@ -24,23 +23,21 @@ from bmtrain.torch_internals import scaled_mm
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: sizes of matrices must be multiples of this
 ALIGNMENT = 16
-_LEAST = 1e-30  # magnitude that a tensor of zeros is said to have
+_LEAST = 1e-30  # smallest magnitude assumed for a tensor: avoids a zero unit
 
 
 def is_supported(device: torch.device) -> bool:
-    """Whether the device has such products: a CPU, which computes them in fp32, or a GPU of at
-    least the Ada generation.
-    """
+    """Whether the device supports FP8 products: GPUs from Ada on, and CPUs, which use fp32."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def quantise(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x`, any floating dtype, as codes of `kind` and their unit.
+    """Quantise `x`, of any floating dtype: its codes in the dtype `kind`, and their unit.
 
-    Plain operators, for the compiler to fuse with what makes `x`.
+    Plain operators, so that the compiler can fuse them with the producer of `x`.
     """
     limit = torch.finfo(kind).max
-    unit = x.abs().amax().float().clamp(min=_LEAST) / limit  # infinities and NaN stay what they are
+    unit = x.abs().amax().float().clamp(min=_LEAST) / limit  # infinities and NaN propagate
     return _codes(x, unit, kind), unit
 
 
@@ -58,13 +55,13 @@ def product(
     dtype: torch.dtype,
     fast: bool,
 ) -> torch.Tensor:
-    """`a @ b.T + bias` in `dtype`: codes a (m, k) and b (n, k), bias (n,) -> (m, n).
+    """`a @ b.T + bias` in `dtype`, for codes a (m, k) and b (n, k) and bias (n,): (m, n).
 
-    `fast` sums in the registers of the tensor cores, which keep some 14 bits.
+    `fast` accumulates in the tensor cores' registers, which keep about 14 bits.
     """
     if a.device.type == "cpu":
         return product_reference(a, a_unit, b, b_unit, bias, dtype)
-    a, b = a.contiguous(), b.contiguous()  # the only layouts that the products take
+    a, b = a.contiguous(), b.contiguous()  # the only layouts that `scaled_mm` accepts
     inside = None if bias is None or dtype == torch.float32 else bias.to(dtype)
     out = scaled_mm(
         a, b.t(), scale_a=a_unit, scale_b=b_unit, bias=inside, out_dtype=dtype, use_fast_accum=fast
@@ -80,7 +77,7 @@ def product_reference(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The same by a product in fp32."""
+    """`product` as an fp32 matrix product."""
     out = (a.float() @ b.float().t()) * (a_unit * b_unit)
     return (out if bias is None else out + bias.float()).to(dtype)
 
@@ -98,11 +95,10 @@ def input_gradient(
     weight_unit: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`grad @ weight` in `dtype`: codes grad (m, n), weight (n, k) in its own dtype, with the unit
-    it is to have -> (m, k).
+    """`grad @ weight` in `dtype`, for codes grad (m, n) and a weight (n, k): (m, k).
 
-    The codes of the weight are made here, transposed: whoever kept them from the forward pass would
-    keep a copy of the model.
+    The weight is in its own dtype and is quantised here with `weight_unit`, transposed. Codes saved
+    in forward would be a second copy of the model.
     """
     return product(
         grad, grad_unit, transposed(weight, weight_unit), weight_unit, None, dtype, fast=False
@@ -132,7 +128,7 @@ def weight_gradient(
     x_unit: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`grad.T @ x` in `dtype`: codes grad (m, n) and x (m, k) -> (n, k). Any m."""
+    """`grad.T @ x` in `dtype`, for codes grad (m, n) and x (m, k): (n, k). Any m."""
     return product(transposed(grad), grad_unit, transposed(x), x_unit, None, dtype, fast=False)
 
 
@@ -148,18 +144,19 @@ def _(
 
 
 def transposed(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
-    """The transposed codes of `x` (m, n): (n, m rounded up to a multiple of ALIGNMENT), filled up
-    with zeros.
+    """The codes of `x` (m, n), transposed: (n, m rounded up to a multiple of ALIGNMENT).
+
+    Zeros pad the last dim.
 
     Args:
-        x: codes, or numbers of another dtype that become codes in e4m3.
-        unit: of those codes, for numbers; None for codes.
+        x: codes, or values of another dtype, which are quantised to e4m3.
+        unit: the unit for values; None for codes.
     """
     return transposed_reference(x, unit) if x.device.type == "cpu" else transposed_triton(x, unit)
 
 
 def transposed_reference(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
-    """The same by torch."""
+    """`transposed` in plain torch."""
     codes = x if unit is None else _codes(x, unit, E4M3)
     out = torch.zeros(x.shape[1], _rounded_up(x.shape[0]), dtype=codes.dtype, device=x.device)
     out.view(torch.uint8)[:, : x.shape[0]] = codes.view(torch.uint8).t()
@@ -167,7 +164,7 @@ def transposed_reference(x: torch.Tensor, unit: torch.Tensor | None = None) -> t
 
 
 def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
-    """The same in one pass over memory."""
+    """`transposed` in one pass over memory."""
     rows, columns = x.shape
     kind = x.dtype if unit is None else E4M3
     out = torch.empty(columns, _rounded_up(rows), dtype=kind, device=x.device)
@@ -199,9 +196,7 @@ def _rounded_up(size: int) -> int:
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
-    backward pass on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.fp8_triton import transpose_kernel
 
     return transpose_kernel

@@ -1,4 +1,4 @@
-"""The kernel that transposes codes, and makes them.
+"""The kernel that transposes codes, and quantises values on the way.
 
 Imported only where there is a GPU: see kernels/fp8.py.
 """
@@ -21,8 +21,9 @@ def transpose_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arg
     LIMIT: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """x (num_rows, num_columns) to out (num_columns, padded_rows), a tile a program; zeros beyond
-    the rows.
+    """x (num_rows, num_columns) to out (num_columns, padded_rows), one tile per program.
+
+    Pads with zeros beyond num_rows.
     """
     down = tl.cdiv(padded_rows, TILE)
     i = (tl.program_id(0) % down) * TILE + tl.arange(0, TILE)

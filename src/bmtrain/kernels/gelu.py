@@ -1,10 +1,9 @@
-"""The tanh form of GELU by the logistic function, and its gradient with what a bias in front of it
-needs.
+"""GELU in its tanh form by a sigmoid, and its gradient with the column sums for a bias.
 
-`(1 + tanh(u)) / 2` is the logistic function of `2 u`: one exponential in place of a hyperbolic
-tangent, which takes a GPU longer than its memory does. Where the result is small it is also the
-more exact one. Compiled code takes the formula as it stands; the gradient has a kernel of its own,
-for the compiler would read it all again to sum it up.
+`(1 + tanh(u)) / 2` is `sigmoid(2 u)`: one exponential instead of a tanh, which would make a GPU
+kernel compute-bound. It is also more accurate where the result is small. The compiler inlines the
+forward formula. The gradient has a kernel of its own, since the compiler would read all of it again
+to compute the column sums.
 
 Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
 """
@@ -19,19 +18,17 @@ import torch
 
 from bmtrain.kernels.chunks import launching_on
 
-# The logistic function's argument is x (LINEAR + CUBIC x^2).
+# The argument of the sigmoid is x (LINEAR + CUBIC x^2).
 LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715 * LINEAR
-# A program takes BLOCK_COLUMNS columns of STEPS times BLOCK_ROWS rows: by trial on an H200, 4.0
+# A program handles BLOCK_COLUMNS columns of STEPS times BLOCK_ROWS rows. Tuned on an H200: 4.0
 # TB/s.
 BLOCK_ROWS, BLOCK_COLUMNS, STEPS = 2, 512, 32
 PART = BLOCK_ROWS * STEPS
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """`torch.nn.functional.gelu(x, approximate="tanh")` of any shape, computed in fp32 (fp64 for
-    fp64) and rounded once.
-    """
+    """`gelu(x, approximate="tanh")` of any shape, in fp32 (fp64 for fp64), rounded once."""
     wide = x if x.dtype == torch.float64 else x.float()
     return (wide * torch.sigmoid(wide * (LINEAR + CUBIC * (wide * wide)))).to(x.dtype)
 
@@ -40,15 +37,15 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     "bmtrain::gelu_backward", mutates_args=(), schema="(Tensor grad, Tensor x) -> (Tensor, Tensor)"
 )
 def gelu_backward(grad: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of `x` by that of `gelu(x)`, and its sums.
+    """The gradient of `x` from that of `gelu(x)`, and its column sums.
 
     Args:
         grad: (rows, n) in fp32, fp16 or bf16.
         x: the same.
 
     Returns:
-        (rows, n) in the dtype of x; and (parts, n) in fp32, the sums of PART rows each of the
-        rounded gradient, in a fixed order.
+        The gradient (rows, n) in the dtype of x; and partial sums (parts, n) in fp32, each over
+        PART rows of the rounded gradient, in a fixed order.
     """
     grad, x = grad.contiguous(), x.contiguous()
     return (
@@ -70,7 +67,7 @@ def _parts(rows: int) -> int:
 def gelu_backward_reference(
     grad: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by the formula."""
+    """`gelu_backward` by the formula."""
     wide = x.float()
     square = wide * wide
     share = torch.sigmoid(wide * (LINEAR + CUBIC * square))
@@ -83,7 +80,7 @@ def gelu_backward_reference(
 def gelu_backward_by_triton(
     grad: torch.Tensor, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in one kernel that reads each element once."""
+    """`gelu_backward` in one kernel that reads each element once."""
     rows, columns = x.shape
     grad_x, sums = torch.empty_like(x), x.new_empty((_parts(rows), columns), dtype=torch.float32)
     if x.numel():
@@ -109,9 +106,7 @@ def gelu_backward_by_triton(
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
-    backward pass on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.gelu_triton import gelu_backward_kernel
 
     return gelu_backward_kernel

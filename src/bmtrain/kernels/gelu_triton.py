@@ -1,4 +1,4 @@
-"""The kernel of the gradient of GELU. Imported only where there is a GPU: see kernels/gelu.py."""
+"""The kernel of GELU's gradient. Imported only where there is a GPU: see kernels/gelu.py."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def gelu_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ) -> None:
-    """Every program goes through some rows of its columns and leaves their sums in a row of `sums`.
+    """Each program handles some rows of its columns and writes their sums to a row of `sums`.
 
-    EVEN: whether all of them are there, so that nothing is masked. Each instruction counts: the
-    clock is low beside products.
+    EVEN: whether blocks divide the shape, so that nothing is masked. Every instruction counts:
+    beside matrix products the GPU's clock is low.
     """
     blocks = tl.cdiv(num_columns, BLOCK_COLUMNS)
     columns = tl.program_id(0) % blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)

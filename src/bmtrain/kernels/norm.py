@@ -1,10 +1,10 @@
-"""Layer norm and RMS norm, and their gradients, each in one pass over what they are made of.
+"""Layer norm and RMS norm and their gradients, each in one pass over memory.
 
-A norm of a long row is read twice by the compiler's code, first for its mean and spread. A norm's
-gradient is a sum over each row, those of its weight and bias are sums over each column: the
-compiler reads everything once for each of the two. What is normalised is often the sum of two
-tensors, its gradient is handed over as several, is added to another one, and biases beside it want
-column sums again. All of that is read and written once here.
+The compiler's code reads a long row twice in forward: first for mean and variance. In backward it
+reads everything twice: the gradient of the input needs sums over rows, those of weight and bias
+sums over columns. Often the input is a sum of two tensors, its gradient arrives as several terms
+and is added to a residual, and biases nearby need column sums too. These kernels fuse all of that
+into a single pass.
 
 Sources: Ba et al., "Layer Normalization" (2016); Zhang and Sennrich, "Root Mean Square Layer
 Normalization" (2019).
@@ -21,21 +21,21 @@ import torch
 
 from bmtrain.kernels.chunks import launching_on
 
-#: columns that a program can hold
+#: most columns that one program can hold
 MOST_COLUMNS = 8192
-#: rows of up to so many columns the compiler's own forward pass holds as well
+#: up to this many columns, the compiler's own forward pass also holds a whole row
 NARROW = 1024
-#: gradients and inputs that are added up on the way
+#: most gradients and inputs that the kernels add up
 MOST_GRADS, MOST_INPUTS = 3, 2
-# Programs: some for each processor of a GPU, fewer where one fills a processor. This and the rest
-# by trial on an H200.
+# Programs per launch: a few per SM, fewer where one occupies an SM. These values and those below
+# were tuned on an H200.
 PARTS, PARTS_OF_WIDE = 528, 264
 FORWARD_PARTS = 2112
-# : beyond so many columns sums of the gradient and of `residual` cost more than they save:
-# registers run out
+#: beyond this many columns, sums of the gradient and of `residual` cost more than they save:
+#: registers spill
 WIDE = 2048
-STAGES = 3  # rows that a program has on the way
-_SPARE = 4096  # bytes of a processor's shared memory for sums
+STAGES = 3  # rows in flight per program
+_SPARE = 4096  # bytes of shared memory per SM left for reductions
 
 Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,12 +43,14 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """What is normalised, and how; dtypes fp32, fp16 or bf16, arithmetic in fp32.
+    """The inputs of a norm; dtypes fp32, fp16 or bf16, arithmetic in fp32.
 
-    inputs: at most MOST_INPUTS tensors (..., n) whose sum, rounded to their dtype, is normalised.
-    weight, bias: (n,), at most MOST_COLUMNS; a norm without bias has None.
-    eps: added to the variance or the mean square.
-    centered: a layer norm; else an RMS norm.
+    Attributes:
+        inputs: at most MOST_INPUTS tensors (..., n) whose sum, rounded to their dtype, is
+            normalised.
+        weight, bias: (n,), at most MOST_COLUMNS; None for a norm without bias.
+        eps: added to the variance or the mean square.
+        centered: True for layer norm, False for RMS norm.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -65,14 +67,14 @@ class Norm:
     "(Tensor, Tensor, Tensor, Tensor)",
 )
 def norm(inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any) -> Normed:
-    """`(x - mean) * rstd * weight + bias`, where mean and rstd are those of the rows of x.
+    """`(x - mean) * rstd * weight + bias`, with mean and rstd over the rows of x.
 
-    Takes what `Norm` has, in its order.
+    Takes the fields of `Norm`, in order.
 
     Returns:
-        The result (..., n) in the dtype of the inputs; the mean (..., 1) in fp32, empty for an RMS
-        norm; one over the standard deviation or over the root of the mean square (..., 1) in fp32;
-        and x (..., n) if it is the sum of several inputs, else an empty tensor.
+        The result (..., n) in the dtype of the inputs; the mean (..., 1) in fp32, empty for RMS
+        norm; rstd (..., 1) in fp32, the inverse of the standard deviation or of the root mean
+        square; and x (..., n) if it is the sum of several inputs, else an empty tensor.
     """
     case = Norm(inputs, weight, *rest)
     return norm_reference(case) if weight.device.type == "cpu" else norm_by_triton(case)
@@ -95,7 +97,7 @@ def _normed(case: Norm) -> Normed:
 
 
 def norm_reference(case: Norm) -> Normed:
-    """The same by the formula."""
+    """`norm` by the formula."""
     result, mean, rstd, total = _normed(case)
     x = functools.reduce(torch.add, case.inputs)
     if len(case.inputs) > 1:
@@ -111,7 +113,7 @@ def norm_reference(case: Norm) -> Normed:
 
 
 def norm_by_triton(case: Norm) -> Normed:
-    """The same in one kernel."""
+    """`norm` in one kernel."""
     n, (result, mean, rstd, total) = case.weight.shape[0], _normed(case)
     inputs = [tensor.contiguous() for tensor in case.inputs]
     weight, bias = (
@@ -143,14 +145,16 @@ def norm_by_triton(case: Norm) -> Normed:
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """What a gradient is made of; dtypes fp32, fp16 or bf16, arithmetic in fp32.
+    """The inputs of a norm's gradient; dtypes fp32, fp16 or bf16, arithmetic in fp32.
 
-    grads: at most MOST_GRADS tensors (..., n) whose sum is the gradient of the norm's result.
-    inputs: at most MOST_INPUTS tensors (..., n) whose sum is what was normalised. weight: (n,), at
-    most MOST_COLUMNS. mean: (..., 1) in fp32; None for an RMS norm. rstd: (..., 1) in fp32, one
-    over the standard deviation or over the root of the mean square. residual: (..., n), added to
-    the gradient. sums_result, sums_residual: whether columns of the gradient, and of `residual`,
-    are to be summed too.
+    Attributes:
+        grads: at most MOST_GRADS tensors (..., n) whose sum is the gradient of the norm's result.
+        inputs: at most MOST_INPUTS tensors (..., n) whose sum was normalised.
+        weight: (n,), at most MOST_COLUMNS.
+        mean: (..., 1) in fp32; None for RMS norm.
+        rstd: (..., 1) in fp32, the inverse of the standard deviation or of the root mean square.
+        residual: (..., n), added to the gradient.
+        sums_result, sums_residual: whether to sum the columns of the gradient, and of `residual`.
     """
 
     grads: Sequence[torch.Tensor]
@@ -173,15 +177,14 @@ class Terms:
 def norm_backward(
     grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weight: torch.Tensor, *rest: Any
 ) -> Results:
-    """The gradients of `(x - mean) * rstd * weight + bias`, where mean and rstd are those of the
-    rows of x.
+    """The gradients of `(x - mean) * rstd * weight + bias`, with mean and rstd over the rows of x.
 
-    Takes what `Terms` has, in its order.
+    Takes the fields of `Terms`, in order.
 
     Returns:
-        The gradient of x (..., n) in the dtype of the inputs; sums of rows (2, parts, n) in fp32,
-        which summed over the parts are the gradients of weight and bias; and such sums (0 to 2,
-        parts, n) of the gradient and of `residual`.
+        The gradient of x (..., n) in the dtype of the inputs; partial sums (2, parts, n) in fp32,
+        whose sums over the parts are the gradients of weight and bias; and likewise partial column
+        sums (0 to 2, parts, n) of the gradient and of `residual`.
     """
     terms = Terms(grads, inputs, weight, *rest)
     return (
@@ -212,7 +215,7 @@ def _parts(n: int) -> int:
 
 
 def norm_backward_reference(terms: Terms) -> Results:
-    """The same by the formula."""
+    """`norm_backward` by the formula."""
     n = terms.weight.shape[0]
     grad, x = (
         functools.reduce(torch.add, [_rows(part, n) for part in parts])
@@ -238,7 +241,7 @@ def _rows(tensor: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def _sums(terms: Sequence[torch.Tensor], n: int) -> torch.Tensor:
-    """(terms, parts, n): each part has every so-manieth row."""
+    """Partial sums (terms, parts, n): part p sums rows p, p + parts, p + 2 parts, ..."""
     sums = [
         rows.new_zeros(_parts(n), n).index_add_(
             0, torch.arange(rows.shape[0], device=rows.device) % _parts(n), rows
@@ -249,7 +252,7 @@ def _sums(terms: Sequence[torch.Tensor], n: int) -> torch.Tensor:
 
 
 def norm_backward_by_triton(terms: Terms) -> Results:
-    """The same in one kernel."""
+    """`norm_backward` in one kernel."""
     n, (result, sums, more) = terms.weight.shape[0], _results(terms)
     grads, inputs = (
         [tensor.contiguous() for tensor in tensors] for tensors in (terms.grads, terms.inputs)
@@ -291,8 +294,9 @@ def norm_backward_by_triton(terms: Terms) -> Results:
 
 @functools.cache
 def _stages(row_bytes: int, device: torch.device) -> int:
-    """As many as a processor's shared memory holds, up to STAGES: all rows but the one that is
-    worked on are there.
+    """Pipeline stages that fit into an SM's shared memory, up to STAGES.
+
+    Each stage but the one in use holds a prefetched row of `row_bytes`.
     """
     if device.type == "cpu":
         return 1
@@ -306,9 +310,7 @@ def _filled(tensors: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | 
 
 @functools.cache
 def _triton() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm
-    on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels import norm_triton
 
     return norm_triton

@@ -18,7 +18,7 @@ def _sum(
     inside: tl.tensor,
     COUNT: tl.constexpr,
 ) -> tl.tensor:
-    """Of the elements `i` of COUNT tensors, in fp32."""
+    """The sum over COUNT tensors of their elements `i`, in fp32."""
     total = tl.load(first + i, inside, other=0.0).to(tl.float32)
     if COUNT > 1:
         total += tl.load(second + i, inside, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def norm_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argument
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Every program takes one row in so many as there are programs, and holds all of it."""
+    """Each program handles every num_programs-th row, and holds a whole row at a time."""
     columns = tl.arange(0, BLOCK)
     inside = columns < n
     scale = tl.load(weight + columns, inside, other=0.0).to(tl.float32)
@@ -95,9 +95,7 @@ def norm_backward_kernel(  # noqa: PLR0913 (a kernel has no objects to group its
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Every program takes one row in so many as there are programs, and leaves the sums of its
-    rows.
-    """
+    """Each program handles every num_programs-th row, and writes the sums of its rows."""
     part, parts = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < n

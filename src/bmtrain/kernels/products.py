@@ -1,6 +1,4 @@
-"""Products of half-precision matrices whose result keeps fp32: rounded neither when they are stored
-nor when they are added up.
-"""
+"""Matrix products of half-precision factors that store and accumulate the result in fp32."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ def multiply(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
-    elif a.device.type == "cpu":  # has no such product
+    elif a.device.type == "cpu":  # no such kernel: convert the factors
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """`out += a @ b`; arguments as of `multiply`."""
+    """`out += a @ b`; arguments as for `multiply`."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out)
     elif a.device.type == "cpu":

@@ -1,6 +1,4 @@
-"""Multiplying many tensors by a number that only the device knows, and leaving them alone where it
-is 1.
-"""
+"""Scaling many tensors by a factor that only the device knows; no memory traffic if it is 1."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ import torch
 from bmtrain.kernels.chunks import Batch, launching_on
 
 BLOCK, NUM_WARPS = 2048, 4
-NUM_PROGRAMS = 4096  # few enough that a launch with nothing to do is over at once
+NUM_PROGRAMS = 4096  # few enough that a launch with a factor of 1 ends at once
 
 
 def scale_(tensors: Batch, factor: torch.Tensor) -> None:
-    """Multiply tensors in place, without waiting for the device.
+    """Multiply tensors in place, without synchronising with the device.
 
     Args:
         tensors: rows of one tensor of any floating dtype, strides and device.
-        factor: 0-dim fp32 or fp64. The product is taken in fp32 (of fp64 tensors in fp64) and
-            rounded once; where it is 1, the kernel reads and writes nothing.
+        factor: 0-dim fp32 or fp64. The product is computed in fp32 (fp64 for fp64 tensors) and
+            rounded once; if the factor is 1, the kernel reads and writes nothing.
     """
     fast, slow = tensors.by_path
     scale_reference_(slow, factor)
@@ -30,17 +28,15 @@ def scale_(tensors: Batch, factor: torch.Tensor) -> None:
 
 
 def scale_reference_(tensors: Batch, factor: torch.Tensor) -> None:
-    """The same by torch."""
-    for (tensor,) in tensors.rows:  # torch would round the factor first, to the dtype of the tensor
+    """`scale_` in plain torch."""
+    for (tensor,) in tensors.rows:  # `mul_` would round the factor to the tensor's dtype first
         tensor.copy_(
             tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * factor.to(tensor.device)
         )
 
 
 def scale_triton_(tensors: Batch, factor: torch.Tensor) -> None:
-    """The same, of contiguous tensors on the device of `factor`, by one kernel for all of a
-    dtype.
-    """
+    """`scale_` for contiguous tensors on the device of `factor`, with one kernel per dtype."""
     from bmtrain.kernels.chunks_triton import DTYPES
 
     with launching_on(factor.device):
@@ -60,9 +56,7 @@ def scale_triton_(tensors: Batch, factor: torch.Tensor) -> None:
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
-    clipping on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.scale_triton import scale_kernel
 
     return scale_kernel

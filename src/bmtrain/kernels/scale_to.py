@@ -1,6 +1,4 @@
-"""The product of a tensor and a number that only the device knows, rounded to another dtype in the
-same pass.
-"""
+"""A tensor times a factor that only the device knows, converted to another dtype in one pass."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ def scale_to(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     """`tensor * factor` in `dtype`, rounded once.
 
     Args:
-        tensor: contiguous, of any shape, fp32 (or fp64 for a result in fp64).
+        tensor: contiguous, of any shape, fp32 (or fp64, for an fp64 result).
         factor: 0-dim, of the tensor's dtype and device.
     """
     if (
@@ -33,8 +31,9 @@ def scale_to(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
 def scale_to_by_triton(
     tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The same in one kernel without a product in the wider dtype in memory; torch's own, that
-    converts, is a third as fast.
+    """`scale_to` in one kernel, without storing the product in the wider dtype.
+
+    torch's own conversion kernel runs at a third of the speed.
     """
     out = torch.empty_like(tensor, dtype=dtype)
     count = tensor.numel()
@@ -48,9 +47,7 @@ def scale_to_by_triton(
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
-    product on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.scale_to_triton import scale_to_kernel
 
     return scale_to_kernel

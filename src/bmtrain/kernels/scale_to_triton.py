@@ -13,7 +13,7 @@ import triton.language as tl
 def scale_to_kernel(
     out: tl.tensor, tensor: tl.tensor, factor: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Every program converts BLOCK elements."""
+    """Each program converts BLOCK elements."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     product = tl.load(tensor + i, mask=inside) * tl.load(factor)

@@ -18,7 +18,7 @@ def scale_kernel(
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Every program takes its share of the chunks; none, where the number in `factor` is 1."""
+    """Each program scales its share of the chunks; none if `factor` is 1."""
     number = tl.load(factor)
     end = tl.where(number == 1.0, 0, num_chunks)
     for chunk in range(tl.program_id(0), end, tl.num_programs(0)):

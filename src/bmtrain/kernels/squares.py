@@ -1,6 +1,4 @@
-"""The sum of the squares of many tensors: a gradient norm, and whether all gradients are finite, in
-one number.
-"""
+"""Sum of squares of many tensors: gradient norm and finiteness check in a single number."""
 
 from __future__ import annotations
 
@@ -12,16 +10,17 @@ import torch
 from bmtrain.kernels.chunks import Batch, launching_on
 
 BLOCK, NUM_WARPS = 2048, 8
-# Programs of one launch. A fixed number, whatever the device: each sums the same chunks in the same
-# order, and so the same bits.
+# Programs per launch. The same on every device: each program then sums the same chunks in the same
+# order, which gives the same bits.
 NUM_PROGRAMS = 2048
 
 
 def sum_of_squares(tensors: Batch, device: torch.device) -> torch.Tensor:
-    """The sum of the squares of all elements: 0-dim fp64 on `device`, without waiting for it.
+    """The sum of squares of all elements: 0-dim fp64 on `device`, without synchronising with it.
 
-    It is finite exactly if all elements are: squares that leave the range of fp32 do not leave that
-    of fp64. Squares below that range count as zero. The same tensors give the same bits.
+    Finite if and only if all elements are, since squares that overflow fp32 do not overflow fp64;
+    only those of fp64 elements above 1e154 do. Squares that underflow fp32 count as zero. The
+    result is bitwise reproducible.
 
     Args:
         tensors: rows of one tensor of any floating dtype, strides and device; elements of fp64
@@ -35,7 +34,7 @@ def sum_of_squares(tensors: Batch, device: torch.device) -> torch.Tensor:
 
 
 def sum_of_squares_reference(tensors: Batch, device: torch.device) -> torch.Tensor:
-    """The same by the formula."""
+    """`sum_of_squares` by the formula."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (tensor,) in tensors.rows:
         total += torch.linalg.vector_norm(tensor, dtype=torch.float64).square().to(device)
@@ -43,9 +42,7 @@ def sum_of_squares_reference(tensors: Batch, device: torch.device) -> torch.Tens
 
 
 def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
-    """The same, of contiguous tensors on `device`, by one kernel for all of a dtype, and one that
-    adds up what it found.
-    """
+    """`sum_of_squares` for contiguous tensors on `device`: one kernel per dtype, then one sum."""
     from bmtrain.kernels.chunks_triton import DTYPES
 
     launches = tensors.tables(BLOCK)
@@ -68,9 +65,7 @@ def sum_of_squares_triton(tensors: Batch, device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first norm
-    on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.squares_triton import squares_kernel
 
     return squares_kernel

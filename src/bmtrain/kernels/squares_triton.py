@@ -19,11 +19,10 @@ def squares_kernel(
     NUM_PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Every program sums the squares of every NUM_PROGRAMS-th chunk into its place of `found`,
-    fp64.
+    """Program p sums the squares of chunks p, p + NUM_PROGRAMS, ... into `found[p]`, fp64.
 
-    Squares are added in fp32 twice: as they are, and of elements made small. Where the first sum
-    leaves fp32, the second one counts: what was lost in it is too small to be seen beside the sum.
+    Squares are accumulated in fp32 twice: as they are, and of elements scaled down. If the first
+    sum overflows, the second is used: squares that underflow in it are negligible in the sum.
     """
     program = tl.program_id(0)
     plain = tl.zeros([BLOCK], tl.float32)

@@ -1,6 +1,4 @@
-"""The sum of what several ranks have sent, always in rank order: the same bits from run to run,
-whatever arrives first.
-"""
+"""Sum of the ranks' parts, always in rank order: bitwise reproducible whatever arrives first."""
 
 from __future__ import annotations
 
@@ -15,13 +13,14 @@ BLOCK = 4096
 
 
 def sum_parts(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bool) -> None:
-    """`total = (total if accumulate else 0) + parts[0] + parts[1] + ...`, added in fp32 (fp64 for
-    fp64) and rounded once.
+    """`total = (total if accumulate else 0) + parts[0] + parts[1] + ...`.
+
+    Added in fp32 (fp64 if either is fp64) and rounded once.
 
     Args:
         total: (n,) of any floating dtype, written.
         parts: (ranks, n) of any floating dtype, contiguous.
-        accumulate: whether the old `total` counts; it is added last.
+        accumulate: whether to add the old `total`, as the last term.
     """
     if total.numel() == 0:
         return
@@ -32,7 +31,7 @@ def sum_parts(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bool) -> 
 
 
 def sum_parts_reference(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bool) -> None:
-    """The same by the formula."""
+    """`sum_parts` by the formula."""
     dtype = torch.float64 if torch.float64 in (total.dtype, parts.dtype) else torch.float32
     result = parts[0].to(dtype, copy=True)
     for part in parts[1:]:
@@ -41,7 +40,7 @@ def sum_parts_reference(total: torch.Tensor, parts: torch.Tensor, *, accumulate:
 
 
 def sum_parts_triton(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bool) -> None:
-    """The same in one kernel that reads and writes each element once."""
+    """`sum_parts` in one kernel that reads and writes each element once."""
     num_ranks, numel = parts.shape
     grid = (-(-numel // BLOCK),)
     with launching_on(total.device):
@@ -53,9 +52,7 @@ def sum_parts_triton(total: torch.Tensor, parts: torch.Tensor, *, accumulate: bo
 
 @functools.cache
 def _triton_kernel() -> Any:
-    """Triton exists only where CUDA does and takes long to import: it is loaded by the first
-    reduction on a GPU.
-    """
+    """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
     from bmtrain.kernels.sum_parts_triton import sum_parts_kernel
 
     return sum_parts_kernel

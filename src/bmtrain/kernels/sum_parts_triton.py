@@ -18,7 +18,7 @@ def sum_parts_kernel(
     NUM_RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Every program sums BLOCK elements of all parts in fp32."""
+    """Each program sums BLOCK elements of all parts in fp32."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     result = tl.load(parts + i, mask=inside).to(tl.float32)

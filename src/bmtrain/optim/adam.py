@@ -25,11 +25,9 @@ Step = tuple[Update, AdamSettings]
 
 
 class AdamBase(torch.optim.Optimizer):
-    """What the two Adams share: groups, state layout, state dicts, and the loss scale of 0.1.x
-    programs.
-    """
+    """Base of both Adams: parameter groups, state layout, state dicts, 0.1.x loss scale."""
 
-    _layout: AdamLayout | None = None  # made by the first step
+    _layout: AdamLayout | None = None  # built on first use
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
@@ -62,7 +60,7 @@ class AdamBase(torch.optim.Optimizer):
         self._engine.replicate(
             param for param in flat if not isinstance(param, DistributedParameter)
         )
-        self._stepped: list[dict[str, Any]] = []  # states of the parameters that took the last step
+        self._stepped: list[dict[str, Any]] = []  # states of the parameters in the last step
         fp16 = any(param.dtype == torch.float16 for param in flat)
         factor = current.defaults.loss_scale_factor if scale_factor is None else scale_factor
         growth_steps = current.defaults.loss_scale_steps if scale_steps is None else scale_steps
@@ -73,28 +71,25 @@ class AdamBase(torch.optim.Optimizer):
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether `step` takes a `verdict` that the device knows before the host: not if host code
-        goes with each step.
+        """Whether `step` takes a `verdict`, which the device knows before the host.
+
+        False where host code runs with each step: it would run for skipped steps too.
         """
         return False
 
     @property
     def scale(self) -> float:
-        """The loss scale of programs of the 0.1.x API; an OptimManager's where one drives this
-        optimizer.
-        """
+        """The loss scale of the 0.1.x API; the OptimManager's, if one drives this optimizer."""
         return self.dynamic_scale.value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to call `.backward()` on in programs of the 0.1.x API: scaled, and a mean over
-        ranks.
-        """
+        """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
         scaled = loss * (self.scale / self._engine.mesh.world.size)
-        self._scaled = weakref.ref(scaled)
+        self._scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
 
     def has_scaled(self, loss: torch.Tensor) -> bool:
-        """Whether `loss` is what `loss_scale` returned last."""
+        """Whether `loss` is the last tensor that `loss_scale` returned."""
         return self._scaled is not None and self._scaled() is loss
 
     @torch.no_grad()
@@ -127,14 +122,15 @@ class AdamBase(torch.optim.Optimizer):
         return loss
 
     def take_back(self) -> None:
-        """The last step has not happened, by its verdict: it does not count."""
+        """Undo the step counts of the last step, which the device skipped."""
         for state in self._stepped:
             state["step"] -= 1
         self._stepped = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdamBase:
-        """With its own state, for the parameters that `memo` has copies of; copy the model in the
-        same call.
+        """A copy with its own state, for the parameters that `memo` maps to copies.
+
+        Copy the model in the same call.
         """
         self.dynamic_scale.settle()
         self._lay_out()
@@ -151,22 +147,21 @@ class AdamBase(torch.optim.Optimizer):
         return new
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        """Do the updates; none of them where `verdict` is NaN or infinite."""
+        """Apply the updates. AdamOptimizer skips all of them if `verdict` is NaN or infinite."""
         raise NotImplementedError
 
     def _make_state(self, run: Run) -> RunState:
         return RunState(run, self._state_device())
 
     def _state_device(self) -> torch.device:
-        """Where the state lives."""
+        """The device of the optimizer state."""
         return self._engine.device
 
     def _lay_out(self) -> AdamLayout:
-        """Anew where the program has changed groups or states, as it may those of torch's
-        optimizers.
-        """
+        """The layout, rebuilt if the program has changed groups or states, as torch allows."""
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
-            # the exact weights are taken over: they must know what was written since the last step
+            # The new layout copies the master weights, so they first need any external writes to
+            # the weights.
             self._layout.follow()
             self._layout = None
         if self._layout is None:
@@ -174,8 +169,9 @@ class AdamBase(torch.optim.Optimizer):
         return self._layout
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The optimizer's state: this rank's slices, or with `gather` (collective) whole CPU
-        tensors for any world size.
+        """This rank's slices of the optimizer state, or with `gather` full tensors.
+
+        With `gather` it is collective; the tensors are on the CPU and fit any world size.
         """
         self.dynamic_scale.settle()
         self._lay_out()
@@ -186,7 +182,7 @@ class AdamBase(torch.optim.Optimizer):
         return {**state, "state": gathered.gather_states(flat, state["state"])}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load either form of `state_dict`, or one of BMTrain (see `resharding.local_states`).
+        """Load either form of `state_dict`, or BMTrain's (see `resharding.local_states`).
 
         Collective.
         """
@@ -214,13 +210,14 @@ class AdamOptimizer(AdamBase):
 
     Args:
         params: parameters or groups, as in torch.optim.
-        lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW (weight_decay 0 by default).
-        hold_steps: for the first n steps the learning rate is 0 while the moments build up.
+        lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW, except that weight_decay
+            defaults to 0.
+        hold_steps: number of initial steps with a learning rate of 0, while the moments build up.
         scale, scale_factor, scale_steps: the loss scale of 0.1.x programs (`loss_scale`, `scale`,
             `optim_step`).
 
     Raises:
-        ParameterError: for parameters on another device than the rank's.
+        ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
     """
 
@@ -239,8 +236,8 @@ class AdamOptimizer(AdamBase):
         """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
 
         Args:
-            verdict: 0-dim fp64 on the device: if it is NaN or infinite, no weight and no moment
-                changes. The host need not know of it at once; when it does, it calls `take_back`.
+            verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
+                change. The host need not wait for it; once it knows, it calls `take_back`.
         """
         return self._step(closure, scale, verdict)
 

@@ -1,6 +1,4 @@
-"""The state of an Adam: flat tensors beside the runs of parameters, and who takes the next step
-together.
-"""
+"""Adam's state: flat tensors per run of parameters, and cohorts that are updated together."""
 
 from __future__ import annotations
 
@@ -24,8 +22,10 @@ _params_of = operator.itemgetter("params")
 
 
 class RunState:
-    """State of one run, in fp32, for fp64 parameters in fp64: the moments, and for half-precision
-    parameters the exact weights.
+    """State of one run, in fp32 (fp64 for fp64 parameters): both moments, and master weights.
+
+    Only half-precision parameters, and those whose state is on another device, have separate master
+    weights.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
@@ -41,12 +41,10 @@ class RunState:
             self.master.copy_(values)
 
     def follow(self, run: Run) -> None:
-        """Take over weights that somebody else has written since the last update, a checkpoint for
-        example.
-        """
+        """Update the master weights from weights written externally, say by a checkpoint."""
         values = run.values.to(self.master.device)
-        # Weights that are the rounded masters are our own: those masters are more exact than what
-        # was written.
+        # Weights equal to the rounded master are the optimizer's own: keep the master, which has
+        # more bits.
         self.master.copy_(
             torch.where(
                 self.master.to(values.dtype) == values, self.master, values.to(self.master.dtype)
@@ -54,7 +52,7 @@ class RunState:
         )
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
-        """What an update of `piece`, a part of the run, reads and writes."""
+        """The tensors that an update of `piece`, a part of the run, reads and writes."""
         weight, state = (
             piece.values,
             [run.cut(x, piece) for x in (self.master, self.mean, self.square)],
@@ -68,27 +66,29 @@ class RunState:
 
 
 class Cohort:
-    """Parameters of group `number` with equally many steps behind them, and a gradient: they take
-    the next steps together.
+    """Parameters of one group with a gradient and the same step count, updated together.
+
+    Attributes:
+        number: index of the group.
+        states: the states of the parameters.
+        numel: elements of the parameters, without the padding between them.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.states: list[dict[str, Any]] = []  # of the parameters
-        self.numel = 0  # of the parameters, without the padding between them
+        self.states: list[dict[str, Any]] = []
+        self.numel = 0
         self._sharded: list[DistributedParameter] = []
         self._members: list[tuple[int, Run, Callable[[torch.Tensor], AdamTensors]]] = []
 
     @property
     def num_steps(self) -> int:
-        """Behind them."""
+        """Steps taken, the same for all."""
         num_steps: int = self.states[0]["step"]
         return num_steps
 
     def add(self, place: int, piece: Run, tensors: Callable[[torch.Tensor], AdamTensors]) -> None:
-        """A piece of the part number `place`, and what makes the tensors of its update from its
-        gradient.
-        """
+        """Add a piece of part number `place`; `tensors` maps its gradient to AdamTensors."""
         self.numel += sum(local_numel(param) for param in piece.params)
         self._sharded.extend(
             param for param in piece.params if isinstance(param, DistributedParameter)
@@ -96,7 +96,7 @@ class Cohort:
         self._members.append((place, piece, tensors))
 
     def count_writes(self) -> None:
-        """Their values change."""
+        """Count a write to each sharded parameter."""
         for param in self._sharded:
             param.count_write()
 
@@ -113,18 +113,18 @@ class Cohort:
 
 
 class Update(NamedTuple):
-    """A step of a cohort: what it reads and writes."""
+    """One step of a cohort, and the tensors that it reads and writes."""
 
     cohort: Cohort
     tensors: list[AdamTensors]
 
 
 class AdamLayout:
-    """Lays out the state of all parameters of an optimizer; state that exists already is copied in.
+    """Lays out the state of all parameters of an optimizer; existing state is copied in.
 
     Args:
         groups: the optimizer's parameter groups.
-        states: its `state`, by parameter: gets a step count and views of flat tensors.
+        states: its `state`, by parameter; filled with a step count and views of the flat tensors.
         make_state: makes the flat tensors of a run.
     """
 
@@ -135,9 +135,9 @@ class AdamLayout:
         make_state: Callable[[Run], RunState],
     ) -> None:
         self._states = states
-        # by identity of the run: the number of its group, and its state
+        # by id of the run: its group's index and its state
         self._runs: dict[int, tuple[int, RunState]] = {}
-        # by storage or parameter: runs of weights that are the rounded masters
+        # by id of the storage or parameter: runs whose weights are rounded masters
         self._rounded: dict[int, list[Run]] = {}
         runs = [
             (number, run)
@@ -160,9 +160,7 @@ class AdamLayout:
     def is_current(
         self, groups: Sequence[dict[str, Any]], states: MutableMapping[torch.Tensor, dict[str, Any]]
     ) -> bool:
-        """Whether the groups have the parameters that they had, and the states are those that were
-        laid out.
-        """
+        """Whether the groups still hold the same parameters, and the states are this layout's."""
         return (
             states is self._states
             and list(map(len, map(_params_of, groups))) == list(map(len, self._params))
@@ -178,7 +176,7 @@ class AdamLayout:
         )
 
     def follow(self) -> None:
-        """Take over weights that somebody else has written since `close`."""
+        """Update master weights whose weights were written externally since `close`."""
         versions = self._current_versions()
         for owner, runs in self._rounded.items():
             if versions[owner] != self._versions[owner]:
@@ -186,13 +184,13 @@ class AdamLayout:
                     self._runs[id(run)][1].follow(run)
 
     def close(self) -> None:
-        """The weights are as the optimizer has written them."""
+        """Record the weights' versions: the last write was the optimizer's."""
         self._versions = self._current_versions()
 
     def updates(self) -> list[Update]:
-        """Of all parameters that have a gradient now.
+        """Updates of all parameters that have a gradient now.
 
-        Planned once as long as those of the same parameters are there.
+        The plan is reused as long as the same sharded parameters have one.
         """
         sharded, replicated = self._gradients.look()
         places = self._gradients.places
@@ -205,7 +203,7 @@ class AdamLayout:
         ]
 
     def _show(self, run: Run, state: RunState) -> None:
-        """Make the flat state that of the parameters."""
+        """Replace the states of the run's parameters by views of the flat state."""
         for param in run.params:
             old = dict(self._states[param])
             views = state.views(*run.offset(param))
@@ -240,9 +238,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a state: of a sharded tensor, of a whole one that the program has put
-    there, or a slice already.
-    """
+    """This rank's elements of a state: a sharded tensor, a full tensor, or a slice already."""
     if (
         isinstance(param, DistributedParameter)
         and not isinstance(value, Slices)

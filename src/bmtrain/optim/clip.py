@@ -25,20 +25,23 @@ def clip_grad_norm(
     norm_type: float = 2,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Scale gradients down so that their global norm is at most `max_norm`, and return the norm
-    they had.
+    """Scale gradients so that their global norm is at most `max_norm`; returns the original norm.
+
+    Collective; does not synchronise with the device.
 
     Args:
         param_groups: an optimizer's `param_groups`, or parameters.
-        max_norm: the bound, in units of the unscaled gradient; inf only measures.
-        scale: the loss scale that the gradients carry; the returned norm is divided by it.
+        max_norm: the bound on the unscaled gradient; inf only measures.
+        scale: the loss scale of the gradients; the returned norm is divided by it.
         norm_type: 2, another positive number, or inf.
-        eps: keeps the quotient finite.
+        eps: avoids division by zero.
 
     Returns:
-        The norm over all ranks, tied weights counted once: 0-dim on the device, fp32, of fp64
-            gradients fp64. No
-        host synchronisation. Collective.
+        The norm over all ranks, with tied weights counted once: 0-dim on the device, fp32, or fp64
+        for fp64 gradients.
+
+    Raises:
+        ConfigurationError: for a `norm_type` that is not positive.
     """
     return clip_gradients(
         Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps
@@ -48,7 +51,7 @@ def clip_grad_norm(
 def clip_gradients(
     gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float
 ) -> torch.Tensor:
-    """`clip_grad_norm` of parameters whose gradients have been looked for before."""
+    """`clip_grad_norm` for gradients that have been collected before."""
     if not float(norm_type) > 0:  # programs of BMTrain write "inf"
         raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
     found = gradients.look()
@@ -61,7 +64,7 @@ def clip_gradients(
 
 
 def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
-    """All parameters of param groups, of an iterable of parameters, or one parameter."""
+    """The parameters of parameter groups, of an iterable of parameters, or a single one."""
     if isinstance(groups, torch.nn.Parameter):
         return [groups]
     found: list[torch.nn.Parameter] = []
@@ -71,11 +74,10 @@ def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
 
 
 def global_sum_of_squares(sharded: Parts, replicated: Parts) -> torch.Tensor:
-    """Of all gradients on all ranks: 0-dim fp64 on the device, finite exactly if every gradient on
-    every rank is. Collective.
+    """The sum of squares of all gradients on all ranks: 0-dim fp64 on the device. Collective.
 
-    Sharded gradients add up over ranks; those of ordinary parameters are the same everywhere and
-    count once.
+    Finite if and only if every gradient on every rank is. Sharded gradients are summed over ranks;
+    those of ordinary parameters are the same on all ranks and count once.
     """
     current = world.current("clip_grad_norm")
     total = sum_of_squares(sharded.batch, current.device)
@@ -83,7 +85,8 @@ def global_sum_of_squares(sharded: Parts, replicated: Parts) -> torch.Tensor:
         collectives.all_reduce_(total, "sum", current.mesh.world)
         return total
     own = sum_of_squares(replicated.batch, current.device)
-    total += torch.where(own.isfinite(), 0.0, own)  # all ranks hear of what is not finite on one
+    # Without it, ranks whose copy is finite would take a step that the others skip.
+    total += torch.where(own.isfinite(), 0.0, own)
     collectives.all_reduce_(total, "sum", current.mesh.world)
     return total + own
 
@@ -112,7 +115,7 @@ def _local_norm(parts: Parts, order: float) -> torch.Tensor:
 
 
 def _norm(grad: torch.Tensor, order: float) -> torch.Tensor:
-    if grad.numel() == 0:  # the maximum of nothing is an error in torch
+    if grad.numel() == 0:  # torch cannot take the maximum of no elements
         return torch.zeros((), device=grad.device)
     return torch.linalg.vector_norm(
         grad, order, dtype=torch.promote_types(grad.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Noticing a loss that is NaN or infinite without making the host wait for the device."""
+"""Detects a NaN or infinite loss without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from bmtrain.runtime.log import warn
 
 
 class FiniteWatch:
-    """Looks at each loss when the device has long computed it, and warns once per run of bad steps,
-    naming the first.
+    """Checks each loss once it has reached the host; warns once per streak of bad steps.
+
+    The warning names the first step of the streak.
     """
 
     def __init__(self) -> None:
@@ -18,9 +19,7 @@ class FiniteWatch:
         self._was_bad = False
 
     def record(self, loss: torch.Tensor, step: int) -> None:
-        """Take note of the loss of `step`; results of earlier steps that have arrived are judged
-        now.
-        """
+        """Start checking the loss of `step`; earlier results that have arrived are judged now."""
         self._waiting.append((step, Verdict(loss)))
         while self._waiting and self._waiting[0][1].is_here:
             self._judge(*self._waiting.pop(0))

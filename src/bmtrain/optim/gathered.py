@@ -1,4 +1,4 @@
-"""Optimizer state as whole tensors, independent of the world size."""
+"""Optimizer state as full tensors, independent of the world size."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ States = dict[int, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """In the place of a state that goes element by element with its parameter."""
+    """Placeholder for a state that is element-wise with its parameter."""
 
     dtype: torch.dtype
 
 
 def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> States:
-    """`states` by parameter number, with every element-wise slice made whole: CPU tensors of the
-    parameter's shape. Collective.
+    """`states` by parameter index, with every element-wise slice gathered. Collective.
+
+    The results are CPU tensors of the parameter's shape.
     """
     whole: States = {}
     by_storage: dict[Storage, dict[int, int]] = {}
@@ -59,9 +60,7 @@ def gather_states(params: Sequence[torch.nn.Parameter], states: States) -> State
 
 
 def _described(storage: Storage, slots: Iterable[int], states: States) -> States:
-    """The states of a storage's parameters without the slices, as the ranks have them where it
-    lives.
-    """
+    """A storage's states with placeholders for slices, broadcast from the stage that has it."""
     own = {
         index: {
             name: _Slice(v.dtype) if isinstance(v, Sharded) else _copied(v)
@@ -80,8 +79,9 @@ def _described(storage: Storage, slots: Iterable[int], states: States) -> States
 def _gather_one(
     storage: Storage, members: dict[int, int], name: str, dtype: torch.dtype, states: States
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """One state of the parameters `members` of a storage travels as one flat buffer: (parameter
-    number, whole CPU tensor).
+    """Gather one state of the parameters `members` of a storage as one flat buffer.
+
+    Yields (parameter index, full CPU tensor).
     """
     shard = torch.zeros(storage.shard.numel(), dtype=dtype, device=storage.shard.device)
     if storage.is_here:
@@ -98,7 +98,7 @@ def _copied(value: Any) -> Any:
 
 
 def local_values(states: States) -> States:
-    """The same states with this rank's slices, 1-D, in the place of what is sharded."""
+    """The same states with this rank's 1-D slices in place of sharded tensors."""
     return {
         index: {
             name: value.local if isinstance(value, Sharded) else value

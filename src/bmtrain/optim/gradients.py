@@ -13,7 +13,7 @@ from bmtrain.optim.runs import Run, contiguous_runs, gradient_kind
 
 
 class Part(NamedTuple):
-    """A part of a run that has a gradient: (numel,), or strided if the program has put it there."""
+    """A part of a run and its gradient: (numel,), or strided if the program assigned it."""
 
     run: Run
     piece: Run
@@ -21,9 +21,9 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The gradients that there are now.
+    """The gradients at the time of the call.
 
-    They live no longer than the program keeps them: do not hold on to this.
+    Do not keep this object: it would hold the memory of gradients that the program has freed.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
@@ -32,12 +32,15 @@ class Parts:
 
 
 class Gradients:
-    """Looks for the gradients of runs. Which there are seldom changes, where they lie may do so at
-    every step.
+    """Collects the gradients of runs as few tensors.
 
-    places: the runs of sharded parameters with their parts that had a gradient when it was looked
-    for last: the same object as long
-        as the same parameters have one, in the memory of their storages or elsewhere.
+    Which parameters have one seldom changes, so the parts are cached; where gradients are in memory
+    may change at every step, so tensors are not.
+
+    Attributes:
+        places: the parts of sharded runs that had a gradient at the last `look`, with their runs.
+            The same object as long as the same parameters have one, each still in its storage's
+            memory or still outside of it.
     """
 
     def __init__(self, runs: Iterable[Run]) -> None:
@@ -47,7 +50,7 @@ class Gradients:
         self.places: list[tuple[Run, Run]] = []
         self._params = [param for run in self.sharded for param in run.params]
         self._storages = [run.storage for run in self.sharded for _ in run.params]
-        self._kinds: list[object] = []  # of the gradients at `places`
+        self._kinds: list[object] = []  # `gradient_kind` of each parameter at the last look
 
     def look(self) -> tuple[Parts, Parts]:
         """The gradients of sharded parameters, at `places`, and those of ordinary ones."""
@@ -58,7 +61,7 @@ class Gradients:
 
     @property
     def are_current(self) -> bool:
-        """Whether the parameters still live where they did when this object was made."""
+        """Whether the parameters are still in the storages they were in at construction."""
         return all(map(operator.is_, map(_storage_of, self._params), self._storages))
 
 
@@ -66,18 +69,16 @@ _storage_of = operator.attrgetter("storage_of")
 
 
 class GradientsCache:
-    """`Gradients` of the lists of parameters that were asked for lately: a training loop asks for
-    the same ones at every step.
-    """
+    """Caches `Gradients` by parameter list: a training loop asks for the same few at every step."""
 
     NUM_KEPT = 8
 
     def __init__(self) -> None:
-        # by identities, which last as long as the runs hold the parameters
+        # by ids of parameters, which cannot be reused while the cached runs hold the parameters
         self._known: dict[tuple[int, ...], Gradients] = {}
 
     def __call__(self, params: Sequence[torch.nn.Parameter]) -> Gradients:
-        """Of these parameters."""
+        """`Gradients` of these parameters."""
         key = tuple(map(id, params))
         found = self._known.get(key)
         if found is None or not found.are_current:

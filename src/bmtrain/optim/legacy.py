@@ -1,4 +1,4 @@
-"""The training step of programs written for BMTrain 0.1.x, before OptimManager."""
+"""The optimizer step of programs written for BMTrain 0.1.x, before OptimManager."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
 
     With a loss scale, gradients that overflow on any rank make all ranks skip the step and lower
     `optimizer.scale`.
+
+    Raises:
+        ConfigurationError: if a parameter that is not sharded has a gradient of this rank only.
     """
     _check_replicas(optimizer)
     if not isinstance(optimizer, AdamBase) or (optimizer.scale == 1 and not _has_fp16(optimizer)):
@@ -39,8 +42,9 @@ def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> No
 
 
 def _check_replicas(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer of torch's, which nobody has asked to keep ordinary parameters equal on all
-    ranks, must not part them.
+    """Raise if torch's optimizer would train ordinary parameters with gradients of one rank.
+
+    Without the check, these parameters would silently diverge between ranks.
     """
     replicated = world.current("optim_step").service(Engine).replicated
     for param in parameters_of(optimizer.param_groups):

@@ -1,6 +1,4 @@
-"""Dynamic loss scaling: large enough that small fp16 gradients survive, small enough that large
-ones do not overflow.
-"""
+"""Dynamic loss scaling: keeps small fp16 gradients representable without overflowing large ones."""
 
 from __future__ import annotations
 
@@ -13,10 +11,12 @@ from bmtrain.runtime.log import print_rank, warn
 
 
 class LossScale:
-    """The scale and the rule by which it moves.
+    """A dynamic loss scale: shrinks on overflow, grows after `growth_steps` good steps in a row.
 
-    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2, with growth after a
-    run of good steps.
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
+
+    Raises:
+        ConfigurationError: for values out of range.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """The scale for the next loss. Settles the last step."""
+        """The scale for the next loss. Waits for the verdict on the last step."""
         self.settle()
         return self._value
 
     def judge(self, is_finite: bool) -> None:
-        """Draw the consequences of a step, whose gradients were all finite or not."""
+        """Update the scale after a step whose gradients were all finite, or not."""
         if is_finite:
             self.grow()
             return
@@ -65,13 +65,14 @@ class LossScale:
         )
 
     def judge_later(self, verdict: Verdict, take_back: Callable[[], None]) -> None:
-        """The device has left a step out if `verdict` is negative: `settle` then calls `take_back`
-        for what the host has done.
+        """Register a step that the device skips if `verdict` is negative.
+
+        `settle` then calls `take_back` to undo what the host did for the step.
         """
         self._awaited = verdict, take_back
 
     def settle(self) -> None:
-        """Wait for the verdict on the last step, if one is awaited, and draw the consequences."""
+        """Wait for the pending verdict, if any, and act on it."""
         awaited, self._awaited = self._awaited, None
         if awaited is None:
             return
@@ -82,7 +83,7 @@ class LossScale:
         self.judge(is_finite)
 
     def shrink(self) -> None:
-        """A gradient overflowed."""
+        """Lower the scale after an overflow."""
         if self._value <= self.minimum:
             warn(
                 f"gradients overflow at the smallest loss scale {self.minimum}: the step "
@@ -92,18 +93,18 @@ class LossScale:
         self.good_steps = 0
 
     def grow(self) -> None:
-        """A step was good; after enough of them in a row the scale doubles."""
+        """Count a good step; after `growth_steps` in a row, multiply the scale by `factor`."""
         self.good_steps += 1
         if self.good_steps >= self.growth_steps:
             self._value = min(self._value * self.factor, self.maximum)
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What `load_state_dict` needs to go on."""
+        """The state for `load_state_dict`."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, float] | float) -> None:
-        """Go on where the saved run was; a number, as BMTrain saves it, is the scale alone."""
+        """Restore a saved state; a plain number, as BMTrain saves it, is the scale alone."""
         self.settle()
         saved = state if isinstance(state, dict) else {"value": state, "good_steps": 0}
         self._value, self.good_steps = float(saved["value"]), int(saved["good_steps"])

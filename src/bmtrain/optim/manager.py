@@ -1,6 +1,4 @@
-"""OptimManager: one object that scales the loss, runs backward, clips, steps optimizers and
-schedulers together.
-"""
+"""OptimManager: scales the loss, runs backward, clips, and steps optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -31,16 +29,20 @@ class OptimManager:
 
     Args:
         loss_scale: initial loss scale for fp16 training; None turns scaling off.
-        loss_scale_factor: the scale is divided by it on overflow and multiplied after
+        loss_scale_factor: the scale is divided by it on overflow, and multiplied by it after
             `loss_scale_steps` good steps.
         min_loss_scale, max_loss_scale: bounds of the scale.
-        grad_scale: what the loss is divided by before backward, because gradients are summed over
-            ranks; None is the number of ranks, so that gradients are means.
+        grad_scale: divisor of the loss before backward, since gradients are summed over ranks; None
+            is the world size, so that gradients are means.
 
     Example:
-        manager = OptimManager(loss_scale=None) manager.add_optimizer(optimizer, lr_scheduler)
-        manager.zero_grad(); manager.backward(loss); manager.clip_grad_norm(optimizer.param_groups,
-        1.0); manager.step()
+        manager = OptimManager(loss_scale=None)
+        manager.add_optimizer(optimizer, lr_scheduler)
+
+        manager.zero_grad()
+        manager.backward(loss)
+        manager.clip_grad_norm(optimizer.param_groups, 1.0)
+        manager.step()
     """
 
     def __init__(
@@ -69,18 +71,20 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The current loss scale; 1 when there is no scaling.
+        """The current loss scale; 1 without scaling.
 
-        Waits for the GPU to say whether the last step overflowed.
+        Waits until the GPU has reported whether the last step overflowed.
         """
         return self._scale.value if self._scale is not None else 1.0
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
-        """Drive `optimizer`, and its scheduler if it has one. Parameters that are not sharded are
-        kept equal on all ranks.
+        """Drive `optimizer`, and its scheduler if it has one.
 
-        From here on `optimizer.scale` is the manager's loss scale, so that calls of the 0.1.x API
-        fit in between.
+        Parameters that are not sharded are kept equal on all ranks. From here on `optimizer.scale`
+        is the manager's loss scale, so that calls of the 0.1.x API can be mixed in.
+
+        Raises:
+            ConfigurationError: for anything but an optimizer, or for one already added.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
@@ -98,8 +102,9 @@ class OptimManager:
         self.lr_schedulers.append(lr_scheduler)
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the gradients of its ordinary parameters summed over ranks: of those too that a
-        group got since.
+        """Register the optimizer's ordinary parameters for summing gradients over ranks.
+
+        Called before every backward, because parameters may have joined its groups since.
         """
         self._engine.replicate(
             param
@@ -108,7 +113,7 @@ class OptimManager:
         )
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss * loss_scale / grad_scale`: what backward runs on."""
+        """`loss * loss_scale / grad_scale`, the value that backward runs on."""
         return loss * self._engine.host.number(
             lambda: self.loss_scale / self.grad_scale, loss.device
         )
@@ -117,13 +122,14 @@ class OptimManager:
         """Run backward on the scaled loss and add the gradients, summed over ranks, to `.grad`.
 
         Args:
-            loss: a scalar that requires grad; None means the one last given to `sum_loss`, as in
+            loss: a scalar that requires grad; None is the one last given to `sum_loss`, as in
                 BMTrain's README.
-            reduce_gradients: False keeps this micro-batch's gradients on the rank; the next call
-                with True (or `step`) reduces the sum once. Costs the memory of a full gradient.
+            reduce_gradients: False keeps this micro-batch's gradients on the rank, at the cost of
+                a full gradient's memory; the next call with True (or `step`) reduces their sum.
 
         Raises:
-            ConfigurationError: for a loss that is not a scalar or does not require grad.
+            ConfigurationError: for a loss that is not a scalar, does not require grad, or has been
+                scaled by `optimizer.loss_scale` already.
         """
         loss = _checked(self._last_loss.take() if loss is None else loss)
         for optimizer in self.optimizers:
@@ -143,9 +149,7 @@ class OptimManager:
             self.scale_loss(loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all optimizers, those too that wait on this rank for their
-        reduction.
-        """
+        """Clear the gradients of all optimizers, deferred ones included."""
         for optimizer in self.optimizers:
             for param in parameters_of(optimizer.param_groups):
                 if isinstance(param, DistributedParameter):
@@ -155,8 +159,9 @@ class OptimManager:
     def clip_grad_norm(
         self, param_groups: Any, max_norm: float, norm_type: float = 2, eps: float = 1e-6
     ) -> torch.Tensor:
-        """Clip the gradients of `param_groups` together; returns their norm as optim.clip_grad_norm
-        does, unscaled.
+        """Clip the gradients of `param_groups` together; returns their unscaled norm.
+
+        See `optim.clip_grad_norm`.
         """
         self._engine.backward.flush()
         return clip_gradients(
@@ -164,14 +169,15 @@ class OptimManager:
         )
 
     def step(self) -> None:
-        """Update all parameters and learning rates; on an overflow anywhere, skip both and lower
-        the loss scale instead.
+        """Update all parameters and learning rates; on an overflow on any rank, skip both.
 
-        With AdamOptimizers alone, the host does not wait to learn of an overflow: the GPU leaves
-        weights and state as they are, and what the host has counted is taken back before anybody
-        can use it, when the loss scale or a state dict is asked for: in the next `backward` at the
-        latest. Until then learning rates read as after a good step, and so does the state of a
-        schedule that is asked for it directly; `state_dict` of the manager has the right one.
+        An overflow lowers the loss scale instead.
+
+        With AdamOptimizers alone and schedules that can be restored, the host does not wait for the
+        verdict. On an overflow the device leaves weights and state unchanged, and the host undoes
+        its own counts later: when the loss scale or a state dict is read, at the latest in the next
+        `backward`. Until then, learning rates read as after a good step, and so does a schedule
+        whose state is read directly; `state_dict` of the manager is always right.
         """
         self._engine.backward.flush()
         if self._scale is None:
@@ -196,7 +202,7 @@ class OptimManager:
         self._scale.judge(is_finite)
 
     def _can_take_back(self) -> bool:
-        """Whether a step can be left out by the device, and taken back later by the host."""
+        """Whether the device can skip a step that the host undoes later."""
         skips = all(
             isinstance(optimizer, AdamBase) and optimizer.skips_on_device
             for optimizer in self.optimizers
@@ -208,7 +214,7 @@ class OptimManager:
         return [scheduler for scheduler in self.lr_schedulers if scheduler is not None]
 
     def _advance(self, scale: float) -> None:
-        """Take a step."""
+        """Take one step with all optimizers and schedules."""
         for optimizer in self.optimizers:
             self._step_one(optimizer, scale)
         for schedule in self._schedules:
@@ -216,9 +222,9 @@ class OptimManager:
         self._num_steps += 1
 
     def _advance_if_finite(self, scale: float, total: torch.Tensor) -> Callable[[], None]:
-        """Take a step that the device leaves out if `total` is not finite.
+        """Take a step that the device skips if `total` is not finite.
 
-        Returns what makes the host forget it.
+        Returns the function that undoes the host's part of the step.
         """
         optimizers: list[Any] = list(self.optimizers)
         for optimizer in optimizers:
@@ -249,10 +255,10 @@ class OptimManager:
             self._scale.settle()
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """State of optimizers, schedulers and loss scale; with `gather_opt` (collective) whole
-        tensors for any world size.
+        """State of optimizers, schedulers and loss scale; with `gather_opt` of full tensors.
 
-        The keys are BMTrain's, and some more, which it does not read.
+        With `gather_opt` it is collective and fits any world size. The keys are BMTrain's, plus a
+        few that BMTrain ignores.
         """
         self._settle()
         return {
@@ -267,10 +273,10 @@ class OptimManager:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, at the same or (gathered) any other world size.
+        """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
-            CheckpointError: when optimizers or schedulers differ in number or shape.
+            CheckpointError: if optimizers or schedulers differ in number or shape.
         """
         self._settle()
         for name, ours in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
@@ -284,7 +290,7 @@ class OptimManager:
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
-        # a number alone where BMTrain wrote it
+        # BMTrain saves a plain number
         saved_scale = state.get("loss_scale_state") or state.get("loss_scale")
         if (
             self._scale is not None

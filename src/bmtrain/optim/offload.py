@@ -1,4 +1,4 @@
-"""AdamW whose state lives in host memory: the GPU keeps weights and gradients only."""
+"""AdamW with its state in host memory: the GPU holds weights and gradients only."""
 
 from __future__ import annotations
 
@@ -20,17 +20,15 @@ from bmtrain.optim.adam_state import RunState
 from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
 
-# Elements of one transfer at most: every chunk costs the host half a millisecond of launches beside
-# its update, which at this length is a tenth; the first way down and the last way up, which nothing
-# hides, take two milliseconds each.
+# Maximum number of elements per transfer. Launching a chunk costs the host half a millisecond, a
+# tenth of a chunk's update at this length. The first download and the last upload, which nothing
+# overlaps, take two milliseconds each.
 CHUNK = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a parameter run whose gradient is on its way to the host; without staging it is
-    not, and stays where it is.
-    """
+    """A part of a run whose gradient is being downloaded; without `staging` it stays in place."""
 
     tensors: AdamTensors
     staging: Staging | None
@@ -38,8 +36,9 @@ class Chunk:
 
 
 class Staging:
-    """What one chunk passes through: casts happen on the GPU, so that only fp32 crosses the bus and
-    the CPU only updates.
+    """Buffers that one chunk passes through.
+
+    Casts happen on the GPU, so that only fp32 crosses the bus and the CPU only updates.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,16 +49,18 @@ class Staging:
 
 
 class AdamOffloadOptimizer(AdamBase):
-    """AdamW with exact weights (fp32, of fp64 parameters fp64) and moments in host memory, and the
-    update on the CPU.
+    """AdamW with master weights and moments in host memory, updated on the CPU.
 
-    Within a step, gradients come down, the CPU updates, and weights go up in a pipeline of chunks.
-    Same arithmetic and same arguments as AdamOptimizer. `record_delta` additionally measures the
-    updates: after each step `get_avg_delta()` and `get_var_delta()` are mean and variance of the
-    change of all weights on all ranks (collective).
+    They are fp32 (fp64 for fp64 parameters). Within a step, chunks go through a pipeline: gradients
+    are downloaded, the CPU updates, weights are uploaded. Same arithmetic as AdamOptimizer.
+
+    Args:
+        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*: as AdamOptimizer.
+        record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
+            variance of the change of all weights on all ranks (collective).
     """
 
-    DEPTH = 4  # chunks in the pipeline: two coming down, one on the CPU, one going up
+    DEPTH = 4  # chunks in flight: two downloads, one update, one upload
 
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
@@ -89,7 +90,7 @@ class AdamOffloadOptimizer(AdamBase):
             scale_steps=scale_steps,
         )
         self._record_delta = record_delta
-        # count, sum and sum of squares of the last step's changes
+        # count, sum and sum of squares of the weight changes in the last step
         self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         self._pipeline: collections.deque[Chunk] = collections.deque()
         device = self._engine.device
@@ -114,7 +115,9 @@ class AdamOffloadOptimizer(AdamBase):
         """As AdamOptimizer.step; later work on the compute stream waits for the new weights."""
         self._sums.zero_()
         if self._down is not None:
-            self._down.wait_stream(torch.cuda.current_stream())  # gradients are computed there
+            # Without this wait, the downloads could read gradients that are still being computed,
+            # and the CPU could write master weights that the last step is still uploading.
+            self._down.wait_stream(torch.cuda.current_stream())
         with _all_cores():
             return super().step(closure, scale)
 
@@ -140,10 +143,12 @@ class AdamOffloadOptimizer(AdamBase):
         while self._pipeline:
             self._compute(self._pipeline.popleft())
         if self._up is not None:
+            # Without this wait, the next forward pass could read weights that are still being
+            # uploaded.
             torch.cuda.current_stream().wait_stream(self._up)
 
     def _fetch(self, chunk: Chunk) -> None:
-        """Start the gradient's way to the host."""
+        """Start downloading the gradient."""
         if chunk.staging is None:
             return
         grad = chunk.tensors.grad
@@ -151,13 +156,14 @@ class AdamOffloadOptimizer(AdamBase):
             exact = chunk.staging.device_grad[: grad.numel()]
             torch.mul(grad, 1.0 / chunk.settings.scale, out=exact)
             chunk.staging.host_grad[: grad.numel()].copy_(exact, non_blocking=True)
+            # `_compute` waits for it, before the step returns and the program may free the gradient.
             chunk.staging.arrived.record()
 
     def _compute(self, chunk: Chunk) -> None:
-        """Wait for the gradient, update on the CPU, start the weights' way back."""
+        """Wait for the gradient, update on the CPU, start uploading the weights."""
         t, staging = chunk.tensors, chunk.staging
         before = t.master.clone() if self._record_delta else None
-        if staging is None:  # on the CPU, or for fp64, at once
+        if staging is None:  # no pipeline: the state is on the rank's device, or in fp64
             here = (
                 t
                 if t.weight.device == t.master.device
@@ -167,9 +173,9 @@ class AdamOffloadOptimizer(AdamBase):
             if here is not t:
                 t.weight.copy_(t.master)
         else:
-            staging.arrived.synchronize()
+            staging.arrived.synchronize()  # else the CPU would read a gradient still in flight
             here = t._replace(weight=t.master, grad=staging.host_grad[: t.grad.numel()])
-            # divided on the GPU already
+            # the gradient was divided by `scale` on the GPU
             adamw_update(Batch([here]), dataclasses.replace(chunk.settings, scale=1.0))
             with torch.cuda.stream(self._up):
                 arriving = staging.device_weight[: t.weight.numel()]
@@ -199,10 +205,9 @@ def _cut(whole: AdamTensors) -> Iterator[AdamTensors]:
 
 @contextlib.contextmanager
 def _all_cores() -> Iterator[None]:
-    """Use this rank's share of the machine's cores for the body.
+    """Use this rank's share of the host's cores in the body.
 
-    Launchers start every rank with one thread, right for ranks that only feed a GPU; here the CPU
-    does the work.
+    Launchers give every rank a single thread, enough to feed a GPU; here the CPU does the work.
     """
     current = world.current("AdamOffloadOptimizer")
     before = torch.get_num_threads()
@@ -214,8 +219,9 @@ def _all_cores() -> Iterator[None]:
 
 
 def _pin(state: RunState) -> None:
-    """Page-lock the master weights where they are: torch's own pinned allocations are rounded up to
-    powers of two.
+    """Page-lock the master weights in place.
+
+    torch's own pinned allocations are rounded up to powers of two, which would waste up to half.
     """
     runtime = torch.cuda.cudart()
     address, size = state.master.data_ptr(), state.master.nbytes
@@ -224,6 +230,6 @@ def _pin(state: RunState) -> None:
 
 
 def _unpin(address: int) -> None:
-    """Copies of the last step may still read there."""
+    """Unregister pinned memory, after the uploads of the last step, which may still read it."""
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)

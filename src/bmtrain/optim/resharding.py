@@ -1,5 +1,6 @@
-"""Optimizer state from a file, as this rank needs it: out of whole tensors, or of slices cut here
-or by BMTrain.
+"""Optimizer state from a checkpoint, cut to this rank's slices.
+
+The saved state may be full tensors, or slices cut by this library or by BMTrain.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
 
-# What BMTrain calls the fp32 weights of a half-precision parameter, and what they are called here.
+# BMTrain's name for the fp32 weights of half-precision parameters, and the name used here.
 NAMES = {"_param_fp32": "master"}
-# 0-dim tensors in the states of torch's optimizers that do not go element by element, even with a
-# parameter of one element.
+# 0-dim states of torch's optimizers that are never element-wise, even for parameters of one
+# element.
 NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What one rank's file holds of a state that goes element by element with its parameter."""
+    """Shape and dtype of the element-wise state that one rank's file holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,15 +42,14 @@ NOTHING = _Held((0,), torch.float32)
 
 
 def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
-    """This rank's state by parameter number, from `saved`, an optimizer's state dict in any form.
-    Collective.
+    """This rank's state by parameter index, from `saved`, an optimizer's state dict. Collective.
 
-    A state may be whole, of the parameter's shape or flat; or a slice, 1-D, where all ranks pass
-    their own: each cuts the flattened tensor into consecutive parts in rank order, at the places of
-    this library or at others, as BMTrain does.
+    A state may be full, in the parameter's shape or flat, or a 1-D slice, where each rank passes
+    its own. Slices are consecutive parts of the flattened tensor in rank order; their bounds may be
+    this library's or others, such as BMTrain's.
 
     Raises:
-        CheckpointError: on every rank, naming the parameter's number, what the ranks have of it and
+        CheckpointError: on every rank, naming the parameter's index, what each rank has of it and
             the remedy.
     """
     axis = world.current("load_state_dict").mesh.world
@@ -77,7 +77,7 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
 
 
 def _described(params: Sequence[torch.nn.Parameter], states: States) -> States:
-    """The states with a `_Held` in the place of everything that goes element by element."""
+    """The states with a `_Held` in place of every element-wise tensor."""
     return {
         index: {
             name: _Held(tuple(v.shape), v.dtype) if _goes_along(params[index], name, v) else v
@@ -96,13 +96,13 @@ def _goes_along(param: torch.nn.Parameter, name: str, value: object) -> bool:
         and value.shape != whole
         and all(a in (1, b) for a, b in zip(value.shape, whole, strict=True))
     ):
-        # statistics of rows or columns, as Adafactor keeps them: every rank has them whole
+        # row or column statistics, as in Adafactor: full on every rank
         return False
     return value.dim() > 0 or whole == torch.Size([])
 
 
 def _on_axis(param: DistributedParameter, everyone: Sequence[States]) -> list[States]:
-    """What those ranks hold over which the parameter is sharded."""
+    """The states held by the ranks over which the parameter is sharded."""
     return [everyone[rank] for rank in param.storage_of.axis.ranks]
 
 
@@ -139,8 +139,8 @@ def _misfit(index: int, param: DistributedParameter, everyone: Sequence[States])
 def _local_state(
     param: DistributedParameter, own: dict[str, Any], held: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The state of one parameter on this rank; `held` is what the ranks of its axis have."""
-    # A rank with nothing of a parameter may have no state of it, not even its step.
+    """The state of one parameter on this rank; `held` is that of each rank of its axis."""
+    # A rank with no elements of a parameter may have no state of it, not even the step count.
     described = {name: value for state in reversed(held) for name, value in state.items()}
     out: dict[str, Any] = {}
     for name, value in described.items():
@@ -161,7 +161,7 @@ def _local_state(
 def _own_slice(
     param: DistributedParameter, value: torch.Tensor, held: Sequence[_Held], dtype: torch.dtype
 ) -> torch.Tensor:
-    """This rank's slice, 1-D, of one state, of which it has `value`."""
+    """This rank's 1-D slice of one state, of which its file holds `value`."""
     storage, slot = param.storage_of, param.index_in_storage
     if not storage.is_here:
         return value.reshape(-1)[:0]
@@ -172,7 +172,7 @@ def _own_slice(
         return storage.slice_of_whole(slot, value.reshape(param._tp_original_shape))
     padded = torch.zeros(max(sizes), dtype=dtype, device="cpu")
     padded[: value.numel()] = value.reshape(-1)
-    # Bytes travel: not every backend moves every dtype.
+    # Sent as bytes: not every backend supports every dtype.
     rows = (
         collectives.all_gather(padded.view(torch.uint8), storage.axis)
         .view(dtype)
@@ -184,7 +184,7 @@ def _own_slice(
 
 
 def _wrong_groups(groups: list[dict[str, Any]], saved: Any) -> str | None:
-    """Why the saved groups are not those of the optimizer."""
+    """Why the saved groups do not match the optimizer's, or None."""
     if not isinstance(saved, dict) or not {"state", "param_groups"} <= set(saved):
         return "this is no optimizer state: expected a dict with 'state' and 'param_groups'."
     ours, theirs = (

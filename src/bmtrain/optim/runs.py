@@ -1,6 +1,4 @@
-"""Parameters that lie side by side in a shard, as one flat tensor: fewer kernels than one per
-parameter.
-"""
+"""Runs: adjacent parameters of a shard as one flat tensor, so that fewer kernels are launched."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ class Run:
 
     @property
     def numel(self) -> int:
-        """Elements on this rank, padding between the slots included (its gradient and values are
-        zero).
-        """
+        """Elements on this rank, including padding between slots (zero values and gradients)."""
         return self.end - self.begin
 
     @property
@@ -39,35 +35,33 @@ class Run:
 
     @property
     def version(self) -> int:
-        """Changes when the values are written in place."""
+        """A counter that changes when the values are written in place."""
         return self.params[0]._version if self.storage is None else self.storage.version()
 
     @property
     def owner(self) -> int:
-        """The identity of whose memory the values are in, the storage's or the parameter's: runs of
-        one storage share it.
-        """
+        """The id of the storage or parameter that owns the values; runs of one storage share it."""
         return id(self.params[0] if self.storage is None else self.storage)
 
     def offset(self, param: torch.nn.Parameter) -> tuple[int, int]:
-        """Where the values of `param` begin and end in the run."""
+        """Begin and end of the values of `param` in the run."""
         if self.storage is None or not isinstance(param, DistributedParameter):
             return 0, self.numel
         piece = self.storage.piece(param.index_in_storage)
         return piece.begin - self.begin, piece.end - self.begin
 
     def cut(self, values: torch.Tensor, part: Run) -> torch.Tensor:
-        """Of `values` (numel,) of this run, those of a part of it."""
+        """The elements of `part` of this run in `values` (numel,)."""
         return values if part is self else values[part.begin - self.begin : part.end - self.begin]
 
     def with_gradient(self) -> list[Run]:
-        """The parts of the run that have a gradient, each of them one `gradient()`."""
+        """The parts of the run that have a gradient, each with a single `gradient()`."""
         return [
             part for part in self.split(gradient_kind) if gradient_of(part.params[0]) is not None
         ]
 
     def split(self, key: Callable[[torch.nn.Parameter], object]) -> list[Run]:
-        """Cut where `key` changes from one parameter to the next."""
+        """Cut the run where `key` changes from one parameter to the next."""
         kinds = [key(param) for param in self.params]
         if kinds.count(kinds[0]) == len(kinds):
             return [self]
@@ -76,8 +70,9 @@ class Run:
         return [_run_of(self.storage, self.params[start:stop]) for start, stop in bounds]
 
     def gradient(self) -> torch.Tensor:
-        """Of a part that has one: (numel,), unless the program put it elsewhere, strided: then of
-        the parameter's shape.
+        """The gradient of a part that has one: (numel,).
+
+        A strided gradient that the program has assigned keeps the parameter's shape.
         """
         grad, flat = (
             gradient_of(self.params[0]),
@@ -92,9 +87,7 @@ class Run:
 
 
 def contiguous_runs(params: Iterable[torch.nn.Parameter]) -> list[Run]:
-    """Group parameters, given in any order and each once, into as few runs as their places
-    allow.
-    """
+    """Group parameters, in any order and without duplicates, into as few runs as possible."""
     by_storage: dict[Storage, list[DistributedParameter]] = {}
     runs, seen = [], set()
     for param in params:
@@ -134,14 +127,14 @@ def _run_of(storage: Storage | None, params: Sequence[torch.nn.Parameter]) -> Ru
 
 
 def is_shown(param: torch.nn.Parameter) -> bool:
-    """Whether the gradient of a parameter is where its storage has put it."""
+    """Whether the gradient of a parameter is the slice that its storage wrote."""
     return isinstance(param, DistributedParameter) and param.storage_of.gradient.shows(
         param.shown_grad, param.index_in_storage
     )
 
 
 def gradient_of(param: torch.nn.Parameter) -> torch.Tensor | None:
-    """`.grad`, where nothing is kept back."""
+    """`.grad`, without triggering the reduction of deferred gradients."""
     grad: torch.Tensor | None = (
         param.shown_grad if isinstance(param, DistributedParameter) else param.grad
     )
@@ -149,12 +142,12 @@ def gradient_of(param: torch.nn.Parameter) -> torch.Tensor | None:
 
 
 def local_numel(param: torch.nn.Parameter) -> int:
-    """Elements on this rank."""
+    """Number of elements on this rank."""
     return local_of(param).numel()
 
 
 def gradient_kind(param: torch.nn.Parameter) -> object:
-    """Equal for neighbours whose gradients are one flat tensor, or that have none."""
+    """A key, equal for neighbours whose gradients form one flat tensor or that have none."""
     if gradient_of(param) is None:
         return "none"
     return "shown" if is_shown(param) else id(param)

@@ -1,4 +1,4 @@
-"""Steps of learning-rate schedules that can be taken back."""
+"""Steps of learning-rate schedules that can be undone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class Restorable(Protocol):
 def step_schedules(
     schedules: Sequence[Any], optimizers: Iterable[torch.optim.Optimizer]
 ) -> Callable[[], None]:
-    """Step all schedules. Returns what takes the steps back; numbers that the program has written
-    since then stay.
+    """Step all schedules. Returns a function that undoes the steps.
+
+    Values that the program has written in between are kept.
 
     Args:
         schedules: Restorable, each with a `step()`.
@@ -55,15 +56,15 @@ def step_schedules(
 
 
 def _kept(state: Any) -> Any:
-    """A copy of what a schedule counts in: numbers, tensors, and containers of these.
+    """A copy of a schedule's counters: numbers, tensors, and containers of them.
 
-    Objects of any other kind stay the ones they are. A function that gives the rates may hold a
-    table, or the whole model, and this is done in every step.
+    Other objects are shared, not copied: this runs in every step, and a function that gives the
+    rates may hold a table or the whole model.
     """
     if isinstance(state, torch.Tensor):
         return state.clone()
     if isinstance(state, dict):
-        copied = copy.copy(state)  # of its own kind: milestones are a Counter
+        copied = copy.copy(state)  # keeps the type: milestones are a Counter
         for key, value in state.items():
             copied[key] = _kept(value)
         return copied
@@ -73,7 +74,7 @@ def _kept(state: Any) -> Any:
 
 
 def _numbers(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The hyperparameters of groups, apart from what will be written there."""
+    """Copies of all hyperparameters of the groups."""
     return [
         {
             name: value.clone() if isinstance(value, torch.Tensor) else value
@@ -91,7 +92,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
-    """Numbers that live in a tensor stay in it: others may read that tensor."""
+    """Set a hyperparameter; a tensor is written in place, since others may refer to it."""
     if isinstance(value, torch.Tensor) and isinstance(group[name], torch.Tensor):
         group[name].copy_(value)
     else:

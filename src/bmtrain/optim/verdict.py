@@ -1,4 +1,4 @@
-"""Numbers that the host wants to know without waiting for the device before it must."""
+"""Numbers on a device that the host reads later, without waiting before it must."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import torch
 
 
 class Verdict:
-    """Whether a number on a device is finite: under way to the host from the moment this object is
-    made.
-    """
+    """Whether a number on a device is finite; its copy to the host starts at construction."""
 
     def __init__(self, number: torch.Tensor) -> None:
-        """`number` has one element, and may be on the CPU."""
+        """`number` has one element; it may be on the CPU."""
         self._number, self._arrived = number, None
         if number.device.type != "cpu":
-            self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
+            # into page-locked memory: a pageable copy would block the host
+            self._number = number.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.current_stream(number.device).record_event()
 
     @property
     def needs_waiting(self) -> bool:
-        """Whether it has to come from a device at all."""
+        """Whether the number comes from a device at all."""
         return self._arrived is not None
 
     @property
     def is_here(self) -> bool:
-        """Whether the host would not wait for it.
+        """Whether `wait` would return at once.
 
-        May differ from rank to rank: decide nothing by it that others must know.
+        May differ between ranks: a decision that the ranks must share cannot depend on it.
         """
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> bool:
-        """Wait until the device has come to it; True if the number is finite."""
+        """Wait for the number; True if it is finite."""
         if self._arrived is not None:
+            # Without it, the host would read memory that the copy has not written yet.
             self._arrived.synchronize()
         return bool(self._number.isfinite())

@@ -1,6 +1,4 @@
-"""`bmtrain.config`: a mapping over the current world, kept for BMTrain programs, which write one of
-its values.
-"""
+"""`bmtrain.config`: a mapping over the current world, kept for programs written for BMTrain."""
 
 from __future__ import annotations
 
@@ -17,17 +15,17 @@ from bmtrain.runtime.world import World
 
 
 class Config(Mapping[str, Any]):
-    """`config["rank"]` and so on: looked up in the running world; before it exists, the values of
-    one process.
+    """`config["rank"]` and so on, read from the current world.
 
-    Communicators (`comm`, `zero_comm`, ...) are `Axis` objects, None before `init_distributed`;
-    streams and events are None on a CPU. `config["save_param_to_cpu"] = False` lets `state_dict()`
-    of sharded modules leave whole tensors on the rank's device.
+    Before `init_distributed` it holds the values of a single process. Communicators (`comm`,
+    `zero_comm`, ...) are `Axis` objects, None before `init_distributed`; streams and events are
+    None on a CPU. One key can be assigned: `config["save_param_to_cpu"] = False` makes
+    `state_dict()` of sharded modules leave full tensors on the rank's device.
 
     Raises:
-        KeyError: for a name that is not there, naming the nearest one.
-        ConfigurationError: on any other assignment; arguments of `init_distributed` are the way to
-            change anything else.
+        KeyError: for an unknown name; the message suggests the nearest one.
+        ConfigurationError: on assignment to any other key, which is an argument of
+            `init_distributed` instead, or of anything but a bool.
         NotInitializedError: on assignment before `init_distributed`.
     """
 
@@ -66,22 +64,20 @@ class Config(Mapping[str, Any]):
 
 
 class _Saving:
-    """Whether state dicts are on the CPU; one per run."""
+    """Whether state dicts are moved to the CPU. One per run."""
 
     def __init__(self, current: World) -> None:
         self.to_cpu = True
 
 
 def device_of_state_dicts() -> torch.device:
-    """Where `state_dict()` of sharded modules puts whole tensors."""
+    """The device on which `state_dict()` of sharded modules puts full tensors."""
     current = world.current("state_dict")
     return torch.device("cpu") if current.service(_Saving).to_cpu else current.device
 
 
 class _Streams:
-    """Streams beside the compute stream, and an event, for what a program starts itself; one of
-    each per run.
-    """
+    """Side streams and one event for the program's own use. One set per run."""
 
     def __init__(self, current: World) -> None:
         self._device = current.device
@@ -139,7 +135,7 @@ _VALUES: dict[str, Callable[[World], Any]] = {
     "save_param_to_cpu": lambda current: current.service(_Saving).to_cpu,
 }
 
-# What one process is before it joins a run; communicators and streams are None.
+# The values of a single process before `init_distributed`; keys not listed are None.
 _BEFORE: dict[str, Any] = {
     "rank": 0,
     "local_rank": 0,

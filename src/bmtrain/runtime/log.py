@@ -1,4 +1,4 @@
-"""What the library prints and warns."""
+"""Messages and warnings printed by the library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ def print_rank(*args: Any, rank: int = 0, **kwargs: Any) -> None:
 
 
 def warn(message: str) -> None:
-    """Warn the user once per place and text, on the calling rank, naming it when there are
-    several.
-    """
+    """Warn once per call site and text; the message names the rank if there are several."""
     prefix = f"[rank {world.rank()}] " if world.world_size() > 1 else ""
     warnings.warn(prefix + message, UserWarning, stacklevel=3)

@@ -1,6 +1,4 @@
-"""Axes of the process mesh: the ranks that share something, and the process groups they talk
-through.
-"""
+"""Axes of the process mesh: groups of ranks and their communicators."""
 
 from __future__ import annotations
 
@@ -16,14 +14,15 @@ _GROUPS = {"group", "gather", "reduce"}
 
 
 class Communicators:
-    """The process groups of an axis, until `close`; asked for later they raise RuntimeError.
+    """The process groups of an axis. After `close`, reading one raises RuntimeError.
 
-    `group` carries ordinary collectives; `gather` and `reduce` are the same ranks with
-    communicators of their own, so that a gather and a reduction can be in flight at the same time.
+    `group` carries ordinary collectives. `gather` and `reduce` hold the same ranks but separate
+    communicators, so that an all-gather and a reduce-scatter can be in flight at the same time.
 
-    Whoever talks over an axis keeps the axis, often to the last moment of the interpreter. Gloo's
-    threads live as long as a group does, and one that gives back a tensor while the interpreter
-    ends is killed by it, and the process with it.
+    Objects that communicate over an axis often stay alive until the interpreter exits, so `close`
+    drops the groups instead of relying on their lifetime. Otherwise Gloo's threads, which live as
+    long as their group, would still run during finalisation: a thread that then releases a tensor
+    is killed by the interpreter, and takes the process down with it.
     """
 
     def __init__(
@@ -32,22 +31,23 @@ class Communicators:
         self.group, self.gather, self.reduce = group, gather, reduce
 
     def __getattr__(self, name: str) -> dist.ProcessGroup:
-        """What is asked for after `close`."""
+        """Only reached for a group that `close` has deleted."""
         if name not in _GROUPS:
             raise AttributeError(name)
         raise RuntimeError("the run has ended: its ranks can no longer talk to each other.")
 
     def close(self) -> None:
-        """Let the groups go. Safe to call twice."""
+        """Drop the groups. Safe to call twice."""
         for name in _GROUPS & vars(self).keys():
             delattr(self, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """One line of the mesh through this rank: `size` ranks, of which this one is number `index`.
+    """The ranks along one axis of the mesh that contains this rank.
 
-    `group` carries ordinary collectives. It raises RuntimeError after the run.
+    `size` is the number of ranks, `index` this rank's position among them. `group` carries ordinary
+    collectives and raises RuntimeError after the run has ended.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """All axes through this rank. Axes of the same ranks are the same object."""
+    """All axes through this rank. Axes with the same ranks are one object."""
 
     topology: Topology
     world: Axis
@@ -75,11 +75,11 @@ class Mesh:
     tp_zero: Axis
     pp_zero: Axis
     pp_tp_zero: Axis
-    upstream: Axis | None  # the stage before and this one; None on the first stage
-    downstream: Axis | None  # this stage and the next; None on the last
+    upstream: Axis | None  # the previous stage and this one; None on the first stage
+    downstream: Axis | None  # this stage and the next; None on the last stage
 
     def close(self) -> None:
-        """Let all process groups go."""
+        """Drop all process groups."""
         axes = (
             self.world,
             self.pipe,
@@ -95,11 +95,10 @@ class Mesh:
                 axis.communicators.close()
 
     def shard_axis(self, *, tensor_parallel: bool, pipelined: bool) -> Axis:
-        """The ranks over which a parameter is sharded: those that compute with the same values of
-        it.
+        """The ranks over which a parameter is sharded: those that hold the same full parameter.
 
-        Tensor ranks have different parts of a tensor-parallel parameter, stages different blocks of
-        a pipeline.
+        Tensor-parallel ranks hold different slices of a tensor-parallel parameter, and pipeline
+        stages hold different blocks.
         """
         if tensor_parallel:
             return self.pp_tp_zero if pipelined else self.tp_zero
@@ -112,7 +111,8 @@ KINDS = ("world", "pipe", "tp", "tp_zero", "pp_zero", "pp_tp_zero")
 def build_mesh(topology: Topology) -> Mesh:
     """Create the process groups of every axis.
 
-    Collective over the world: all ranks create all groups in one order.
+    Collective over the world. All ranks create all groups, their own or not, in the same order:
+    `new_group` hangs otherwise.
     """
     axes: dict[str, Axis] = {}
     by_partition: dict[tuple[tuple[int, ...], ...], Axis] = {}
@@ -137,8 +137,10 @@ def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) ->
 
 
 def _build_links(topology: Topology) -> tuple[Axis | None, Axis | None]:
-    """Communicators of neighbouring stages: what a stage sends on must not queue behind what it
-    receives.
+    """The axes to the neighbouring stages.
+
+    A separate group per neighbour, so that sends downstream do not queue behind receives from
+    upstream.
     """
     upstream = downstream = None
     for line in topology.partition("pipe"):

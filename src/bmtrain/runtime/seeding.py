@@ -1,4 +1,4 @@
-"""Random state: seeding a run, and reading, setting and replaying it."""
+"""Random state: seed a run; read, write and compare generator states."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ def get_random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `get_random_state` read."""
+    """Restore what `get_random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"], device)
 
 
 def default_generators(device: torch.device | None) -> Sequence[Any]:
-    """What draws random numbers for whoever names no generator: on the CPU, on `device`, of
-    `random`, and of numpy if imported.
-    """
+    """The default generators: the CPU's, the device's, `random`, and numpy's if it is imported."""
     found: list[Any] = [torch.default_generator, random]
     if device is not None and device.type != "cpu":
         found.append(
@@ -50,9 +48,7 @@ def default_generators(device: torch.device | None) -> Sequence[Any]:
 
 
 def is_generator(value: object) -> bool:
-    """Whether `value` draws random numbers and can say where it stands: a generator of torch,
-    `random` or numpy.
-    """
+    """Whether `value` is a generator of torch, `random` or numpy whose state can be read."""
     if isinstance(value, torch.Generator | random.Random):
         return not isinstance(value, random.SystemRandom)
     numpy = sys.modules.get("numpy")
@@ -64,23 +60,21 @@ def is_generator(value: object) -> bool:
 
 
 def read_generator(generator: Any) -> Any:
-    """Where a generator stands.
+    """The state of a generator.
 
-    Takes what `default_generators` returns, and what `is_generator` is true of.
+    Takes any element of `default_generators`, and any object for which `is_generator` is true.
     """
     if generator is random or isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, torch.Generator):
         return generator.get_state()
-    # of numpy; its older form takes twice the time
+    # numpy; the legacy form of the state takes twice as long to read
     get_state = getattr(generator, "get_state", None)
     return _bits_of(generator).state if get_state is None else get_state(legacy=False)
 
 
 def is_same_state(a: Any, b: Any) -> bool:
-    """Whether two things that `read_generator` returned for one generator are equal; False where
-    telling takes long.
-    """
+    """Whether two states of one generator are equal; False where a comparison would be slow."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, tuple):
@@ -96,7 +90,7 @@ def is_same_state(a: Any, b: Any) -> bool:
 
 
 def write_generator(generator: Any, state: Any) -> None:
-    """Put a generator where it stood."""
+    """Restore a state that `read_generator` returned."""
     if generator is random or isinstance(generator, random.Random):
         generator.setstate(state)
     elif getattr(generator, "set_state", None) is not None:

@@ -1,4 +1,4 @@
-"""What torch.compile needs on this machine beyond torch."""
+"""What torch.compile needs on this machine in addition to torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ C_COMPILERS = ("cc", "gcc", "clang")
 
 
 def missing_for_gpu(compilers: Sequence[str] = C_COMPILERS) -> str | None:
-    """What is missing to compile code for a GPU, as a phrase; None if nothing is known to be.
+    """The missing tool without which GPU code cannot be compiled, or None.
 
     Args:
-        compilers: names or paths of C compilers, of which one must be found.
+        compilers: names or paths of C compilers; one of them must be found.
     """
     if importlib.util.find_spec("triton") is None:
         return "the package triton"

@@ -1,7 +1,7 @@
-"""Where a rank stands on the axes of the process mesh: integer arithmetic, no processes.
+"""A rank's coordinates on the axes of the process mesh: integer arithmetic, no processes.
 
-Names follow BMTrain: a `*_idx` says which group of a kind this rank is in, a `*_id` which place it
-has there (except `stage_id`, the place along the pipeline).
+Names follow BMTrain: `*_idx` is the index of this rank's group among the groups of that kind,
+`*_id` its rank within the group (except `stage_id`, its position along the pipeline).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from bmtrain.errors import ConfigurationError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Position of `rank` when `world_size` ranks are split into `pipe_size` stages and `tp_size`
-    tensor slices.
+    """Coordinates of `rank` in a world of `pipe_size` stages by `tp_size` tensor-parallel ranks.
+
+    Raises:
+        ConfigurationError: if a size is below 1 or their product does not divide `world_size`.
     """
 
     rank: int
@@ -41,7 +43,7 @@ class Topology:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage."""
+        """Number of ranks in one pipeline stage."""
         return self.world_size // self.pipe_size
 
     @property
@@ -93,7 +95,7 @@ class Topology:
         return self.stage_id * self.tp_size + self.tp_id
 
     def get_group_id(self, name: str) -> int:
-        """Which group of the kind `name` (pipe, zero, tp_zero, tp) this rank is in."""
+        """Index of this rank's group among those of the kind `name` (pipe, zero, tp_zero, tp)."""
         return self._lookup(
             name,
             {
@@ -105,7 +107,7 @@ class Topology:
         )
 
     def get_group_rank(self, name: str) -> int:
-        """This rank's place in its group of the kind `name` (pipe, zero, tp_zero, tp)."""
+        """This rank's position in its group of the kind `name` (pipe, zero, tp_zero, tp)."""
         return self._lookup(
             name,
             {
@@ -125,8 +127,9 @@ class Topology:
         return values[name]
 
     def partition(self, kind: str) -> list[tuple[int, ...]]:
-        """All groups of ranks of a kind: world, pipe, tp, tp_zero, pp_zero, pp_tp_zero; every rank
-        is in exactly one.
+        """All groups of a kind, as tuples of ranks; every rank is in exactly one.
+
+        `kind` is one of world, pipe, tp, tp_zero, pp_zero, pp_tp_zero.
         """
         everyone = [dataclasses.replace(self, rank=r) for r in range(self.world_size)]
         key = {

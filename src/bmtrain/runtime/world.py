@@ -1,6 +1,6 @@
-"""Start and end of the distributed run, and the one record of it.
+"""Start and end of the distributed run, and the record of it.
 
-The only reader of the environment.
+The only module that reads environment variables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRANSPORTS = ("auto", "copy_engine", "collective")
 
 
 def check_zero_level(level: int) -> None:
-    """ConfigurationError unless `level` is 2 or 3."""
+    """Raise ConfigurationError unless `level` is 2 or 3."""
     if level not in (2, 3):
         raise ConfigurationError(
             f"zero_level is {level!r}: expected 2 (keep full parameters until backward) or "
@@ -40,24 +40,29 @@ def check_zero_level(level: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a Block does unless its own arguments say otherwise.
+    """Defaults of every Block; a Block's own arguments override them.
 
-    reduce_dtype: dtype in which gradients travel and are summed over ranks; None is the parameter's
-    own. accumulate_dtype: dtype in which gradients of several micro-batches add up; None is the
-    parameter's own. num_buffers: full buffers kept ready for each size of ZeRO-3 block. transport:
-    what moves the shards and gradients of blocks: "copy_engine" by copies between the ranks of one
-    host, which cost a
-        GPU no processors; "collective" by NCCL or Gloo; "auto" by copies where GPUs reach each
-        other's memory.
-    memory_limit: bytes of device memory that blocks with use_checkpoint="auto" let a step fill;
-    None is what the device has. A CPU
-        does not count its memory: there it bounds what those blocks keep for backward, and None
-            keeps everything.
-    compile: whether blocks run by compiled code in passes that lead to a backward pass. fp8:
-    whether the linear maps of blocks are computed in eight bits. loss_scale_factor,
-    loss_scale_steps: by what the loss scale of an optimizer changes, and after how many good steps,
-    in programs
-        of the 0.1.x API (`optimizer.loss_scale`, `optim_step`). An OptimManager has its own.
+    Attributes:
+        zero_level: 2 keeps full parameters until backward, 3 releases them after forward.
+        reduce_dtype: dtype in which gradients are communicated and summed over ranks; None is the
+            parameter's own.
+        accumulate_dtype: dtype in which gradients of several micro-batches are accumulated; None
+            is the parameter's own.
+        num_buffers: full buffers in the ring that ZeRO-3 blocks of one size share.
+        transport: how shards and gradients of blocks are moved. "copy_engine" copies between the
+            ranks of one host and occupies no SMs; "collective" uses NCCL or Gloo; "auto" copies
+            where GPUs can access each other's memory.
+        memory_limit: bytes of device memory that blocks with use_checkpoint="auto" may fill in a
+            step; None is the capacity of the device. Memory of a CPU is not tracked: there it
+            bounds what those blocks save for backward, and None saves everything.
+        compile: whether blocks run compiled in passes that lead to a backward pass.
+        fp8: whether the linear layers of blocks compute in FP8.
+        loss_scale_factor, loss_scale_steps: factor by which an optimizer's loss scale changes, and
+            the number of good steps before it grows, in programs of the 0.1.x API
+            (`optimizer.loss_scale`, `optim_step`). An OptimManager has its own.
+
+    Raises:
+        ConfigurationError: for a value out of range.
     """
 
     zero_level: int = 3
@@ -103,7 +108,7 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """This process in the run: place, device, axes, defaults, and the services built on them."""
+    """This process's part in the run: rank, device, axes, defaults and the services on top."""
 
     rank: int
     world_size: int
@@ -119,16 +124,14 @@ class World:
     services: dict[object, object] = dataclasses.field(default_factory=dict)
 
     def service(self, factory: Callable[[World], Service]) -> Service:
-        """The one object that `factory(world)` makes in this run, made on first use and gone with
-        the run.
-        """
+        """The run's instance of a service: `factory(world)`, built on first use."""
         if factory not in self.services:
             self.services[factory] = factory(self)
         return cast(Service, self.services[factory])
 
 
 class _Process:
-    """Holder of the current world: one per interpreter."""
+    """Holds the current world. One per interpreter."""
 
     def __init__(self) -> None:
         self.world: World | None = None
@@ -139,29 +142,29 @@ _PROCESS = _Process()
 
 
 def is_initialized() -> bool:
-    """True between `init_distributed` and the end of the run."""
+    """Whether the run is active: after `init_distributed` and before `shutdown`."""
     return _PROCESS.world is not None
 
 
 def current(what: str = "this call") -> World:
-    """The running world; NotInitializedError naming `what` before `init_distributed`."""
+    """The current world; raises NotInitializedError naming `what` before `init_distributed`."""
     if _PROCESS.world is None:
         raise NotInitializedError(what)
     return _PROCESS.world
 
 
 def rank() -> int:
-    """This process's number in the world; 0 before `init_distributed`."""
+    """This process's rank in the world; 0 before `init_distributed`."""
     return _PROCESS.world.rank if _PROCESS.world else 0
 
 
 def world_size() -> int:
-    """Number of processes; 1 before `init_distributed`."""
+    """Number of ranks in the world; 1 before `init_distributed`."""
     return _PROCESS.world.world_size if _PROCESS.world else 1
 
 
 def device() -> torch.device:
-    """The device this rank computes on: its CUDA device, or the CPU where there is none."""
+    """The device this rank computes on: its CUDA device, or the CPU if there is none."""
     return (
         _PROCESS.world.device
         if _PROCESS.world
@@ -170,25 +173,24 @@ def device() -> torch.device:
 
 
 def launcher() -> int | None:
-    """Process id of the torchrun that started this process; None where it was started otherwise."""
+    """Process id of the torchrun that started this process; None without torchrun."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def launched_size() -> int:
-    """Number of processes that a launcher has started, of which this is one; 1 where there was
-    none.
-    """
+    """The world size set by the launcher; 1 without a launcher."""
     return _place_in_launch()[1]
 
 
 def launched_rank() -> int:
-    """This process's number among those; 0 where there was no launcher."""
+    """The rank set by the launcher; 0 without a launcher."""
     return _place_in_launch()[0]
 
 
 def take_place(rank: int, size: int) -> None:
-    """Be this rank of `size` processes on one host, whatever a launcher has said: for processes
-    that the library starts itself.
+    """Set the environment of rank `rank` of `size` on one host, overriding any launcher's.
+
+    For processes that the library starts itself.
     """
     os.environ.update(
         {
@@ -220,28 +222,27 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     loss_scale_factor: float = 2,
     loss_scale_steps: int = 1024,
 ) -> None:
-    """Join the run: read the launcher's environment, choose the device, build the groups, set the
-    seeds.
+    """Join the run: read the launcher's environment, pick the device, build the groups, set seeds.
 
     Args:
-        init_method: rendezvous as torch.distributed understands it; "env://" without a launcher is
-            a world of one process.
-        seed: seeds torch, random and numpy alike on every rank, so that all ranks initialise the
-            same model.
-        pipe_size, num_micro_batches: pipeline stages, -1 for no pipeline; its micro-batches, by
-            default as many as stages.
+        init_method: rendezvous URL of torch.distributed; "env://" without a launcher is a world of
+            one process.
+        seed: seeds torch, random and numpy identically on every rank, so that all ranks initialise
+            the same model.
+        pipe_size: number of pipeline stages; -1 for no pipeline.
+        num_micro_batches: micro-batches of the pipeline; by default the number of stages.
         tp_size: ranks that share each tensor-parallel layer.
         zero_level: 2 or 3, the default of every Block.
-        device: "cpu" or "cuda" to override the choice (CUDA where there is any).
+        device: "cpu" or "cuda"; by default CUDA if available.
         timeout: seconds a collective may wait for the other ranks.
         reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8, loss_scale_*: see
-        `Defaults`.
-        compile: likewise; None is yes on CUDA where Triton and a C compiler are found.
+            `Defaults`.
+        compile: see `Defaults`; None compiles on CUDA if Triton and a C compiler are found.
 
     Raises:
         RuntimeError: on a second call.
-        ConfigurationError: when the sizes do not divide the world or an environment variable is
-            malformed.
+        ConfigurationError: if the sizes do not divide the world, an argument is out of range, an
+            environment variable is malformed, or this rank has no GPU of its own.
     """
     if _PROCESS.world is not None:
         raise RuntimeError(
@@ -287,9 +288,9 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
 
 
 def shutdown() -> None:
-    """Leave the run: close what was opened.
+    """Leave the run: drop its services and destroy the process groups.
 
-    Called by itself at the end of the program; safe to call twice.
+    Registered with atexit; safe to call twice.
     """
     world, _PROCESS.world = _PROCESS.world, None
     if world is None:
@@ -301,9 +302,7 @@ def shutdown() -> None:
 
 
 def _place_in_launch() -> tuple[int, int, int, int]:
-    """Rank and world size, rank and number of processes on this host, as the launcher has set
-    them.
-    """
+    """Rank, world size, local rank and local world size, as set by the launcher."""
     number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
     return (
         number,
@@ -368,9 +367,10 @@ def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.de
 
 
 def _join(init_method: str, number: int, size: int, chosen: torch.device, timeout: float) -> None:
-    """Start torch.distributed.
+    """Initialise torch.distributed.
 
-    CPU tensors always travel by Gloo: agreements between ranks must not wait for the device.
+    CPU tensors always use Gloo, so that agreements between ranks do not synchronise with the
+    device.
     """
     cuda = chosen.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -400,10 +400,11 @@ def _join(init_method: str, number: int, size: int, chosen: torch.device, timeou
 def _leave_loudly(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Print this rank's traceback at once and end the process at once.
+    """Exception hook: with several ranks, print this rank's traceback and exit without cleanup.
 
-    An orderly interpreter exit would first wait for collectives that the other ranks never join;
-    leaving now lets the launcher stop them within seconds, with the guilty traceback printed first.
+    A regular interpreter exit would first wait for collectives that the other ranks never join.
+    Exiting at once lets the launcher stop them within seconds, with the traceback of the failed
+    rank printed first.
     """
     world = _PROCESS.world
     lines = traceback.format_exception(kind, error, trace)
@@ -417,5 +418,5 @@ def _leave_loudly(
 
 
 def num_cores() -> int:
-    """Processor cores this process may run on."""
+    """Number of CPU cores this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
