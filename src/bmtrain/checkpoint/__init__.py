@@ -1,6 +1,4 @@
-"""Model files: whole tensors under plain names, written by rank 0 and read by every rank for its
-own slices.
-"""
+"""Model checkpoints: full tensors under plain names. Rank 0 writes; each rank reads its slices."""
 
 from bmtrain.checkpoint.loading import LoadResult, load
 from bmtrain.checkpoint.saving import save

@@ -1,6 +1,4 @@
-"""What of a model belongs into a file: every parameter and persistent buffer, under each of its
-plain names.
-"""
+"""The tensors of a model that a checkpoint holds: parameters and persistent buffers, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from bmtrain.shard.parameter import DistributedParameter
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of the model and the names it has there; several where it is tied."""
+    """One tensor of the model and its names: more than one if the tensor is tied."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -26,7 +24,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole tensor."""
+        """The shape of the full tensor, before ZeRO sharding and the tensor-parallel split."""
         tensor = self.tensor
         return tuple(
             tensor._tp_original_shape if isinstance(tensor, DistributedParameter) else tensor.shape
@@ -34,9 +32,7 @@ class Entry:
 
 
 def entries(model: torch.nn.Module) -> list[Entry]:
-    """Every parameter and persistent buffer of the model, in the order of its state dict; tied ones
-    once.
-    """
+    """Every parameter and persistent buffer in state dict order, each tied tensor once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in _named(model):
@@ -46,7 +42,7 @@ def entries(model: torch.nn.Module) -> list[Entry]:
 
 
 def names_in_order(model: torch.nn.Module) -> list[str]:
-    """Every name, as a state dict lists them."""
+    """Every name in state dict order, all names of a tied tensor included."""
     return [name for name, _ in _named(model)]
 
 

@@ -1,4 +1,4 @@
-"""load: every rank reads its own slices; everything is checked before anything is changed."""
+"""load: each rank reads its own slices, after all names and shapes have been checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = 8  # names listed in a message
 
 
 class LoadResult(NamedTuple):
-    """What did not match, as torch's load_state_dict returns it."""
+    """The names that did not match, in the form that torch's load_state_dict returns."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -32,7 +32,7 @@ class LoadResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One tensor of the model and the name in the file that it takes its values from."""
+    """One tensor of the model and the name of its values in the file."""
 
     entry: Entry
     name: str
@@ -40,7 +40,7 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a load will do, and what does not match."""
+    """The copies that a load will make, and the names that do not match."""
 
     copies: Sequence[Copy]
     missing: list[str]
@@ -48,24 +48,25 @@ class Plan:
 
 
 def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadResult:
-    """Give all parameters and persistent buffers of `model` the values in `file`. Collective.
+    """Load all parameters and persistent buffers of `model` from `file`. Collective.
 
-    Reads files of `save`, of BMTrain and ModelCenter, any `torch.save`d state dict, .safetensors
-    files, and folders of either with an index. Each rank reads its own slices, one tensor at a
-    time, whatever world size wrote the file. Values are converted to the model's dtypes; a warning
-    says so where precision is lost. Of tied parameters one name is enough. A prefix that all names
-    in the file have before the model's, `module.` for example, is left out, with a warning.
+    Reads files written by `save`, by BMTrain and ModelCenter, any `torch.save`d state dict,
+    .safetensors files, and folders of either, with or without an index. Each rank reads only its
+    own slices, so the file may come from a run of any world size. Values are converted to the
+    model's dtypes, with a warning where that loses precision. For tied parameters one of the names
+    is enough. If all names in the file share a prefix that the model lacks, `module.` for example,
+    it is dropped, with a warning.
 
     Args:
         model: any module, its parameters distributed or not.
         file: a file or a folder.
         strict: whether missing and unexpected names are errors.
 
-    Returns the names that were missing from the file and those that the model has no place for.
+    Returns the names that are missing from the file and the names that the model does not have.
 
     Raises:
-        CheckpointError: on every rank, with the file and the names, shapes or reason; the model is
-            unchanged unless reading itself failed half-way.
+        CheckpointError: on every rank, with the file and the names, shapes or reason. The model is
+            unchanged unless a read failed halfway.
     """
     current = world.current("load")
     axis = current.mesh.world
@@ -89,7 +90,7 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
     """Match the model's tensors to those of the file.
 
     Raises:
-        CheckpointError: listing all that does not match.
+        CheckpointError: listing every mismatch.
     """
     available = source.headers.keys()
     copies: list[Copy] = []
@@ -97,7 +98,7 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
     for entry in targets:
         found = [name for name in entry.names if name in available]
         if found:
-            copies.append(Copy(entry, found[-1]))  # of several, the last wins, as in torch
+            copies.append(Copy(entry, found[-1]))  # the last tied name wins, as in torch
         else:
             missing += entry.names
     wanted = {name for entry in targets for name in entry.names}
@@ -123,7 +124,7 @@ def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan
 
 
 def _mismatch(copy: Copy, source: Source) -> str:
-    """Why this tensor cannot be copied; empty if it can."""
+    """The reason why this tensor cannot be copied; empty if it can."""
     entry, header = copy.entry, source.headers[copy.name]
     if entry.shape != header.shape:
         is_flat = len(header.shape) == 1 < len(entry.shape)
@@ -152,9 +153,7 @@ def _mismatch(copy: Copy, source: Source) -> str:
 def _report(
     what: str, names: Sequence[str], unmatched: Collection[str], others: Collection[str]
 ) -> list[str]:
-    """A line per name with the nearest on the other side, if possible one that has no partner
-    either.
-    """
+    """One line per name, with the closest name of `unmatched` or else of `others`."""
     lines = []
     for name in names[:SHOWN]:
         near = difflib.get_close_matches(name, unmatched, n=1) or difflib.get_close_matches(
@@ -167,9 +166,10 @@ def _report(
 
 
 def fill(plan: Plan, source: Source) -> None:
-    """Do on this rank what was planned.
+    """Carry out the plan on this rank.
 
-    An error leaves tensors half filled: agree on it with the other ranks (`attempt`).
+    An error leaves tensors partly filled, on this rank alone: call it under `attempt`, so that all
+    ranks raise.
     """
     reads = [read for copy in plan.copies if (read := _as_read(copy, source)) is not None]
     read_all(reads, source)
@@ -179,8 +179,9 @@ def fill(plan: Plan, source: Source) -> None:
 
 
 def _as_read(copy: Copy, source: Source) -> Read | None:
-    """What to read into this rank's values of a tensor; None if they do not lie together and have
-    been copied already.
+    """The contiguous read that fills this rank's slice of a tensor.
+
+    None if the values are not contiguous, in the file or in memory: these are copied here.
     """
     tensor, name = copy.entry.tensor, copy.name
     if not isinstance(tensor, DistributedParameter):
@@ -201,8 +202,9 @@ def _as_read(copy: Copy, source: Source) -> Read | None:
 
 
 def _columns(slot: Slot, split: Split, piece: Piece, source: Source, name: str) -> torch.Tensor:
-    """This rank's slice, 1-D, of a part that is made of columns; all columns of its rows are
-    read.
+    """This rank's slice, 1-D, of a tensor-parallel split along a dim other than the first.
+
+    Reads whole rows of the full tensor, the columns of the other tensor-parallel ranks included.
     """
     first, last, width = split.span(slot.shape, piece.start, piece.stop)
     row, begin = width * split.count, width * split.index
@@ -237,7 +239,7 @@ def _tell_lost_precision(plan: Plan, source: Source) -> None:
 
 
 def _loses(stored: torch.dtype, own: torch.dtype) -> bool:
-    """Whether values of the first dtype may not survive in the second."""
+    """Whether converting `stored` to `own` may lose precision or overflow."""
     if stored.is_floating_point and own.is_floating_point:
         before, after = torch.finfo(stored), torch.finfo(own)
         return after.eps > before.eps or after.max < before.max

@@ -1,6 +1,4 @@
-"""Many tensors out of a source at the speed of the disk: large reads in several threads, copies to
-the device between them.
-"""
+"""Reading many tensors at disk speed: threads overlap large reads with copies to the device."""
 
 from __future__ import annotations
 
@@ -16,14 +14,15 @@ import torch
 from bmtrain.checkpoint.sources import Header, Source
 from bmtrain.shard.layout import round_up
 
-NUM_THREADS = 4  # two are enough for one disk; the others copy and convert meanwhile
-CHUNK = 2**25  # bytes that a thread reads at once
+NUM_THREADS = 4  # two saturate one disk; the others copy and convert in the meantime
+CHUNK = 2**25  # bytes per read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Read:
-    """Elements [start, stop) of the flattened tensor `name` of a source are the values of `target`,
-    1-D and contiguous.
+    """A read of elements [start, stop) of the flattened tensor `name` into `target`.
+
+    `target` is 1-D and contiguous.
     """
 
     target: torch.Tensor
@@ -32,21 +31,22 @@ class Read:
     stop: int
 
     def pieces(self, header: Header, limit: int) -> Iterator[Read]:
-        """The same in reads of about `limit` bytes, between which lie whole rows."""
+        """This read, cut at row boundaries into reads of at most `limit` bytes or one row."""
         row = _row(header)
         places = cuts(self.start, self.stop, row, limit // header.dtype.itemsize)
         for start, stop in itertools.pairwise(places):
             yield Read(self.target[start - self.start : stop - self.start], self.name, start, stop)
 
     def scratch_bytes(self, header: Header) -> int:
-        """Bytes of all rows that it touches."""
+        """The size in bytes of all rows that this read touches."""
         row = _row(header)
         return (round_up(self.stop, row) - self.start // row * row) * header.dtype.itemsize
 
 
 def cuts(start: int, stop: int, row: int, limit: int) -> list[int]:
-    """Where to cut [start, stop): at its ends and at multiples of `row`, at most `limit` (or one
-    row) apart where it can be.
+    """The bounds of the pieces of [start, stop), cut at multiples of `row`.
+
+    A piece has at most `limit` elements, or one row if a row is longer.
     """
     first, last = round_up(start, row), stop // row * row
     inner = range(first, last, max(limit // row, 1) * row)
@@ -54,10 +54,9 @@ def cuts(start: int, stop: int, row: int, limit: int) -> list[int]:
 
 
 def read_all(reads: Iterable[Read], source: Source) -> None:
-    """Fill the targets of all reads, in the order in which the source has the tensors, converting
-    to their dtypes.
+    """Fill the targets of all reads, converted to their dtypes, in the order of the file.
 
-    Raises the first error of any of them; the targets' values are then undefined.
+    Raises the first error of any thread; the targets' values are then undefined.
     """
     order = {name: place for place, name in enumerate(source.headers)}
     pieces = [piece for read in reads for piece in read.pieces(source.headers[read.name], CHUNK)]
@@ -66,20 +65,20 @@ def read_all(reads: Iterable[Read], source: Source) -> None:
         return
     devices = {piece.target.device for piece in pieces if piece.target.device.type != "cpu"}
     size = max(piece.scratch_bytes(source.headers[piece.name]) for piece in pieces)
-    # Pages that stay where they are: the device copies from them without a detour.
+    # Pinned, so that the device copies straight from them and not through a staging buffer.
     buffers = [
         torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=bool(devices))
         for _ in range(min(NUM_THREADS, len(pieces)))
     ]
     _share(pieces, source, buffers)
-    for device in devices:  # copies that the threads have started
+    # The copies into the targets are still in flight on the threads' streams. Without this, the
+    # caller could read a target on another stream before its values have arrived.
+    for device in devices:
         torch.cuda.synchronize(device)
 
 
 def _share(pieces: Sequence[Read], source: Source, buffers: Sequence[torch.Tensor]) -> None:
-    """A thread for each buffer, which takes one piece after the other until none is left or one has
-    failed.
-    """
+    """Run one thread per buffer; the threads take pieces from a queue until one of them fails."""
     todo: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
     for piece in (*pieces, *(None for _ in buffers)):
         todo.put(piece)
@@ -99,8 +98,8 @@ def _work(
     try:
         while not failed.is_set() and (piece := todo.get()) is not None:
             values = source.read(piece.name, piece.start, piece.stop, scratch)
-            # Conversion of dtype and order is the device's work. When `to` returns, the scratch is
-            # free again.
+            # The raw bytes go to the device, which converts the dtype. `to` blocks: were it
+            # asynchronous, the next read would overwrite the scratch while the copy still reads it.
             piece.target.view(values.shape).copy_(values.to(piece.target.device))
     except BaseException:
         failed.set()
@@ -108,5 +107,5 @@ def _work(
 
 
 def _row(header: Header) -> int:
-    """Elements in a row of the tensor: of its last dim, if it has several."""
+    """The number of elements in a row: the size of the last dim, or 1 if there is only one dim."""
     return max(header.shape[-1], 1) if len(header.shape) > 1 else 1

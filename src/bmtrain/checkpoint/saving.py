@@ -25,23 +25,23 @@ Take = Callable[[Entry, torch.Tensor], None]
 def save(
     model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False
 ) -> Writing:
-    """Write all parameters and persistent buffers of `model` as full CPU tensors under plain names.
-    Collective.
+    """Save all parameters and persistent buffers of `model` as full CPU tensors. Collective.
 
-    Rank 0 writes `<file>.tmp` beside the file and renames it when every byte is on the disk:
-    whatever happens, `file` is either the old one or the new one. The values are those of the
-    moment of the call. Rank 0 needs host memory for the whole model, the other ranks for one
-    storage.
+    Rank 0 writes `<file>.tmp`, flushes it to disk and renames it: after a crash at any point,
+    `file` is either the old checkpoint or the new one, both complete. The values are those at the
+    time of the call. Rank 0 needs host memory for the full model. Every rank needs memory for one
+    gathered storage at a time.
 
     Args:
         model: any module, its parameters distributed or not.
-        file: a name ending in .safetensors gives that format (of tied names one is written, the
-            others in its metadata); any other a `torch.save`d dict. Its folder must exist.
-        non_blocking: return once the values are copied to host memory; rank 0 writes them in the
-            background, and the interpreter waits for it at its end.
+        file: a name ending in .safetensors selects that format (a tied tensor is written under one
+            name, the others go into the metadata); any other name gives a `torch.save`d dict. The
+            folder must exist.
+        non_blocking: return as soon as the values are in host memory. Rank 0 writes them in a
+            background thread, which the interpreter joins at exit.
 
-    Returns a handle whose `wait()` returns when the file is there. A failure in the background is
-    printed at once and raised by `wait()` or by the next save or load.
+    Returns a handle whose `wait()` returns once the file is complete. A failure in the background
+    is printed at once, and raised by `wait()` or by the next save or load.
 
     Raises:
         CheckpointError: on every rank, if the file cannot be written; the previous one is intact.
@@ -57,7 +57,7 @@ def save(
 
 
 def _check_target(path: pathlib.Path) -> None:
-    """Find out what cannot work before minutes of gathering."""
+    """Check the path before the gather, which takes minutes for a large model."""
     if path.is_dir():
         raise CheckpointError(
             f"cannot save to {path}: it is a folder; expected the name of a file."
@@ -73,14 +73,13 @@ def _check_target(path: pathlib.Path) -> None:
 def visit(
     model: torch.nn.Module, take: Take | None, kind: type[Exception] = CheckpointError
 ) -> None:
-    """Call `take(entry, whole tensor)` for every parameter and persistent buffer, gathering one
-    storage at a time. Collective.
+    """Call `take(entry, full tensor)` for every parameter and persistent buffer. Collective.
 
-    The tensor is a view of a gathered buffer, which is gone when the call is over. Ranks that want
-    nothing give None.
+    Gathers one storage at a time. The tensor is a view of the gathered buffer: `take` must copy it
+    to keep it. Ranks that need no values pass None and still take part in the gather.
 
     Raises:
-        kind: on every rank, at the first storage with which `take` fails on any.
+        kind: on every rank, at the first storage for which `take` fails on any rank.
     """
     for module in model.modules():
         if isinstance(module, DistributedModule):
@@ -99,7 +98,7 @@ def visit(
     for storage, members in groups.items():
         step = functools.partial(_take_storage, take, Whole(storage), members)
         attempt(step, axis, kind)
-        del step  # and with it the gathered buffer, before the next is gathered
+        del step  # holds the gathered buffer: without this, two would be resident at a time
 
 
 def _take_storage(take: Take | None, whole: Whole, members: Sequence[tuple[Entry, int]]) -> None:
@@ -113,7 +112,7 @@ def _each(take: Take | None, tensors: Iterator[tuple[Entry, torch.Tensor]]) -> N
 
 
 def collect(model: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of all tensors on the CPU, tied names sharing one; empty unless `keep`. Collective."""
+    """CPU copies of all tensors, one per tied tensor; empty unless `keep`. Collective."""
     found: dict[str, torch.Tensor] = {}
 
     def take(entry: Entry, tensor: torch.Tensor) -> None:

@@ -1,6 +1,4 @@
-"""Files to load from, one class per format: names, shapes and dtypes up front, then whole tensors
-or parts of them.
-"""
+"""Checkpoint files, one class per format: headers when opened, then full tensors or parts."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
 ZIP_MAGIC = b"PK\x03\x04"
 
-# By their names in a safetensors file.
+# The dtype names of the safetensors format.
 SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -44,21 +42,27 @@ SAFETENSORS_DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file says of one tensor before its values are read."""
+    """The shape and dtype of one tensor in a file, known before its values are read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Source(ABC):
-    """An opened checkpoint."""
+    """An opened checkpoint.
+
+    Attributes:
+        path: the file or folder.
+        headers: the tensors' headers by name.
+        others: the type names of the values that are not tensors, by name.
+    """
 
     def __init__(
         self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]
     ) -> None:
         self.path = path
-        self.headers = headers  # by name
-        self.others = others  # names of values that are no tensors: their types
+        self.headers = headers
+        self.others = others
 
     def file_of(self, name: str) -> pathlib.Path:
         """The file that holds `name`."""
@@ -70,27 +74,26 @@ class Source(ABC):
 
     @abstractmethod
     def mapped(self, name: str) -> torch.Tensor:
-        """The tensor as a view of the file: nothing is read before it is looked at."""
+        """The tensor as a memory-mapped view of the file: pages are read on first access."""
 
     def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, in memory, in any shape that they flatten
-        from.
+        """Elements [start, stop) of the flattened tensor, in memory, in any shape.
 
         Args:
-            scratch: uint8, 1-D, on the CPU: where they may be put; large enough for all rows of the
-                tensor that they touch.
+            scratch: uint8, 1-D, on the CPU: memory that the result may use, large enough for all
+                rows that the elements touch.
         """
         values = self.part(name, start, stop)
         return scratch[: values.nbytes].view(values.dtype).copy_(values)
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor."""
+        """The full tensor, in its own shape."""
         shape = self.headers[name].shape
         return self.part(name, 0, torch.Size(shape).numel()).view(shape)
 
 
 class TorchFile(Source):
-    """A `torch.save`d dict of tensors, mapped into memory: pages are read when they are copied."""
+    """A `torch.save`d dict of tensors, memory-mapped: pages are read when they are copied."""
 
     def __init__(self, path: pathlib.Path) -> None:
         content = _read_torch(path)
@@ -113,7 +116,7 @@ class TorchFile(Source):
 
 
 class SafetensorsFile(Source):
-    """A .safetensors file, of which exactly the bytes asked for are read."""
+    """A .safetensors file: reads exactly the bytes that are asked for."""
 
     def __init__(self, path: pathlib.Path) -> None:
         try:
@@ -151,8 +154,8 @@ class SafetensorsFile(Source):
         return held.view(dtype)
 
     def _fill(self, memory: memoryview, offset: int) -> None:
-        """Read as many bytes as `memory` has, from `offset` of the file on."""
-        # opened anew, since threads would move one place in the file together
+        """Fill `memory` with the bytes of the file from `offset` on."""
+        # A file object has one position: threads that share it would race between seek and read.
         with self.path.open("rb", buffering=0) as file:
             file.seek(offset)
             while memory:
@@ -166,7 +169,7 @@ class SafetensorsFile(Source):
     def mapped(self, name: str) -> torch.Tensor:
         stored = self._stored[name]
         values: torch.Tensor = self._file.get_tensor(stored)
-        if sys.platform == "linux":  # read ahead: a page at a time, as they are looked at, is slow
+        if sys.platform == "linux":  # read ahead: one page fault at a time is slow
             with self.path.open("rb", buffering=0) as file:
                 os.posix_fadvise(
                     file.fileno(), self._offsets[stored], values.nbytes, os.POSIX_FADV_WILLNEED
@@ -175,10 +178,10 @@ class SafetensorsFile(Source):
 
 
 def _offsets(path: pathlib.Path) -> dict[str, int]:
-    """Where in a safetensors file, checked before, the bytes of each tensor begin.
+    """The byte offset of each tensor in a safetensors file, which has been validated before.
 
     The format: the length of a JSON header in 8 bytes, little-endian; the header; the bytes of all
-    tensors, whose places the header counts from there.
+    tensors. Offsets in the header count from the end of the header.
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -191,7 +194,7 @@ def _offsets(path: pathlib.Path) -> dict[str, int]:
 
 
 class Folder(Source):
-    """Several files whose index says which tensor is in which."""
+    """Several files and an index that maps each tensor to its file."""
 
     def __init__(self, path: pathlib.Path, index: pathlib.Path) -> None:
         places = _read_index(index)
@@ -224,7 +227,7 @@ class Folder(Source):
 
 
 class Renamed(Source):
-    """Another source, without the `prefix` of every name."""
+    """Another source, with `prefix` removed from every name."""
 
     def __init__(self, source: Source, prefix: str) -> None:
         cut = len(prefix)
@@ -248,10 +251,10 @@ class Renamed(Source):
 
 
 def without_prefix(source: Source, wanted: Collection[str]) -> Source:
-    """The source as it is; or, if it has none of the names `wanted`, without a prefix of all its
-    names that hides them.
+    """The source without a prefix that all its names share and the `wanted` names lack.
 
-    Files saved from a wrapped model have such a prefix, `module.` for example.
+    Files saved from a wrapped model have such a prefix, `module.` for example. The source itself is
+    returned if any of its names is wanted as it is, or if no prefix helps.
     """
     names = [*source.headers, *source.others]
     if not names or not set(names).isdisjoint(wanted):
@@ -265,11 +268,12 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
 
 
 def open_source(file: str | os.PathLike[str]) -> Source:
-    """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either with or
-    without an index.
+    """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either.
+
+    A folder may have an index or hold a single file under one of the names in `SINGLES`.
 
     Raises:
-        CheckpointError: naming the file and why it cannot be read.
+        CheckpointError: with the file and the reason why it cannot be read.
     """
     path = pathlib.Path(file)
     if not path.exists():
@@ -278,7 +282,7 @@ def open_source(file: str | os.PathLike[str]) -> Source:
 
 
 def open_file(path: pathlib.Path) -> Source:
-    """Open one file, by its ending."""
+    """Open one file; its suffix selects the format."""
     try:
         return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     except OSError as error:
@@ -307,9 +311,9 @@ def _read_torch(path: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(_unreadable(path, "it is truncated: its end is missing"))
     try:
         with warnings.catch_warnings():
-            # torch's thoughts on unusual pickles, which either load or raise
+            # torch warns about unusual pickles; they load or raise all the same.
             warnings.simplefilter("ignore")
-            # Files of torch before 1.6 are no archives and cannot be mapped.
+            # Before 1.6, torch wrote plain pickles, which cannot be memory-mapped.
             content = torch.load(
                 path, map_location="cpu", mmap=magic == ZIP_MAGIC, weights_only=True
             )
@@ -342,7 +346,7 @@ def _read_torch(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _pickle_reason(error: pickle.UnpicklingError, magic: bytes) -> str:
-    """Torch's message advises to load the file unchecked; ours says what it holds."""
+    """What the file holds. Torch's own message advises loading it with weights_only=False."""
     found = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
     if found is not None:
         return (
@@ -373,7 +377,7 @@ def _read_index(index: pathlib.Path) -> dict[str, str]:
 
 
 def _like(path: pathlib.Path) -> str:
-    """What else is in the folder that a mistyped name may have meant."""
+    """A hint for a mistyped name: files of the same suffix in the same folder."""
     with contextlib.suppress(OSError):
         near = sorted(entry.name for entry in path.parent.iterdir() if entry.suffix == path.suffix)[
             :5

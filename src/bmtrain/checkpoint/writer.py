@@ -1,6 +1,4 @@
-"""Writing files so that a reader, a full disk or a crash never meets half of one; in the background
-if asked.
-"""
+"""Atomic checkpoint writes, optionally in a background thread: no reader sees a partial file."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ from bmtrain.runtime.world import World
 
 
 class Writing:
-    """A file on its way to the disk; what `save` returns.
+    """The handle that `save` returns: a file that is being written.
 
-    On ranks other than 0 there is nothing on its way.
+    Only rank 0 writes. On the other ranks the handle has no work of its own.
     """
 
     def __init__(self, path: pathlib.Path, step: Callable[[], None] | None, axis: Axis) -> None:
@@ -34,7 +32,7 @@ class Writing:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Write in a thread that the interpreter waits for at its end."""
+        """Write in a non-daemon thread: the interpreter joins it at exit, so no save is lost."""
         if self._step is not None:
             self._thread = threading.Thread(
                 target=self._run_and_tell, name=f"save {self.path.name}", daemon=False
@@ -42,8 +40,8 @@ class Writing:
             self._thread.start()
 
     def run(self) -> None:
-        """Write now."""
-        step, self._step = self._step, None  # whoever keeps the handle shall not keep the tensors
+        """Write in this thread; an error is kept for `wait`."""
+        step, self._step = self._step, None  # a handle that outlives the write must not pin tensors
         if step is None:
             return
         try:
@@ -53,14 +51,15 @@ class Writing:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is on its way any more on this rank."""
+        """Whether this rank has no write in flight."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return on every rank when the file is there. Collective.
+        """Return on every rank once the file is complete. Collective.
 
         Raises:
             CheckpointError: on every rank, if it could not be written; the previous file is intact.
+                Raised once: a later call returns.
         """
         if self._thread is not None:
             self._thread.join()
@@ -71,21 +70,21 @@ class Writing:
     def _run_and_tell(self) -> None:
         self.run()
         if self._error is not None:
-            # The program may never save again: say it now, whatever happens to the error later.
+            # Only the next wait, save or load raises the error, and there may be none.
             sys.stderr.write(
                 f"[rank {self._axis.ranks[self._axis.index]}] {_explain(self.path, self._error)}\n"
             )
 
 
 class Writer:
-    """The one writer of a run: at most one file at a time."""
+    """The writer of a run: at most one file is in flight."""
 
     def __init__(self, current: World) -> None:
         self._axis = current.mesh.world
         self._latest: Writing | None = None
 
     def settle(self) -> None:
-        """Wait for the file before, and raise what went wrong with it. Collective."""
+        """Wait for the previous file and raise its error, if any. Collective."""
         latest, self._latest = self._latest, None
         if latest is not None:
             latest.wait()
@@ -93,11 +92,11 @@ class Writer:
     def write(
         self, path: pathlib.Path, tensors: Mapping[str, torch.Tensor], *, background: bool
     ) -> Writing:
-        """Write the tensors of rank 0 to `path`."""
+        """Write rank 0's tensors to `path`; the other ranks only agree on the outcome."""
         step = (lambda: write_file(path, tensors)) if self._axis.index == 0 else None
         writing = Writing(path, step, self._axis)
-        # When the interpreter has waited for its threads, it waits for no new one: a save in an
-        # atexit function writes now.
+        # At exit the interpreter joins its threads once. A thread started later, by a save in an
+        # atexit function, would be refused or killed halfway: such a save writes in the foreground.
         if background and threading.main_thread().is_alive():
             self._latest = writing
             writing.start()
@@ -108,9 +107,9 @@ class Writer:
 
 
 def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Put a checkpoint at `path`: written beside it, flushed to the disk, renamed.
+    """Write a checkpoint to `<path>.tmp`, flush it to disk and rename it to `path`.
 
-    An error leaves nothing behind.
+    An error before the rename leaves `path` as it was and no temporary file behind.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -123,12 +122,14 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+    # The rename is an entry in the folder. Without this fsync, a power failure could undo it.
     _flush_to_disk(path.parent)
 
 
 class _File(io.FileIO):
-    """A file that remembers the first OSError: torch's writer turns it into a message about
-    positions in an archive.
+    """A file that keeps its first OSError.
+
+    torch's writer replaces the error by one about positions in an archive, which hides a full disk.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -136,7 +137,7 @@ class _File(io.FileIO):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """All of `data`, however long."""
+        """Write all of `data`: a single write may stop short, at 2 GiB on Linux for example."""
         view = memoryview(data).cast("B")
         done = 0
         try:
@@ -156,6 +157,7 @@ def _write_torch(temporary: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -
             if out.error is not None:
                 raise out.error from None
             raise
+        # Without this, a crash after the rename could leave `path` with missing data.
         os.fsync(out.fileno())
 
 
@@ -165,11 +167,11 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
     for name, tensor in tensors.items():
         kept = first.setdefault(id(tensor), name)
         if kept != name:
-            metadata[name] = kept  # as safetensors.torch.save_model notes tied names
+            metadata[name] = kept  # the form in which safetensors.torch.save_model records ties
     safetensors.torch.save_file(
         {name: tensors[name] for name in first.values()}, temporary, metadata
     )
-    _flush_to_disk(temporary)
+    _flush_to_disk(temporary)  # for the reason given in _write_torch
 
 
 def _flush_to_disk(path: pathlib.Path) -> None:

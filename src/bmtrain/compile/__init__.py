@@ -1,1 +1,1 @@
-"""torch.compile of blocks: its programs, what is rewritten in graphs, linear maps in eight bits."""
+"""torch.compile of blocks: shared compiled code, graph rewrites and FP8 linear layers."""

@@ -1,6 +1,4 @@
-"""What the compiler does with the graph of a block: look at it, put eight-bit products in, lower
-it, backward included.
-"""
+"""Compiler backends for the graph of a block: check it, rewrite it, lower forward and backward."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from bmtrain.torch_internals import (
 
 Lowered = Callable[..., Any]
 Lower = Callable[..., Lowered]
-# Namespaces of operators whose random numbers torch replays, or that draw none.
+# Namespaces of operators that draw no random numbers, or whose random numbers torch replays.
 _OWN = frozenset(
     {
         "aten",
@@ -43,15 +41,14 @@ _OWN = frozenset(
         "rngprims",
     }
 )
-# Whether torch changes in backward a second time what is changed in place and recomputed, running
-# statistics for example.
+# Whether recomputation in backward repeats in-place updates, of running statistics for example.
 _CHANGES_TWICE = torch_version() < (2, 11)
-# Operators by which ranks talk to one another, by the beginning of their names.
+# Prefixes of the names of communication operators.
 _TALKING = ("_c10d_functional", "c10d_functional", "c10d.", "_dtensor.", "symm_mem.", "bmtrain.tp_")
 
 
 def find(name: str | Lower) -> Lower:
-    """The backend that torch.compile has under this name."""
+    """The torch.compile backend of this name; a callable is a backend already."""
     if callable(name):
         return name
     return inductor if name == "inductor" else find_backend(name)
@@ -60,18 +57,19 @@ def find(name: str | Lower) -> Lower:
 class CommunicationError(RuntimeError):
     """A graph has collectives.
 
-    The compiler may change their order, on some ranks only if others run uncompiled.
+    The compiler may reorder them. If other ranks run uncompiled, the order then differs between
+    ranks and they deadlock.
     """
 
 
 class UnsafeError(RuntimeError):
-    """A graph that the compiler would get wrong."""
+    """A graph for which the compiler would produce wrong results."""
 
 
 def inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
 ) -> Lowered:
-    """torch's own backend. Takes `mode` and `options` as torch.compile does."""
+    """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
     for part in _parts(graph):
         fusions.rewrite(part)
     lower: Lower = find_backend("inductor")
@@ -80,18 +78,17 @@ def inductor(
         **(inductor_mode(mode) if mode else {}),
         **{k.replace("-", "_"): v for k, v in named.items()},
     }
-    if not has_joint_pass():  # else it is the program's
+    if not has_joint_pass():  # inductor has one slot: a pass that the program has set keeps it
         patches.setdefault("joint_custom_post_pass", _joint_pass())
     return lower(graph, inputs, config_patches=patches)
 
 
 @functools.cache
 def _joint_pass() -> Any:
-    """A pass over forward and backward together: sums join the kernels that read them, and inputs
-    are there in backward.
+    """The pass over the joint graph: fuses sums into norm kernels and keeps inputs for backward.
 
-    torch 2.11 tries to compute inputs again where it rewrites dropout that is recomputed and whose
-    sizes are variables. There is no program then.
+    torch 2.11 marks inputs for recomputation where it rewrites recomputed dropout of dynamic shape.
+    Inputs cannot be recomputed and compilation fails, so the pass removes the mark.
     """
 
     def change(_: object, graph: torch.fx.Graph) -> None:
@@ -100,14 +97,14 @@ def _joint_pass() -> Any:
             node.meta.pop("recompute", None)
 
     base = graph_pass_class()
-    # For torch's caches: another one with each change, sizes that compiled code knows of kernels
-    # among them.
+    # The pass's key in torch's caches. It must change with the pass and with each kernel size that
+    # compiled code embeds: otherwise a cached program would run with the old sizes.
     sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
     said = (
         "bmtrain.compile.backend: sums are joined, those that are normalised too, inputs "
         f"are kept; {sizes}"
     )
-    # Until torch 2.9 options are pickled: this one by the function that makes it.
+    # Up to torch 2.9 options are pickled; this class is made at run time, so pickle its factory.
     methods = {
         "__call__": change,
         "uuid": lambda _: said,
@@ -118,11 +115,14 @@ def _joint_pass() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class InFp8:
-    """A backend that does what `lower` does, with the linear maps of the graph in eight bits. Equal
-    ones share compiled code.
+    """A backend that rewrites linear layers to FP8 and then calls `lower`.
 
-    whole: name of the module that a graph is the whole of, to be told if there is nothing to
-    rewrite.
+    Instances that compare equal share compiled code.
+
+    Attributes:
+        lower: the backend to call.
+        whole: the name of the module if a graph holds all of it; a warning then says that there was
+            nothing to rewrite. None if a graph may be a part of a module.
     """
 
     lower: Lower
@@ -142,13 +142,12 @@ class InFp8:
 
 @dataclasses.dataclass(frozen=True)
 class Seeded:
-    """A backend whose code draws all random numbers from the program's generators, in forward and
-    nowhere else.
+    """A backend whose code draws random numbers from the program's generators, in forward only.
 
-    Seeds of dropout are drawn in forward and kept. What a recomputation has to draw again (dropout
-    inside of attention) begins at the generator's state of the time, which is kept too: 16 bytes,
-    read without waiting for the device. Left to itself, torch would draw it from copies of the
-    generator of its own, which no later seed and no restored state reaches.
+    Dropout seeds are drawn in forward and saved. For random numbers that recomputation must draw
+    again (dropout inside attention), the generator's state is saved: 16 bytes, read without a
+    device synchronisation. By default, torch would draw them from its own copies of the generator,
+    which neither a later seed nor a restored state reaches.
     """
 
     lower: Lower
@@ -156,19 +155,19 @@ class Seeded:
     def __call__(
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> Lowered:
-        """Lower."""
+        """Lower the graph."""
         with _asking(graphsafe_rng_functionalization=False):
             return self.lower(graph, inputs, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class AtOnce:
-    """A backend that fails now or never, and does not trouble a user who has not asked for it.
+    """A backend that fails at compile time or not at all, for blocks that compile by default.
 
-    Backward is lowered with forward, so that it cannot fail in the middle of a backward pass, and
-    may run again (`retain_graph=True`). Remarks on what could be faster are not shown. Graphs with
-    collectives are refused, and those of which the compiler computes something again in backward
-    that is no longer what it was in forward.
+    Backward is lowered together with forward, so it cannot fail in the middle of a backward pass,
+    and it may run more than once (`retain_graph=True`). Compiler warnings are silenced: the user
+    has not asked to compile. Refuses graphs with collectives, and graphs whose recomputation in
+    backward would read values that have changed since forward.
     """
 
     lower: Lower
@@ -176,14 +175,20 @@ class AtOnce:
     def __call__(
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> Lowered:
-        """Look and lower. Raises CommunicationError and UnsafeError."""
+        """Check the graph, then lower it.
+
+        Raises:
+            CommunicationError: the graph has collectives.
+            UnsafeError: recomputation in backward would differ from forward.
+        """
         talking = next(_collectives(graph), None)
         if talking is not None:
             raise CommunicationError(talking)
         unsafe = next(_unsafe(graph), None)
         if unsafe is not None:
             raise UnsafeError(unsafe)
-        # For good: torch looks it up again when a backward pass keeps its graph, and refuses.
+        # Set permanently: torch reads it again in a backward pass with retain_graph=True, and
+        # raises if it is on.
         lowering_config().donated_buffer = False
         with warnings.catch_warnings(), _asking(force_non_lazy_backward_lowering=True):
             warnings.simplefilter("ignore")
@@ -191,9 +196,7 @@ class AtOnce:
 
 
 def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
-    """Options of torch for what is lowered inside; a torch that does not know one does not need
-    it.
-    """
+    """Set lowering options inside the context; a torch that lacks an option does not need it."""
     config = lowering_config()
     known = {
         name: value for name, value in wanted.items() if getattr(config, name, None) is not None
@@ -202,9 +205,7 @@ def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def _parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
-    """A graph that the compiler has found, and those inside it: what is recomputed is a graph of
-    its own.
-    """
+    """The graph and its subgraphs: each recomputed region is a subgraph."""
     return (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
 
 
@@ -216,11 +217,11 @@ def _collectives(graph: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
-    """Tensors that are read and then changed in place: what depends on them is computed again from
-    what they have become.
+    """The reasons why recomputation in backward would differ from forward.
 
-    And random operators of other libraries that do not say so: torch replays the random numbers of
-    those only that do.
+    An input that is read and changed in place: recomputation would start from the changed value. An
+    operator of another library that may draw random numbers without the tag for it: torch replays
+    random numbers only for tagged operators.
     """
     changes_twice = _CHANGES_TWICE and _recomputes(graph)
     for part in _parts(graph):
@@ -250,8 +251,9 @@ def _is_read_and_changed(node: torch.fx.Node) -> bool:
 
 
 def _is_foreign(target: Any) -> bool:
-    """Whether an operator comes neither from torch nor from here, and does not say of itself that
-    it draws random numbers.
+    """Whether an operator of another library lacks the tag of operators that draw random numbers.
+
+    Such an operator may draw them all the same.
     """
     return any(
         form.namespace not in _OWN and torch.Tag.nondeterministic_seeded not in form.tags

@@ -1,6 +1,4 @@
-"""torch.compile of a block's inner module, with the recomputation inside the compiled code where
-that is possible.
-"""
+"""torch.compile of a block's inner module, with recomputation inside the graph if possible."""
 
 from __future__ import annotations
 
@@ -22,20 +20,20 @@ from bmtrain.torch_internals import several_graphs_error
 
 
 class CompiledModule:
-    """Runs modules by compiled code; equal modules share it, because the module is an argument of
-    what is compiled.
+    """Runs modules through compiled code, for blocks with `compile=True` or options.
 
-    With recomputation inside, the compiler fuses it with backward and leaves out what backward does
-    not need. A module that cannot be compiled as one graph is recomputed from outside instead, with
-    a warning.
+    The module is an argument of the compiled function, so modules of equal structure share the
+    code. Recomputation is part of the graph: the compiler fuses it with backward and drops what
+    backward does not need. A module that does not compile as one graph is recomputed outside of the
+    compiled code instead, with a warning.
     """
 
     is_compiled = True
     runs_python = False
 
     def __init__(self, structure: Structure, options: dict[str, Any]) -> None:
-        # refuses what it does not know; options of a backend that is not its own it does not look
-        # at
+        # Called for its checks: torch.compile raises for unknown options of its own backends, but
+        # does not check the options of a callable, which the backends below are.
         _compile(call, options)
         lower: backend.Lower = backend.Seeded(backend.find(options.get("backend", "inductor")))
         options = {**options, "backend": backend.InFp8(lower) if structure.fp8 else lower}
@@ -48,7 +46,7 @@ class CompiledModule:
         self._recomputes_inside = True
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Any: the program has asked for it."""
+        """True: the program has asked for compiled code."""
         return True
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,9 +54,9 @@ class CompiledModule:
         return self._plain(module, args, kwargs)
 
     def recomputing(self, level: Level) -> ModuleCall | None:
-        """A function that does the same and keeps what `level` says; None if there is none.
+        """`plain` with recomputation at `level` inside; None if the module needs several graphs.
 
-        SeveralGraphsError.
+        The function raises SeveralGraphsError on the call that finds this out.
         """
         if not self._recomputes_inside:
             return None
@@ -66,7 +64,7 @@ class CompiledModule:
         return partial(self._recompute, Level.BLOCK if level.is_whole() else level)
 
     def repeatable(self, level: Level) -> Repeatable:
-        """The same for one call that others run once more in backward."""
+        """`plain` for one call, which the caller runs again in backward."""
         return Whole(self.plain)
 
     def _recompute(
@@ -85,11 +83,11 @@ class CompiledModule:
 
 
 class CompiledByDefault:
-    """The same for a block that nobody has asked to compile: whole graphs, or else no compiled
-    code; never an error.
+    """Runs modules through compiled code if they compile as one graph, and eagerly otherwise.
 
-    A call that turns out to have none runs uncompiled and keeps what it computes, so it may run
-    Python code in backward.
+    For blocks that leave `compile` at its default: a failure to compile is never an error. A call
+    that falls back to eager keeps its activations, so Python code of the module may run in
+    backward.
     """
 
     is_compiled = True
@@ -99,9 +97,7 @@ class CompiledByDefault:
         self._structure = structure
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether a call of these modules, the parts of one, with these arguments runs compiled
-        here and now.
-        """
+        """Whether this call of a module, with its submodules `modules`, can run compiled."""
         return self._structure.accepts(modules, arguments)
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,21 +105,19 @@ class CompiledByDefault:
         return self._structure.run(call, module, args, kwargs)
 
     def recomputing(self, level: Level) -> ModuleCall | None:
-        """A function that does the same, keeping for backward what `level` says."""
+        """`plain` with recomputation at `level` inside."""
         _hush()
         return partial(
             self._structure.run, _RECOMPUTING[Level.BLOCK if level.is_whole() else level]
         )
 
     def repeatable(self, level: Level) -> Repeatable:
-        """The same for one call that others run once more in backward."""
+        """`plain` for one call, which the caller runs again in backward."""
         return Whole(self.plain)
 
 
 def _compile(function: ModuleCall, options: dict[str, Any]) -> ModuleCall:
-    """torch.compile, which takes some of what it reads out of the dicts that it is given: it gets
-    copies.
-    """
+    """torch.compile with copies of the option dicts, from which it pops entries."""
     own: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in options.items()
     }
@@ -142,8 +136,9 @@ def _call_recomputed_cheaply(
 
 @cache
 def _hush() -> None:
-    """torch remarks, to whoever wrote a call of `checkpoint`, that it knows no check for changes in
-    place. Tests here know some.
+    """Silence torch's warning about unchecked in-place operators; this package's tests cover them.
+
+    torch gives it once for each `checkpoint` with a context_fn.
     """
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(
         lambda record: "context_fn" not in record.getMessage()

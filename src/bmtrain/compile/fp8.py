@@ -1,13 +1,12 @@
-"""Linear maps in eight-bit floating point: what stands for torch.nn.functional.linear inside a
-block with fp8=True.
+"""FP8 linear layers: what replaces torch.nn.functional.linear inside a block with fp8=True.
 
-Nothing is done to modules. A weight is not copied: its codes are made where it is gathered, and
-only those of inputs are kept for backward. An uncompiled block runs under a mode that takes the
-calls of that one function; of a compiled block the graph is rewritten before it is lowered, because
-the compiler does not see modes inside of what it recomputes.
+Modules stay as they are. Weights have no FP8 copy: a gathered weight is quantised on each use, and
+only the FP8 codes of inputs are saved for backward. An eager block runs under a function mode that
+intercepts F.linear. For a compiled block the graph is rewritten before it is lowered, because the
+compiler does not see function modes inside recomputed regions.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022): e4m3 for numbers of the forward
-pass, e5m2 for gradients.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022): e4m3 in the forward pass, e5m2
+for gradients.
 """
 
 from __future__ import annotations
@@ -25,8 +24,10 @@ from bmtrain.torch_internals import plain_functions
 
 
 def check_fp8(wanted: bool, device: torch.device) -> bool:
-    """`wanted`; ConfigurationError if it is not a bool, or if the device has no eight-bit
-    products.
+    """Return `wanted` if it is valid on this device.
+
+    Raises:
+        ConfigurationError: if it is not a bool, or is True and the device has no FP8 matmul.
     """
     if not isinstance(wanted, bool):
         raise ConfigurationError(
@@ -44,10 +45,9 @@ def check_fp8(wanted: bool, device: torch.device) -> bool:
 def linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """torch.nn.functional.linear: (..., k) by a weight (n, k) and a bias (n,) to (..., n), in eight
-    bits where that is possible.
+    """F.linear in FP8: input (..., k), weight (n, k), bias (n,) -> (..., n).
 
-    Products of sizes that are no multiples of 16 are those of torch.
+    Falls back to torch's F.linear if n or k is not a multiple of 16, or the input is empty.
     """
     if not _is_possible(input, weight):
         return F.linear(input, weight, bias)
@@ -73,17 +73,16 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _dtype(x: torch.Tensor) -> torch.dtype:
-    """Of the result: as without fp8."""
+    """The result's dtype, which is the same as without fp8."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 class Fp8Linear(torch.autograd.Function):
-    """`x @ weight.T + bias` with scales from the tensors at hand. Keeps eight bits of `x` for
-    backward.
+    """`x @ weight.T + bias` in FP8 with just-in-time scales. Saves `x` in FP8 for backward.
 
-    Forward sums fast; gradients, which add up over many tokens and layers, are summed in fp32
-    throughout.
+    Forward uses fast accumulation. Gradients accumulate in fp32 throughout, because their errors
+    add up over many tokens and layers.
     """
 
     @staticmethod
@@ -126,21 +125,22 @@ class Fp8Linear(torch.autograd.Function):
 
 
 class Fp8Mode(TorchFunctionMode):
-    """Inside, torch.nn.functional.linear is `linear`, whoever calls it."""
+    """Under this mode, every call of torch.nn.functional.linear is a call of `linear`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 def call_in_fp8(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`module(*args, **kwargs)` with linear maps in eight bits."""
+    """`module(*args, **kwargs)` with linear layers in FP8."""
     with Fp8Mode():
         return module(*args, **kwargs)
 
 
 class Fp8Weight(torch.Tensor):
-    """A weight that works so by itself, for code of a module that runs in backward: checkpoints and
-    hooks inside of a block.
+    """A weight for which F.linear is `linear` without a mode.
+
+    For module code that runs in backward, outside the mode: checkpoints and hooks inside a block.
     """
 
     @classmethod
@@ -150,16 +150,13 @@ class Fp8Weight(torch.Tensor):
 
 
 def marked(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors as Fp8Weights, with gradients that arrive at the tensors."""
+    """The tensors as Fp8Weights; their gradients flow back to the tensors."""
     with torch.enable_grad():
         return [tensor.as_subclass(Fp8Weight) for tensor in tensors]
 
 
 def rewrite(graph: torch.fx.GraphModule) -> int:
-    """Put `linear` in the place of torch's in a graph that the compiler has found.
-
-    Returns how often.
-    """
+    """Replace torch's F.linear by `linear` in a graph; returns the number of replacements."""
     nodes = [
         node for node in graph.graph.nodes if node.op == "call_function" and node.target is F.linear
     ]

@@ -1,8 +1,7 @@
-"""What a compiled block computes otherwise than the compiler would: GELU and norms, and their
-backward passes.
+"""GELU and norms of compiled blocks, forward and backward, through kernels of this library.
 
-`rewrite` puts functions of this file in the place of torch's in the graph that the compiler's front
-has found. What is summed around them shows later: see `joining.py`.
+`rewrite` replaces torch's functions by those of this file in the graph that Dynamo has traced. The
+sums around them appear only in the joint graph: see `joining.py`.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LinearGelu(torch.autograd.Function):
-    """`gelu(input @ weight.T + bias)`: (..., k), (n, k) and (n,) to (..., n).
+    """`gelu(input @ weight.T + bias)`: (..., k), (n, k) and (n,) -> (..., n).
 
-    The bias's gradient comes with GELU's.
+    The kernel of GELU's gradient also computes the bias's gradient.
     """
 
     @staticmethod
@@ -103,35 +102,32 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> torch.Tensor:
-    """With the arguments of torch's."""
+    """`LayerNorm` with the signature of torch's function."""
     return cast(torch.Tensor, LayerNorm.apply(input, weight, bias, eps))
 
 
 def rms_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor, eps: float | None = None
 ) -> torch.Tensor:
-    """With the arguments of torch's."""
+    """`RMSNorm` with the signature of torch's function."""
     return cast(torch.Tensor, RMSNorm.apply(input, weight, eps))
 
 
 def linear_gelu(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """With the arguments of torch.nn.functional.linear."""
+    """`LinearGelu` with the signature of torch.nn.functional.linear."""
     return cast(torch.Tensor, LinearGelu.apply(input, weight, bias))
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Where kernels of this library are compiled.
-
-    On a CPU the compiler's own code is left as it is.
-    """
+    """Whether this library's kernels are used: on a GPU. On a CPU the compiler's code is kept."""
     return tensor.device.type != "cpu"
 
 
 def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
-    """Put functions of this file in the place of torch's, in a graph that the compiler has found.
+    """Replace torch's functions by those of this file, in place, in a graph traced by Dynamo.
 
     Args:
-        wanted: of a function's result, whether to.
+        wanted: given a function's result, says whether to replace the function.
     """
     drops = any(map(_drops, graph.graph.nodes))
     for node in list(graph.graph.nodes):
@@ -149,9 +145,9 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
 
 
 def _drops(node: torch.fx.Node) -> bool:
-    """Whether it is dropout at work.
+    """Whether the node is active dropout.
 
-    The compiler takes its masks into backward kernels, which ours would stand apart from.
+    The compiler fuses dropout masks into its own backward kernels; it cannot fuse them into ours.
     """
     return (
         node.target is F.dropout
@@ -178,7 +174,7 @@ def _rewrite_norm(node: torch.fx.Node) -> None:
 
 
 def _is_plain_linear(node: torch.fx.Node) -> bool:
-    """Whether it is a linear map by a matrix and a bias that learn, for GELU alone."""
+    """Whether the node is F.linear with trainable weight and bias, and one user."""
     tensors = _arguments(node, "input", "weight", "bias")
     return (
         node.target is F.linear
@@ -190,7 +186,7 @@ def _is_plain_linear(node: torch.fx.Node) -> bool:
 
 
 def _is_plain_norm(node: torch.fx.Node, *parameters: str) -> bool:
-    """Whether it is over the last dimension, with parameters that learn."""
+    """Whether the norm is over the last dim only, with trainable parameters."""
     tensors = _arguments(node, "input", *parameters)
     return (
         _alike(node, *tensors)
@@ -211,23 +207,21 @@ _NAMES: dict[Any, tuple[str, ...]] = {
 
 
 def _arguments(node: torch.fx.Node, *names: str) -> list[torch.Tensor]:
-    """The tensors that a function gets for these parameters; nothing, if one of them gets none."""
+    """The tensors passed for these parameters; empty if one of them is not given a tensor."""
     values = [_value(_argument(node, name)) for name in names]
     found = [value for value in values if value is not None]
     return found if len(found) == len(names) else []
 
 
 def _argument(node: torch.fx.Node, name: str, usual: Any = None) -> Any:
-    """What a function gets for this parameter."""
+    """The argument passed for a parameter; `usual` if there is none."""
     return (dict(zip(_NAMES.get(node.target, ()), node.args, strict=False)) | node.kwargs).get(
         name, usual
     )
 
 
 def _alike(node: torch.fx.Node, *tensors: torch.Tensor) -> bool:
-    """Whether there are tensors, and all have the result's dtype: autocast, that converts them, has
-    nothing to do.
-    """
+    """Whether there are tensors, all of the result's dtype, so that autocast converts none."""
     value = _value(node)
     return (
         bool(tensors)
@@ -237,6 +231,6 @@ def _alike(node: torch.fx.Node, *tensors: torch.Tensor) -> bool:
 
 
 def _value(node: Any) -> torch.Tensor | None:
-    """What the compiler's front knows of a node that is a tensor."""
+    """The example tensor that Dynamo has recorded for a node; None if it is not a tensor."""
     value = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None

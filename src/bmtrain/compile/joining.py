@@ -1,10 +1,9 @@
-"""Sums beside norms and their backward passes, in the graph of a compiled block's forward and
-backward together.
+"""Fusion of sums into the norm kernels, in the joint forward and backward graph of a block.
 
-Residuals are added to what is normalised, gradients that meet where a tensor was used twice are
-added up, biases want column sums of gradients: each is a pass over memory. The kernels of norms and
-of their gradients read or make those tensors anyway, so they are given the terms, and asked for
-their sum or for sums of columns.
+A residual is added to the norm's input, gradients of a tensor with several users are added up, and
+the gradient of a bias is a column sum: each is one pass over memory. The kernels of norms and of
+their gradients read or write these tensors anyway, so they take the terms as inputs and also return
+the sum or the column sums.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def join(graph: Graph) -> None:
-    """Change a graph in place.
+    """Fuse sums into norm kernels, in place.
 
-    Numbers stay what they are, but for sums that are rounded once instead of term by term.
+    Results are unchanged, except that a fused sum is rounded once instead of after each term.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default):
         _join_inputs(graph, node)
@@ -45,12 +44,12 @@ def join(graph: Graph) -> None:
 
 
 def _note_arguments(node: Node) -> None:
-    """What the compiler fits the arguments to: as many as there are now."""
+    """Record the values of the new arguments, to which inductor matches the inputs' layouts."""
     node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
 
 
 def _join_inputs(graph: Graph, node: Node) -> None:
-    """If a sum is normalised, the kernel makes the sum, for whoever else reads it too."""
+    """If the norm's input is a sum, let the kernel compute it, also for the sum's other users."""
     (total,) = cast(list[Node], node.args[0])
     terms = _terms(total, MOST_INPUTS, None)
     if terms == [total] or not all(
@@ -61,15 +60,15 @@ def _join_inputs(graph: Graph, node: Node) -> None:
     node.meta["val"] = _computed(node)
     with graph.inserting_after(node):
         made = graph.call_function(operator.getitem, (node, 3))
-    made.meta = dict(total.meta)  # its shape, and whether it is kept for backward or computed again
+    made.meta = dict(total.meta)  # includes whether to save or to recompute it
     total.replace_all_uses_with(made)
     graph.erase_node(total)
 
 
 def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:
-    """At most so many nodes whose sum this one is.
+    """The terms of the sum that this node is: at most `most` nodes, the node itself if it is none.
 
-    With `only_user`, sums that others read too are left as they are.
+    With `only_user`, a sum that has other users is one term.
     """
     addends = _addends(node)
     if most < 2 or addends is None or (only_user is not None and set(node.users) != {only_user}):
@@ -80,7 +79,7 @@ def _terms(node: Node, most: int, only_user: Node | None) -> list[Node]:
 
 
 def _addends(node: Node) -> tuple[Node, Node] | None:
-    """Two tensors of the node's own shape and dtype whose sum it is."""
+    """The two tensors whose sum this node is, if both have its shape and dtype; else None."""
     if (
         node.target is not aten.add.Tensor
         or node.kwargs
@@ -93,19 +92,17 @@ def _addends(node: Node) -> tuple[Node, Node] | None:
 
 def _kind(node: Node) -> tuple[Any, Any]:
     value = _value(node)
-    # sizes are nodes too
+    # symbolic sizes are nodes too
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (None, type(value))
 
 
 def _value(node: Node) -> Any:
-    """What the compiler knows of a node: a tensor without memory, or several."""
+    """The fake tensor, or tensors, that the compiler has recorded for a node."""
     return node.meta["val"]
 
 
 def _join_residual(graph: Graph, node: Node) -> None:
-    """If all that is done with the gradient is to add it to another one, which is there by then,
-    the kernel does it.
-    """
+    """If the only use of the gradient is to add it to an earlier tensor, let the kernel add it."""
     result = _output(node, 0)
     total = next(iter(result.users)) if result is not None and len(result.users) == 1 else None
     addends = None if total is None else _addends(total)
@@ -130,16 +127,14 @@ def _comes_before(graph: Graph, first: Node, second: Node) -> bool:
 
 
 class ColumnSum(NamedTuple):
-    """The sum over the rows of a tensor that is wanted as a bias's gradient, shaped as that in
-    `last`.
-    """
+    """A bias's gradient: the sum `total` over the rows of a tensor, in its final shape `last`."""
 
     total: Node
     last: Node
 
 
 def _join_column_sums(graph: Graph, node: Node) -> None:
-    """Column sums of the gradient, and of what is added to it, from the kernel."""
+    """Let the kernel compute column sums of the gradient and of the residual, where used."""
     result, residual = _output(node, 0), node.args[5] if len(node.args) > 5 else None
     found = [
         next(_column_sums(tensor), None) if isinstance(tensor, Node) else None
@@ -156,7 +151,7 @@ def _join_column_sums(graph: Graph, node: Node) -> None:
 
 
 def _column_sums(tensor: Node) -> Iterator[ColumnSum]:
-    """Sums over all but the last dimension that lead to nothing but an output of the graph."""
+    """Sums over all dims but the last whose only use is as an output of the graph."""
     n = _value(tensor).shape[-1]
     parts = [part for part in (tensor, *tensor.users) if part is tensor or part.target in _VIEWS]
     for part in parts:
@@ -174,7 +169,7 @@ def _column_sums(tensor: Node) -> Iterator[ColumnSum]:
 
 
 def _replace(graph: Graph, sums: Node, index: int, wanted: ColumnSum) -> None:
-    """With what the kernel has summed, after `sums`."""
+    """Replace a column sum by row `index` of the kernel's partial sums, added up after `sums`."""
     value = _value(wanted.last)
     with graph.inserting_before(sums.next):
         part = _call(graph, aten.select.int, sums, 0, index)
@@ -193,5 +188,5 @@ def _call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def _computed(node: Node) -> Any:
-    """What the compiler would know of the node: its function of tensors without memory."""
+    """The fake result of the node: its function applied to the fake tensors of its arguments."""
     return cast(Any, node.target)(*torch.fx.map_arg(node.args, _value))

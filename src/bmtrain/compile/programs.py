@@ -1,6 +1,4 @@
-"""Blocks that compile by default: one program for all blocks of a structure, and none for what
-cannot be one graph.
-"""
+"""Blocks that compile by default: one program per structure, eager if it is not one graph."""
 
 from __future__ import annotations
 
@@ -35,9 +33,9 @@ from bmtrain.torch_internals import (
 
 
 class Programs:
-    """The structures of all modules that compile.
+    """The structures of all modules that compile by default.
 
-    One per run, reached by `world.service(Programs)`.
+    One per run, reached through `world.service(Programs)`.
     """
 
     def __init__(self, world: World) -> None:
@@ -47,10 +45,12 @@ class Programs:
     def structure(
         self, module: torch.nn.Module, params: Iterable[DistributedParameter], fp8: bool
     ) -> Structure:
-        """The one that `module` shares with modules of its class and sizes.
+        """The structure that `module` shares with modules of its class and parameters.
+
+        Parameters are alike if shape, dtype and `requires_grad` are the same.
 
         Args:
-            fp8: whether its linear maps are in eight bits.
+            fp8: whether linear layers run in FP8.
         """
         key = (
             type(module),
@@ -63,12 +63,12 @@ class Programs:
 
 
 class Structure:
-    """Modules that share compiled code, and whether there is any.
+    """Modules that share compiled code, or that are known to run uncompiled.
 
-    A program is used for passes that lead to a backward pass. Modules that are not one graph, that
-    communicate, or that the compiler fails at, run uncompiled. That is found out before anything of
-    a module has run, and without the other ranks: a block gathers and reduces alike whether it runs
-    compiled or not.
+    Compiled code is used only where a backward pass follows. Modules that are not one graph, that
+    communicate, or on which the compiler fails, run uncompiled. Each rank decides alone, before any
+    operator of the module has run. Ranks may decide differently without a deadlock, because a block
+    issues the same all-gathers and reduce-scatters whether it runs compiled or not.
     """
 
     def __init__(self, kind: type, fp8: bool, warned: set[type]) -> None:
@@ -81,20 +81,19 @@ class Structure:
         self._is_refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Structure:
-        return self  # a copied block shares programs with the block that it is a copy of
+        return self  # a copy of a block shares the block's programs
 
     def code(self, function: ModuleCall) -> ModuleCall:
-        """`function` with a code object that no other structure has: torch counts how often it
-        compiles by code object.
+        """`function` with a code object of this structure's own.
+
+        torch's recompile limit counts per code object: structures would use up each other's limit.
         """
         if function not in self._codes:
             self._codes[function] = _copy(function)
         return self._codes[function]
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether a call of these modules, the parts of one, with these arguments runs compiled
-        here and now.
-        """
+        """Whether this call of a module, with its submodules `modules`, can run compiled."""
         if self._is_refused or not torch.is_grad_enabled() or _is_watched(modules):
             return False
         changing = _changing(arguments)
@@ -113,8 +112,9 @@ class Structure:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """`function(module, args, kwargs)` by compiled code, or `module(*args, **kwargs)` and
-        uncompiled from then on.
+        """`function(module, args, kwargs)` compiled, or `module(*args, **kwargs)` uncompiled.
+
+        After a failure to compile, all calls of this structure run uncompiled.
         """
         key = (function, module.training)
         program = self._programs.get(key)
@@ -124,8 +124,8 @@ class Structure:
             return program(module, args, kwargs)
         except NoProgramError as error:
             reason, is_expected = str(error), error.is_expected
-        # An error of the module itself is shown as the module raises it, and says nothing about
-        # compiling.
+        # If the module itself raises, the user sees its own error and the structure stays as it is:
+        # the compiler may have failed on nothing but that error.
         out = self._uncompiled(module, args, kwargs)
         self._is_refused = True
         if not is_expected:
@@ -142,7 +142,11 @@ class Structure:
 
 
 class NoProgramError(RuntimeError):
-    """There is no compiled code for a call, and nothing of it has run."""
+    """A call has no compiled code. None of its operators has run.
+
+    Attributes:
+        is_expected: whether to fall back without a warning.
+    """
 
     def __init__(self, reason: str, is_expected: bool = False) -> None:
         super().__init__(reason)
@@ -150,16 +154,15 @@ class NoProgramError(RuntimeError):
 
 
 class TooManyFormsError(NoProgramError):
-    """torch has compiled a function as often as it is willing to."""
+    """A function has reached torch's recompile limit."""
 
 
 class Program:
-    """Compiled code of one structure in one mode.
+    """Compiled code of one structure, for one function and training mode.
 
-    It has a function for the arguments of its first call, which stay as fast as they were when
-    others come along, and one for all others. In the second, sizes are variables from the second
-    kind of arguments on, and so are whole numbers that modules have as attributes (numbers of
-    layers).
+    One compiled function serves the shapes of the first call and stays specialised to them when
+    other shapes follow. A second one serves all other shapes. In the second, sizes become dynamic
+    once they vary, and so do integer attributes of modules (layer indices for example).
     """
 
     def __init__(self, function: ModuleCall, lower: backend.Lower) -> None:
@@ -174,7 +177,11 @@ class Program:
     def __call__(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The call by compiled code. Raises NoProgramError."""
+        """Run the call through compiled code.
+
+        Raises:
+            NoProgramError: if there is no compiled code for it.
+        """
         if self._is_settled:
             shapes = tuple([arg.shape if isinstance(arg, torch.Tensor) else None for arg in args])
             self._first = self._first or shapes
@@ -197,8 +204,10 @@ def _run(
 
 
 def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
-    """Run compiled code; NoProgramError for failures of the compiler, all of which come before
-    anything has run.
+    """Run compiled code.
+
+    Raises:
+        NoProgramError: if the compiler fails, which happens before any operator has run.
     """
     try:
         return compiled(*arguments)
@@ -215,8 +224,9 @@ def _run_or_refuse(compiled: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    """Whether it was raised before compiled code ran: most such errors have a class for it, others
-    pass through the compiler.
+    """Whether the compiler raised the error, and not compiled code.
+
+    Most such errors have a class of their own; the others have the compiler in their traceback.
     """
     return is_of_compiler(
         error, [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -224,8 +234,9 @@ def _is_of_compiler(error: Exception) -> bool:
 
 
 def _changing(arguments: Iterable[Any]) -> Any:
-    """An argument that is an object of its own kind, as caches are: compiled code would hold for
-    its present contents only.
+    """The first argument that is a mutable object, a cache for example; None if there is none.
+
+    Compiled code would be specialised to its current contents.
     """
     for value in arguments:
         if isinstance(value, tuple | list):
@@ -263,9 +274,7 @@ _FIXED = (
 
 
 def _is_watched(modules: Sequence[torch.nn.Module]) -> bool:
-    """Whether something looks at what is computed as it is computed: hooks (compiled code may miss
-    them), modes, a tracer.
-    """
+    """Whether hooks, modes or a tracer observe the computation; compiled code may bypass them."""
     return (
         num_dispatch_modes() > 0
         or any(not isinstance(mode, DeviceContext) for mode in function_modes())

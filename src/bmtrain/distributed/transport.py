@@ -223,13 +223,8 @@ class Outgoing:
     reads: Sequence[torch.Tensor]
 
 
-<<<<<<< HEAD
 class ShardSource:
-    """The shard that is gathered, without keeping it alive.
-=======
-class Source:
     """A shard to gather, held weakly.
->>>>>>> prose1
 
     A residence is part of the gather order that all ranks share, so it may outlive its storage on
     ranks that drop a model first. Those ranks still take part in gathers that others have started,
@@ -309,17 +304,11 @@ class Transport:
 
     def new_shard(
         self, numel: int, dtype: torch.dtype, axis: Axis, *, shared: bool
-<<<<<<< HEAD
     ) -> tuple[torch.Tensor, ShardSource]:
-        """Zeros (numel,) for a shard, and what gathers it; in memory that the other ranks can read
-        if `shared`. Collective.
-=======
-    ) -> tuple[torch.Tensor, Source]:
-        """Zeros (numel,) for a shard, and its Source. Collective.
+        """Zeros (numel,) for a shard, and its ShardSource. Collective.
 
         With `shared`, a shard of at least SMALLEST_SHARED_BYTES is in peer memory, if the axis has
         peers.
->>>>>>> prose1
         """
         big = shared and numel * dtype.itemsize >= SMALLEST_SHARED_BYTES
         peers = self._peer_groups.of(axis) if big else None

@@ -1,4 +1,4 @@
-"""Looking inside a run: parameters, activations, their gradients, and the precision in force."""
+"""Inspection of a run: parameters, activations, their gradients, and the dtypes in use."""
 
 from bmtrain.inspect.parameters import inspect_model
 from bmtrain.inspect.precision import PrecisionRow, precision_report

@@ -1,7 +1,4 @@
-"""Many names in few: `layers.0.weight` to `layers.39.weight` become `layers.[0-39].weight`.
-
-Text only.
-"""
+"""Folding of names: `layers.0.weight` to `layers.39.weight` become `layers.[0-39].weight`."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ Settings = TypeVar("Settings", bound=Hashable)
 
 @dataclasses.dataclass(frozen=True)
 class Folded(Generic[Settings]):
-    """One folded name, how many names it stands for, and the settings that they share."""
+    """A folded name, the number of names that it stands for, and their common settings."""
 
     name: str
     count: int
@@ -22,11 +19,10 @@ class Folded(Generic[Settings]):
 
 
 def fold(named: Iterable[tuple[str, Settings]]) -> list[Folded[Settings]]:
-    """Fold dotted names that differ in numbers only and have equal settings, in the order of first
-    appearance.
+    """Fold dotted names of equal settings that differ only in numbers, in order of appearance.
 
-    Inner numbers are folded before outer ones, so an outer range stands for members that are equal
-    all the way down.
+    Inner numbers are folded before outer ones, so the members of an outer range are equal at all
+    inner levels.
     """
     rows = [Folded(name, 1, settings) for name, settings in named]
     depth = max((row.name.count(".") + 1 for row in rows), default=0)
@@ -42,7 +38,7 @@ def fold(named: Iterable[tuple[str, Settings]]) -> list[Folded[Settings]]:
 
 
 def _merged(members: Sequence[Folded[Settings]], place: int) -> Folded[Settings]:
-    """One row for members that differ in the number at `place`."""
+    """Merge members that differ only in the number at `place` into one row."""
     first = members[0]
     if len(members) == 1:
         return first

@@ -1,8 +1,7 @@
-"""Mean, spread and extremes of tensors that are spread over ranks, in fp64 and without gathering
-them.
+"""Mean, standard deviation and extremes of sharded tensors, in fp64, without gathering them.
 
-One tensor is a row of seven fp64 numbers (the columns below). Rows of the parts of a tensor add up
-to the row of the whole; the sums of squares are centred, so that nothing is lost by cancellation.
+Each tensor is described by a row of seven fp64 numbers (the columns below). The rows of its shards
+combine to the row of the full tensor. Sums of squares are centred to avoid cancellation.
 
 Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances" (1979).
@@ -19,19 +18,19 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.runtime.mesh import Axis
 
-CHUNK = 1 << 22  # elements that are fp64 at a time: 32 MiB
+CHUNK = 1 << 22  # elements converted to fp64 at a time: 32 MiB
 
-# Ranks that have the tensor, its elements, their sum, chunks with a NaN, squares around the mean,
-# maximum, negated minimum.
+# The number of ranks that have the tensor, the number of its elements, their sum, the number of
+# chunks with a NaN, the sum of squared deviations from the mean, the maximum, the negated minimum.
 NUM_COLUMNS = 7
 PRESENT, COUNT, TOTAL, NANS, SQUARES, TOP, BOTTOM = range(NUM_COLUMNS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What there is to say about a tensor's elements.
+    """The statistics of a tensor's elements.
 
-    None means that there is no such number: `std` of fewer than two elements, all four of an empty,
+    A number that is undefined is None: `std` of fewer than two elements, all four of an empty,
     complex or meta tensor. NaN therefore always comes from the data. `std` divides by count - 1,
     torch's default.
     """
@@ -43,8 +42,9 @@ class Statistics:
 
 
 def measure(tensors: Iterable[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """One row for each tensor of any shape and dtype, or None where this rank has none: (n, 7) fp64
-    on `device`.
+    """Rows (n, 7), fp64 on `device`, of n tensors of any shape and dtype.
+
+    A tensor that this rank does not have is None; its row is neutral when ranks are combined.
     """
     rows = [_row(x).to(device) for x in tensors]
     return (
@@ -55,9 +55,9 @@ def measure(tensors: Iterable[torch.Tensor | None], device: torch.device) -> tor
 
 
 def add_ranks(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Rows (n, 7) of the whole tensors, of which every rank of the axis measured a part.
+    """Combine the rows (n, 7) of all ranks of the axis to those of the full tensors. Collective.
 
-    Three collectives for all.
+    Three collectives, however many rows there are. The number of rows must be equal on all ranks.
     """
     if len(rows) == 0:
         return rows
@@ -71,7 +71,7 @@ def add_ranks(rows: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def statistics_of(rows: torch.Tensor) -> list[Statistics | None]:
-    """The statistics of each row (n, 7); None for a tensor that no rank has."""
+    """The statistics of each of n rows (n, 7); None for a tensor that no rank has."""
     return [_statistics(row) for row in rows.tolist()]
 
 
@@ -95,7 +95,7 @@ def _mean(rows: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def _row(x: torch.Tensor | None) -> torch.Tensor:
-    """Seven numbers of one tensor, on its device: nothing here waits for it."""
+    """The row of one tensor, computed on its device without a synchronisation."""
     row = torch.zeros(
         NUM_COLUMNS, dtype=torch.float64, device="cpu" if x is None or x.is_meta else x.device
     )
@@ -112,7 +112,7 @@ def _row(x: torch.Tensor | None) -> torch.Tensor:
         lowest, highest = values.aminmax()
         row[TOTAL] += values.sum()
         row[NANS] += highest.isnan()
-        # A maximum over ranks may lose a NaN, so NaNs are counted instead.
+        # A max reduction over ranks may drop NaN, so chunks with NaN are counted instead.
         row[TOP:] = torch.maximum(
             row[TOP:], torch.stack([highest, -lowest]).nan_to_num(-math.inf, math.inf, -math.inf)
         )

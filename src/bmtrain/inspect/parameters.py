@@ -1,6 +1,4 @@
-"""inspect_model: statistics of whole parameters and their gradients, from the slices where they
-are.
-"""
+"""inspect_model: statistics of full parameters and gradients, computed from their shards."""
 
 from __future__ import annotations
 
@@ -21,27 +19,26 @@ from bmtrain.shard.slices import local_of
 
 
 def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> list[dict[str, Any]]:
-    """Look at all parameters whose name matches. Collective; gathers nothing.
+    """Statistics of all parameters whose name matches. Collective; gathers no parameter.
 
     Args:
-        model: any module, sharded or not, or in parts.
-        pattern: wildcards as in a shell: `*`, `?`, `[0-3]`; the dots of a name are ordinary
-            characters.
-        prefix: put before every name, with a dot between; the pattern is matched with the result.
+        model: any module, fully, partly or not sharded.
+        pattern: shell wildcards: `*`, `?`, `[0-3]`. A dot is an ordinary character.
+        prefix: prepended to every name, with a dot between, before the pattern is matched.
 
     Returns:
         On every rank, for each matching parameter in the order of `model.named_parameters()`, a
-        dict with name, shape (of the whole tensor), std, mean, max, min, grad_std and grad_mean (of
-        `.grad` as it is: summed over ranks, with the loss scale). Numbers are floats of fp64
-        arithmetic; None is a number that does not exist: the std of a single element, those of an
-        empty or complex tensor, of a gradient that is None. A tied parameter is listed once, under
-        its first name, if any of its names matches. Parameters that are not sharded are looked at
-        on each rank by itself. A pattern that matches nothing gives an empty list.
+        dict with name, shape (of the full tensor), std, mean, max, min, grad_std and grad_mean (of
+        `.grad` as it is: summed over ranks, with the loss scale). Numbers are computed in fp64. An
+        undefined number is None: the std of a single element, any number of an empty or complex
+        tensor or of a gradient that is None. A tied parameter is listed once, under its first name,
+        if any of its names matches. For parameters that are not sharded, each rank returns the
+        statistics of its own copy. A pattern that matches nothing gives an empty list.
 
     Raises:
         NotInitializedError: before `init_distributed`.
-        ConfigurationError: for arguments of the wrong type; on all ranks when these look at
-            different parameters.
+        ConfigurationError: for arguments of the wrong type; on all ranks if the matching parameters
+            differ between ranks.
     """
     current = world.current("inspect_model")
     found = matching_parameters(model, pattern, prefix, what="inspect_model")
@@ -65,8 +62,11 @@ def inspect_model(model: torch.nn.Module, pattern: str, prefix: str = "") -> lis
 def matching_parameters(
     model: torch.nn.Module, pattern: str, prefix: str = "", *, what: str
 ) -> dict[str, torch.nn.Parameter]:
-    """Parameters of which any name, with `prefix` before it, matches; each once, under its first
-    name. `what` is the caller.
+    """The parameters of which any name matches, each once, under its first name.
+
+    Args:
+        prefix: prepended to every name before it is matched.
+        what: the name of the calling function, for error messages.
     """
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"{what} got {type(model).__name__}: expected a torch.nn.Module.")
@@ -87,7 +87,7 @@ def matching_parameters(
 
 
 def whole_shape(param: torch.nn.Parameter) -> tuple[int, ...]:
-    """The shape of the whole tensor, undoing sharding and the tensor-parallel split."""
+    """The shape of the full tensor, before sharding and the tensor-parallel split."""
     return tuple(
         param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
     )
@@ -98,7 +98,10 @@ def _is_sharded(param: torch.nn.Parameter) -> bool:
 
 
 def _agree(found: dict[str, torch.nn.Parameter], pattern: str, axis: Axis) -> None:
-    """Ranks that look at different parameters would add up what does not belong together."""
+    """Check that all ranks have matched the same parameters. Collective.
+
+    Without this check, the reductions would mix the rows of different parameters, or deadlock.
+    """
     text = "\n".join(
         f"{name} {whole_shape(param)} {type(param).__name__}" for name, param in found.items()
     )

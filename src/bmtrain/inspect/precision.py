@@ -1,4 +1,4 @@
-"""precision_report: the dtypes in force, from the objects that own them."""
+"""precision_report: the dtypes in use, read from the objects that own them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ from bmtrain.shard.parameter import DistributedParameter
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionRow:
-    """Parameters of equal settings.
+    """A set of parameters with equal settings.
 
-    names: of all of them, folded: `layers.[0-39].attention.weight`. num_parameters, num_elements:
-    how many, and how many elements their whole tensors have. sharded, trainable: whether they are.
-    stored: the dtype of the parameters between uses. computed: the dtype in which modules see them.
-    Autocast, where a program uses it, casts operation by operation from there. reduced: in which
-    gradients are summed over ranks; None where they are not: of frozen parameters, and of ordinary
-        parameters that are in none of the optimizers.
-    accumulated: in which gradients of several micro-batches add up; None of frozen parameters.
-    optimizer: its class; None for parameters that are in none of those given. master: of the
-    optimizer's exact copy of the weights; None where it updates the parameters themselves. moments:
-    the dtypes of its other state; empty where it keeps none, None where that will be known at its
-    first step. state_exists: whether `moments` was read from the optimizer's state. Before their
-    first step torch's optimizers have none:
-        it is then the parameter's own dtype, in which they will make it.
+    Attributes:
+        names: their names, folded: `layers.[0-39].attention.weight`.
+        num_parameters: the number of parameters.
+        num_elements: the number of elements of their full tensors.
+        sharded, trainable: whether they are.
+        stored: the dtype of the parameters between uses.
+        computed: the dtype in which modules see them; autocast casts from it, operator by operator.
+        reduced: the dtype in which gradients are summed over ranks; None if they are not: for
+            frozen parameters, and for plain parameters that no optimizer has.
+        accumulated: the dtype in which gradients of micro-batches add up; None for frozen ones.
+        optimizer: the class of their optimizer; None if none of those given has them.
+        master: the dtype of the optimizer's master copy; None if it updates the parameters
+            themselves.
+        moments: the dtypes of the optimizer's other state; empty if it keeps none, None if unknown
+            before its first step.
+        state_exists: whether `moments` was read from the optimizer's state. torch's optimizers have
+            no state before their first step; `moments` is then the dtype of the parameter, in which
+            they will create it.
     """
 
     names: tuple[str, ...] = ()
@@ -52,7 +57,7 @@ class PrecisionRow:
 
 @dataclasses.dataclass(frozen=True)
 class _Owner:
-    """The optimizer of a parameter, the options of its group and its state of it."""
+    """A parameter's optimizer, its parameter group and its optimizer state."""
 
     optimizer: torch.optim.Optimizer
     group: Mapping[str, Any]
@@ -64,17 +69,18 @@ def precision_report(
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     file: TextIO | None = None,
 ) -> list[PrecisionRow]:
-    """Print on rank 0 in which precision the parameters are kept, computed with, reduced and
-    updated. Not collective.
+    """Print on rank 0 the dtypes in which parameters are stored, used, reduced and updated.
+
+    Not collective.
 
     Args:
         model: any module, sharded or not.
-        optimizers: one or several, such as `manager.optimizers`. Those of bmtrain lay out their
-            state now, if they have not yet.
+        optimizers: one or several, `manager.optimizers` for example. An optimizer of bmtrain
+            allocates its state now, if it has not yet.
         file: where to print; stdout by default.
 
     Returns:
-        On every rank, a row for each set of parameters of equal settings, in the order of
+        On every rank, one row per set of parameters with equal settings, in the order of
         `model.named_parameters()`.
 
     Raises:
@@ -113,7 +119,7 @@ def precision_report(
 
 
 def _owners(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parameter, _Owner]:
-    """Who updates each parameter."""
+    """The optimizer, group and state of each parameter."""
     owners: dict[torch.nn.Parameter, _Owner] = {}
     for optimizer in optimizers if isinstance(optimizers, Iterable) else [optimizers]:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -151,7 +157,7 @@ def _settings(param: torch.nn.Parameter, owner: _Owner | None) -> PrecisionRow:
 def _gradient_dtypes(
     param: torch.nn.Parameter, owner: _Owner | None
 ) -> tuple[torch.dtype | None, torch.dtype]:
-    """Of the sum over ranks and the sum over micro-batches."""
+    """The dtypes of the sum over ranks and of the sum over micro-batches."""
     if isinstance(param, DistributedParameter):
         policy = param.storage_of.gradient.policy
         return policy.reduce_dtype, policy.accumulate_dtype

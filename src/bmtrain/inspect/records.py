@@ -1,4 +1,4 @@
-"""Names, order and shapes of recorded tensors over all ranks. No tensors here."""
+"""Names, order and shapes of recorded tensors across ranks. Integers and text only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Collection, Iterable
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One recorded tensor: the `count`-th of its name in its group, among those of a segment and a
-    stage (see `Position`).
+    """The identity of a recorded tensor, the same on all ranks that record it.
+
+    Attributes:
+        group, name: as given to `record_tensor`.
+        segment, stage: where it was recorded (see `Position`).
+        count: its index among the records of equal group, name, segment and stage.
     """
 
     group: str | None
@@ -20,7 +24,7 @@ class Key:
 
     @property
     def is_pipelined(self) -> bool:
-        """Whether other stages have records of the same segment."""
+        """Whether it was recorded in a pipelined pass: odd segments are passes."""
         return self.segment % 2 == 1
 
     def text(self, index: int) -> str:
@@ -34,12 +38,12 @@ def full_name(name: str, group: str | None, index: int) -> str:
 
 
 def in_order(keys: Iterable[Key]) -> list[Key]:
-    """Each key once: by segment and stage, otherwise as given."""
+    """Each key once, sorted by segment and stage and otherwise in the order given."""
     return sorted(dict.fromkeys(keys), key=lambda key: (key.segment, key.stage))
 
 
 def number(keys: Iterable[Key]) -> dict[Key, int]:
-    """Count the keys of each name and group, in the order given."""
+    """Number the keys of each name and group from 0, in the order given."""
     counts: dict[tuple[str | None, str], int] = {}
     numbers: dict[Key, int] = {}
     for key in keys:
@@ -49,8 +53,9 @@ def number(keys: Iterable[Key]) -> dict[Key, int]:
 
 
 def shape_of_all(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of the tensors of all ranks one below the other: a number is a row, and a dim in
-    which they differ is -1.
+    """The shape of all ranks' tensors concatenated along dim 0; -1 for dims in which they differ.
+
+    A 0-dim tensor counts as one row.
     """
     rows = [shape or (1,) for shape in shapes]
     if len({len(shape) for shape in rows}) > 1:

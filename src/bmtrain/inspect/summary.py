@@ -1,4 +1,4 @@
-"""Summaries: one dict for each tensor, and the table of them."""
+"""Summaries: one dict per tensor, and a table of these dicts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean"
 def entry(
     name: str, shape: tuple[int, ...], values: Statistics | None, grad: Statistics | None
 ) -> dict[str, Any]:
-    """The dict of one tensor; numbers are floats, or None where there is no such number."""
+    """The dict of one tensor; numbers are floats, or None if undefined."""
     values, grad = values or Statistics(), grad or Statistics()
     return {
         "name": name,
@@ -29,11 +29,10 @@ def entry(
 
 
 def format_summary(summary: Iterable[Mapping[str, Any]]) -> str:
-    """A plain-text table of what `inspect_model` or `Inspector.get_summary` returns, a line per
-    tensor under a heading.
+    """A plain-text table of the result of `inspect_model` or `Inspector.get_summary`.
 
-    Numbers have four significant digits; "-" is what does not exist, such as the gradient of a
-    frozen parameter.
+    A header and one line per tensor. Numbers have four significant digits; "-" stands for an
+    undefined number, the gradient of a frozen parameter for example.
 
     Raises:
         ConfigurationError: for anything but a list of such dicts.
@@ -64,6 +63,6 @@ def _text(value: Any) -> str:
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    """Names to the left, everything else to the right."""
+    """One line of the table: the name left-aligned, all else right-aligned."""
     first, *others = zip(cells, widths, strict=True)
     return "  ".join([first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)])

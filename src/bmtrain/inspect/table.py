@@ -1,4 +1,4 @@
-"""Tables for the terminal or a log, on rank 0."""
+"""Tables for a terminal or a log, printed on rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import rich.text
 
 from bmtrain.runtime import world
 
-LOG_WIDTH = 160  # columns where there is no terminal to ask
+LOG_WIDTH = 160  # columns, if the output is not a terminal
 
 
 def print_table(
@@ -21,9 +21,7 @@ def print_table(
     caption: str,
     file: TextIO | None,
 ) -> None:
-    """Print a table on rank 0, to stdout or `file`: the first column to the left, the others to the
-    right.
-    """
+    """Print a table to stdout or `file`, on rank 0: first column left-aligned, others right."""
     if world.rank() != 0:
         return
     table = rich.table.Table(title=rich.text.Text(title), caption=rich.text.Text(caption))

@@ -1,6 +1,4 @@
-"""inspect_tensor and record_tensor: values and gradients of activations, as a model computes
-them.
-"""
+"""inspect_tensor and record_tensor: values and gradients of a model's activations."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from bmtrain.shard.unshard import Unshard
 
 
 class Part:
-    """A copy of what was recorded, as it was then, and the gradient that backward computes for
-    it.
-    """
+    """A copy of a tensor at the time of recording, and the gradient that backward computes."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.values = x.detach().clone()
@@ -32,11 +28,11 @@ class Part:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sum over all backward passes so far."""
+        """The gradient, summed over all backward passes so far."""
         return self.values.grad
 
     def close(self) -> None:
-        """Take no more gradients."""
+        """Remove the gradient hook."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -46,29 +42,27 @@ class Part:
 
 
 class Record:
-    """One recorded tensor on this rank, in parts where it was recorded once for each
-    micro-batch.
-    """
+    """One recorded tensor on this rank, with one part per micro-batch in a pipelined pass."""
 
     def __init__(self) -> None:
         self._parts: dict[int, Part] = {}
 
     def add(self, x: torch.Tensor, micro_batch: int) -> None:
-        """Keep a copy of `x`, and let its gradient come here."""
+        """Keep a copy of `x` and hook its gradient."""
         self._parts[micro_batch] = Part(x)
 
     def close(self) -> None:
-        """Take no more gradients."""
+        """Remove the gradient hooks."""
         for part in self._parts.values():
             part.close()
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of all parts."""
+        """The shapes of all parts."""
         return [tuple(part.values.shape) for part in self._parts.values()]
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All values and their gradients, (n,) each: whatever the shapes of the parts."""
+        """The values of all parts, 1-D, and their gradients likewise; None if there are none."""
         parts = list(self._parts.values())
         values = _joined([part.values.reshape(-1) for part in parts])
         if all(part.grad is None for part in parts):
@@ -76,7 +70,7 @@ class Record:
         return values, _joined([_grad_or_zeros(part).reshape(-1) for part in parts])
 
     def tensor(self) -> torch.Tensor:
-        """The values of all parts in order of micro-batches, along dim 0, with their gradient."""
+        """The values of all parts, concatenated along dim 0 by micro-batch, with `.grad`."""
         parts = [part for _, part in sorted(self._parts.items())]
         values = _joined([part.values for part in parts])
         if len(parts) > 1 and any(part.grad is not None for part in parts):
@@ -85,22 +79,22 @@ class Record:
 
 
 class Inspector:
-    """What was recorded on this rank while it was open; made by `inspect_tensor`."""
+    """The tensors recorded on this rank while it is open; created by `inspect_tensor`."""
 
     def __init__(self, position: Position) -> None:
         self._begin = position.segment - position.segment % 2
         self._records: dict[Key, Record] = {}
         self._counts: dict[tuple[str | None, str, Position], int] = {}
-        self._agreed: dict[Key, int] = {}  # the indices, when the ranks last spoke of them
-        # what was recorded itself, outside of pipelined passes
+        self._agreed: dict[Key, int] = {}  # indices across ranks, as of the last get_summary
+        # the recorded tensors themselves, outside of pipelined passes
         self._in_graph: dict[Key, torch.Tensor] = {}
 
     def record(self, x: torch.Tensor, name: str, group: str | None, position: Position) -> None:
-        """Keep a copy of `x`, and let its gradient come here."""
+        """Keep a copy of `x` and hook its gradient."""
         count = self._counts.get((group, name, position), 0)
         self._counts[group, name, position] = count + 1
-        # Passes before this inspector was opened do not count: ranks may have had different numbers
-        # of them.
+        # Count segments from the opening of this inspector. Ranks may have run different numbers of
+        # pipelined passes before, and their keys for the same tensor would not match.
         key = Key(group, name, position.segment - self._begin, position.stage, count)
         self._records.setdefault(key, Record()).add(x, position.micro_batch)
         if not key.is_pipelined:
@@ -109,22 +103,21 @@ class Inspector:
                 x.retain_grad()
 
     def close(self) -> None:
-        """Take no more gradients. What is there stays."""
+        """Remove the gradient hooks; records and gradients so far are kept."""
         for record in self._records.values():
             record.close()
 
     @property
     def summary(self) -> list[dict[str, Any]]:
-        """What was recorded on this rank, in order, as programs of BMTrain take it for losses of
-        their own (distillation).
+        """The tensors recorded on this rank, in order, for losses on activations (distillation).
 
         Each dict has name and group as recorded, summary_name (`[group.]index.name`), `tensor`, its
-        shape and requires_grad. The tensor is the recorded one and not a copy, in the graph, with
-        its gradient in `.grad`: the inspector keeps the graph alive.
+        shape and requires_grad, in BMTrain's format. The tensor is the recorded one, in the graph,
+        with its gradient in `.grad`, and not a copy: the inspector keeps the graph alive.
 
         Raises:
-            ConfigurationError: in a pipelined pass something was recorded: its graph belongs to the
-                pipeline.
+            ConfigurationError: if anything was recorded in a pipelined pass, whose graph belongs to
+                the pipeline.
         """
         if any(key.is_pipelined for key in self._records):
             raise ConfigurationError(
@@ -150,19 +143,16 @@ class Inspector:
             for key, x in self._in_graph.items()
         ]
 
-    _summary = summary  # programs of BMTrain read either
+    _summary = summary  # programs written for BMTrain use both names
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """Statistics over all ranks of everything recorded on any rank, in the order of recording.
-        Collective.
+        """Statistics of all tensors recorded on any rank, in the order of recording. Collective.
 
         Returns:
             On every rank, for each tensor, a dict with name (`[group.]index.name`), shape, std,
-            mean, max, min, grad_std and
-            grad_mean: those of the tensors of all ranks that recorded it together, one below the
-                other along dim 0. In the
-            shape a dim in which they differ is -1. A number that does not exist is None, as in
-            `inspect_model`.
+            mean, max, min, grad_std and grad_mean. They describe the tensors of all ranks that
+            recorded it, concatenated along dim 0. In the shape, a dim in which ranks differ is -1.
+            An undefined number is None, as in `inspect_model`.
         """
         current = world.current("get_summary")
         axis = current.mesh.world
@@ -193,24 +183,23 @@ class Inspector:
     def get_tensor(
         self, name: str, group: str | None = None, index: int | None = None
     ) -> torch.Tensor:
-        """This rank's part of a recorded tensor: a copy of its values, outside the graph, with its
-        gradient in `.grad`.
+        """A detached copy of a tensor recorded on this rank, with its gradient in `.grad`.
 
         Args:
             name, group: as recorded.
-            index: which of the records of that name and group, as in the summary; None is the
-                first.
+            index: the index of the record within its name and group, as in the summary; None for
+                the first.
 
         Returns:
-            What was recorded here, of the same shape, dtype and device; the micro-batches of a
-            pipelined pass one below the other along dim 0. `.grad` is None where backward has not
-            run inside the context or has not come by.
+            The values, with the recorded shape, dtype and device; micro-batches of a pipelined pass
+            are concatenated along dim 0. `.grad` is None if no backward pass has reached the tensor
+            inside the context.
 
         Raises:
             KeyError: nothing of that name, group and index was recorded on this rank; the message
-                names the nearest.
-            RuntimeError: records of a pipeline are numbered over its stages, by `get_summary`,
-                which was not called since.
+                has the closest names.
+            RuntimeError: in a pipeline, `get_summary` has not been called since the last record. It
+                numbers the records across stages.
         """
         numbers = self._numbers()
         known = {(key.group, key.name, numbers[key]): key for key in self._records}
@@ -240,11 +229,11 @@ class Inspector:
 
 @contextlib.contextmanager
 def inspect_tensor() -> Iterator[Inspector]:
-    """`with inspect_tensor() as inspector`: inside, `record_tensor` keeps what it is given, until
-    the inspector is dropped.
+    """`with inspect_tensor() as inspector`: inside, `record_tensor` keeps copies of tensors.
 
-    Gradients are kept if backward runs inside too. Compiled blocks run uncompiled inside; other
-    compiled code records nothing. May be nested: every open inspector keeps its own copies.
+    The copies live as long as the inspector. Gradients are kept if backward runs inside, too.
+    Blocks with compiled code run uncompiled inside; other compiled code records nothing. Contexts
+    may be nested: each inspector keeps its own copies.
 
     Raises:
         NotInitializedError: before `init_distributed`.
@@ -259,23 +248,21 @@ def inspect_tensor() -> Iterator[Inspector]:
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
-    """Show `x` to the open inspectors, from model code. Without one nothing happens, nor in
-    recomputation or compiled code.
+    """Record `x`, an activation in model code, with all open inspectors.
+
+    A no-op if no inspector is open, during recomputation, and in compiled code.
 
     Args:
-        x: an activation of any shape and dtype. A copy is kept, so it may be changed in place
-            afterwards.
-        name: what to call it. Records of the same name and group are numbered in the order of
-            recording.
-        group: goes before the number: "encoder" and "hidden" give "encoder.0.hidden",
+        x: a tensor of any shape and dtype. A copy is kept, so `x` may be changed in place later.
+        name: its name. Records of equal name and group are numbered in the order of recording.
+        group: a prefix of the number: "encoder" and "hidden" give "encoder.0.hidden",
             "encoder.1.hidden", ...
 
     Raises:
-        ConfigurationError: for a parameter, which `inspect_model` shows, for anything else that is
-            no tensor, and for names that are no strings or empty; whether an inspector is open or
-            not.
+        ConfigurationError: for a parameter (use `inspect_model`), for anything that is no tensor,
+            and for a name or group that is no string or empty; also if no inspector is open.
     """
-    if torch.compiler.is_compiling():  # a copy kept by Python would break the graph in two
+    if torch.compiler.is_compiling():  # a copy kept by Python would cause a graph break
         return
     _check(x, name, group)
     if world.is_initialized():
@@ -283,7 +270,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None) -> None:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Along dim 0, where a number is a row; one part alone as it is."""
+    """Concatenate along dim 0, 0-dim parts as one row each; a single part stays as it is."""
     return parts[0] if len(parts) == 1 else torch.cat([torch.atleast_1d(part) for part in parts])
 
 

@@ -1,4 +1,4 @@
-"""print_inspect: the parameters of a model as a table in which equal layers are one line."""
+"""print_inspect: a table of a model's parameters, with equal layers folded into one line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from bmtrain.shard.slices import local_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterRow:
-    """One line of the table: `count` parameters that are alike.
+    """One line of the table: `count` parameters with equal settings.
 
-    name: `layers.[0-39].attention.weight` for 40 of them.
-    shape: of each whole tensor.
-    dtype: in which it is stored.
-    num_local: elements of each that this rank holds; all of them where it is not sharded.
-    sharded, trainable: whether it is.
-    group: as given to its DistributedParameter.
+    Attributes:
+        name: the folded name, `layers.[0-39].attention.weight` for 40 of them.
+        count: the number of parameters.
+        shape: the shape of each full tensor.
+        dtype: the dtype in which each is stored.
+        num_local: elements of each that this rank holds; all of them if it is not sharded.
+        sharded, trainable: whether they are.
+        group: as given to DistributedParameter.
     """
 
     name: str = ""
@@ -39,14 +41,14 @@ class ParameterRow:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all `count` whole tensors."""
+        """The number of elements of all `count` full tensors."""
         return self.count * math.prod(self.shape)
 
 
 def print_inspect(
     model: torch.nn.Module, pattern: str = "*", file: TextIO | None = None
 ) -> list[ParameterRow]:
-    """Print on rank 0 the parameters whose name matches, equal layers folded. Not collective.
+    """Print on rank 0 the parameters whose name matches, with equal layers folded. Not collective.
 
     Args:
         model: any module, sharded or not.
@@ -79,7 +81,7 @@ def print_inspect(
 
 
 def _settings(param: torch.nn.Parameter) -> ParameterRow:
-    """What has to be equal for parameters to be folded."""
+    """The settings that must be equal for parameters to be folded."""
     return ParameterRow(
         shape=whole_shape(param),
         dtype=param.dtype,

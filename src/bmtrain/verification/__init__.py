@@ -1,6 +1,4 @@
-"""Verification of a user's program: some steps in one plain process and on ranks, compared tensor
-by tensor.
-"""
+"""Verification of a program: train a few steps in one process and on ranks, compare all tensors."""
 
 from bmtrain.verification.compare import Difference, Report
 from bmtrain.verification.program import Program

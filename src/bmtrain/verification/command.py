@@ -9,13 +9,13 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.verification.verify import verify
 
-# Exit statuses; argparse's own, for bad arguments, is 2 as well.
+# Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
 STATUS = {"same": 0, "different": 1, "refused": 3, "failed": 4}
 BAD_INPUT = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
+    """Add the arguments of the command to its parser."""
     parser.epilog = (
         "Exit status: 0 nothing differs, 1 a tensor differs, 2 the program cannot be "
         "verified, 3 ranks refuse it, 4 a rank failed."
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify, print the outcome on one rank, return the exit status."""
+    """Verify, print the report on rank 0, return the exit status."""
     if "" not in sys.path:
-        # as `python -m` does: under other starters modules are looked for here, too
+        # `python -m` does this; other launchers would not find modules in the current folder
         sys.path.insert(0, "")
     try:
         report = verify(

@@ -1,6 +1,4 @@
-"""Comparing what ranks have recorded with what one process has: the first tensor that differs, and
-by how much.
-"""
+"""Comparison of the ranks' records with the reference: the first difference and its size."""
 
 from __future__ import annotations
 
@@ -13,15 +11,20 @@ import torch
 from bmtrain.verification.record import Key, Kind, Record
 from bmtrain.verification.tolerance import Allowance
 
-# As a step makes them.
+# The order in which a step produces them, so that the first difference is nearest to its cause.
 ORDER = (Kind.LOSS, Kind.BUFFER, Kind.RANDOM, Kind.GRADIENT, Kind.NORM, Kind.PARAMETER, Kind.STATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor that is another one on a rank.
+    """A tensor that differs from the reference on a rank.
 
-    `error` and `allowed` are absolute; NaN where there is no number to give.
+    Attributes:
+        key: the tensor.
+        rank: the rank.
+        what: the difference in words.
+        error, allowed: of the worst element, absolute; NaN if the difference has no size (a missing
+            tensor, another shape or dtype, a random state).
     """
 
     key: Key
@@ -40,13 +43,13 @@ class Difference:
 class Report:
     """The outcome of `verify`.
 
-    verdict: "same"; "different", and `first` says where; "refused", when ranks raised one of
-    bmtrain.errors; "failed", when a rank
-        raised something else, died or hung.
-    text: the outcome in words.
-    first: the first tensor that differs.
-    compared: how many tensors of each kind were compared, on all ranks together.
-    closest: the largest share of its tolerance that any tensor took.
+    Attributes:
+        verdict: "same"; "different", and `first` says where; "refused", if all ranks raised one of
+            bmtrain.errors; "failed", if a rank raised another error, raised alone, died or hung.
+        text: the outcome in words.
+        first: the first tensor that differs.
+        compared: the number of tensors compared, by kind, over all ranks.
+        closest: the largest error as a fraction of its tolerance; infinite if a tensor differs.
     """
 
     verdict: str
@@ -65,7 +68,7 @@ class Report:
 def compare(
     reference: Record, ranks: Sequence[Record], device: str = "cpu", slack: float = 1.0
 ) -> Report:
-    """The report on these ranks' records."""
+    """Compare the ranks' records with the reference; stops at the first difference."""
     counts: Counter[str] = Counter()
     closest = 0.0
     for key, found in _each(reference, ranks, device, slack):
@@ -91,7 +94,7 @@ def compare(
 def first_difference(
     reference: Record, ranks: Sequence[Record], device: str = "cpu", slack: float = 1.0
 ) -> Difference | None:
-    """The first of `compare`."""
+    """The first difference that `compare` finds; None if there is none."""
     return compare(reference, ranks, device, slack).first
 
 
@@ -104,8 +107,9 @@ class _Found:
 def _each(
     reference: Record, ranks: Sequence[Record], device: str, slack: float
 ) -> Iterator[tuple[Key, _Found]]:
-    """Every tensor of every rank beside the reference's, in the order of `ORDER` within each
-    step.
+    """Compare every tensor of every rank with the reference, by step and then by `ORDER`.
+
+    Tensors that the reference lacks come last.
     """
     allowance = Allowance(reference, device, slack)
     for key in _ordered(reference):
@@ -130,7 +134,7 @@ def _each(
 
 
 def _ordered(record: Record) -> list[Key]:
-    # stable: names stay as they came
+    # The sort is stable: within a kind, names stay in the order of recording.
     return sorted(record.values, key=lambda key: (key.step, ORDER.index(key.kind)))
 
 
@@ -164,7 +168,7 @@ def _beside(
 def _measured(
     key: Key, rank: int, got: torch.Tensor, want: torch.Tensor, allowed: torch.Tensor
 ) -> _Found:
-    """Elements that are not finite must be the same; the others may be off by what is allowed."""
+    """Compare elements: NaN and infinities must match, others must be within the tolerance."""
     mine, theirs = got.double(), want.double()
     error = (mine - theirs).abs()
     alike = (mine == theirs) | (mine.isnan() & theirs.isnan())

@@ -1,6 +1,6 @@
-"""The processes of a verification: a plain one, and ranks.
+"""The processes of a verification: one plain process and the ranks.
 
-Each is started anew and imports the program itself.
+Each is spawned and imports the program itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ from bmtrain.verification.running import Settings, run_on_ranks, run_reference
 REFUSALS = tuple(
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
 )
-GRACE_S = 5.0  # how long the other ranks may go on after one has failed
+GRACE_S = 5.0  # how long the other ranks may run on after one has failed
 
 Source = str | Callable[[], Program]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a process says at its end: its record, or why there is none, and when that was."""
+    """The result of a process: its record, or else a refusal or a failure.
+
+    Attributes:
+        record: None if the process has failed.
+        refusal: the text of an error of bmtrain.errors.
+        failure: the traceback of any other error, or how the process ended.
+        when: the time of the failure in seconds of the host's monotonic clock; infinite if unknown.
+    """
 
     record: Record | None = None
     refusal: str = ""
@@ -46,8 +53,11 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What a process is told: `rank` is None for the plain one, `meeting` a file by which the ranks
-    find each other.
+    """The arguments of a process.
+
+    Attributes:
+        rank: None for the plain process.
+        meeting: URI of the rendezvous file of the ranks.
     """
 
     source: Source
@@ -57,10 +67,10 @@ class _Job:
 
 
 def reference_of(source: Source, settings: Settings) -> Record:
-    """The record of a process of its own, without ranks.
+    """Run the program in one new process and return its record.
 
     Raises:
-        ConfigurationError: for a program that cannot be verified.
+        ConfigurationError: for a program that cannot be verified, or that fails in one process.
     """
     (outcome,) = _run([_Job(source, settings)], settings)
     if outcome.record is None:
@@ -71,7 +81,7 @@ def reference_of(source: Source, settings: Settings) -> Record:
 
 
 def on_ranks(source: Source, settings: Settings) -> list[Outcome]:
-    """What `settings.ranks` new processes of this host end with, in rank order."""
+    """Run the program on `settings.ranks` new processes; their outcomes in rank order."""
     with tempfile.TemporaryDirectory(prefix="verify-") as folder:
         meeting = pathlib.Path(folder, "meeting").as_uri()
         return _run(
@@ -87,12 +97,15 @@ def _run(jobs: Sequence[_Job], settings: Settings) -> list[Outcome]:
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_child, args=(job, there), daemon=True)
             process.start()
+            # Without this, the write end stays open here, a child that dies sends no end of file,
+            # and the wait for its outcome lasts until the timeout.
             there.close()
             running.append((process, here))
         return _collect(running, time.monotonic() + settings.timeout)
     finally:
         for process, pipe in running:
             process.join(0 if process.exitcode is None else None)
+            # A rank may hang in a collective; as a live child it would outlast the verification.
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -102,8 +115,9 @@ def _run(jobs: Sequence[_Job], settings: Settings) -> list[Outcome]:
 def _collect(
     running: Sequence[tuple[SpawnProcess, connection.Connection]], deadline: float
 ) -> list[Outcome]:
-    """The outcomes that arrive in time; the first failure leaves the other ranks a moment to say
-    theirs.
+    """Collect outcomes until the deadline, which the first failure moves to GRACE_S from then.
+
+    Ranks that wait for a failed one in a collective would otherwise hang until the timeout.
     """
     found: dict[int, Outcome] = {}
     waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(running)}
@@ -136,7 +150,7 @@ def _received(member: tuple[SpawnProcess, connection.Connection]) -> Outcome:
 
 
 def _child(job: _Job, pipe: connection.Connection) -> None:
-    """The life of a process."""
+    """The main function of a spawned process."""
     rank, ranks = (job.rank, job.settings.ranks) if job.rank is not None else (0, 1)
     world.take_place(rank, ranks)
     torch.set_num_threads(max(1, world.num_cores() // ranks))
@@ -146,9 +160,10 @@ def _child(job: _Job, pipe: connection.Connection) -> None:
         outcome = Outcome(
             refusal=f"{type(error).__name__}: {error}" if job.rank is not None else str(error)
         )
-    except Exception:  # whatever it is, the process that waits must hear of it
+    except Exception:  # of any kind: the parent reports it
         outcome = Outcome(failure=traceback.format_exc(), when=time.monotonic())
-    # Tensors go as values: the memory of a process that has ended is nobody's.
+    # Pickled by value. Connection.send would share the tensors' memory, which this process frees
+    # when it exits, possibly before the parent has mapped it.
     with pipe:
         pipe.send_bytes(pickle.dumps(outcome))
 

@@ -1,6 +1,4 @@
-"""What is verified: a model, its batches, its loss and its optimizer, as one object that a function
-of the user's returns.
-"""
+"""Program: the model, batches, loss and optimizer to verify, as a user's function returns them."""
 
 from __future__ import annotations
 
@@ -27,20 +25,27 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
 class Program:
     """A model and how it is trained.
 
-    model: makes it, plain or of this library's modules, from the seed that was set before: the same
-    values each time. batches: one per step, repeated if there are more steps: tensors in any
-    nesting, rows first. loss: `loss(model, batch)` is the scalar to train on. With split batches it
-    must be a mean over rows (of equal parts). optimizer: `optimizer(params)`, torch's or the
-    library's; by default AdamW with a learning rate of 0.001. step: in place of `loss`, a whole
-    step: `step(trainer, model, batch)` returns the loss to compare. It calls
-        `trainer.zero_grad()`, `backward(loss, reduce_gradients=True)`, `clip_grad_norm(max_norm)`
-        and `step()`.
-    shard: how the model is sharded on ranks; by default `BMTrainModelWrapper`. Not called in one
-    process. batch: "split": every rank has its part of the rows; "same": all have the whole batch,
-    as a program that draws random numbers
-        (dropout) needs; or a function `(batch, rank, ranks)` that returns a rank's part.
-    clip: largest norm of the gradients, for programs without a `step` of their own; None does not
-    clip.
+    Args:
+        model: builds the model, of plain modules or this library's. All generators are seeded
+            before each call, and each call must give the same values.
+        batches: one per step, repeated if there are more steps: tensors in any nesting, rows along
+            dim 0.
+        loss: `loss(model, batch)` returns the scalar to train on. With split batches it must be a
+            mean over rows (ranks have equal numbers of rows).
+        optimizer: `optimizer(params)`, torch's or this library's; by default AdamW with a learning
+            rate of 0.001.
+        step: a whole training step instead of `loss`: `step(trainer, model, batch)` returns the
+            loss to compare. It calls `trainer.zero_grad()`, `backward(loss,
+            reduce_gradients=True)`, `clip_grad_norm(max_norm)` and `step()`.
+        shard: shards the model on ranks; by default `BMTrainModelWrapper`. Not called in the plain
+            process.
+        batch: "split" gives each rank an equal part of the rows; "same" gives all ranks the whole
+            batch, which programs that draw random numbers (dropout) need; or a function
+            `(batch, rank, ranks)` that returns a rank's part.
+        clip: the largest gradient norm, for programs without `step`; None does not clip.
+
+    Raises:
+        ConfigurationError: for arguments of the wrong kind.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -80,7 +85,7 @@ class Program:
             )
 
     def run_step(self, trainer: Trainer, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """One step of training; the loss."""
+        """Run one training step and return its loss."""
         if self.step is not None:
             return self.step(trainer, model, batch)
         if self.loss is None:
@@ -94,7 +99,7 @@ class Program:
         return loss
 
     def batch_of(self, step: int, rank: int, ranks: int, device: torch.device) -> Any:
-        """What `rank` of `ranks` gets at a step, on its device."""
+        """The part of a step's batch that `rank` of `ranks` trains on, on `device`."""
         whole = self.batches[step % len(self.batches)]
         own = _part(whole, self.batch, rank, ranks)
         return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, own)
@@ -120,10 +125,10 @@ def _part(batch: Any, mode: str | Callable[[Any, int, int], Any], rank: int, ran
 
 
 def load_program(source: str | Callable[[], Program]) -> Program:
-    """The program that a function returns, given itself or as "module:function".
+    """Call the function, given itself or as "module:function", and return its program.
 
     Raises:
-        ConfigurationError: where there is no such function, or it returns something else.
+        ConfigurationError: if there is no such function, or if it returns anything else.
     """
     function = source if callable(source) else _find(source)
     program = function()
@@ -157,7 +162,11 @@ def _find(text: str) -> Callable[[], Program]:
 
 
 def check_source(source: Any) -> None:
-    """ConfigurationError unless other processes can find the function, too."""
+    """Check that a spawned process can import the function.
+
+    Raises:
+        ConfigurationError: if it cannot.
+    """
     if isinstance(source, str):
         return
     name = getattr(source, "__qualname__", "")

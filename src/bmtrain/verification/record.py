@@ -1,4 +1,4 @@
-"""What a run leaves to be compared: tensors by step, kind and name."""
+"""The record of a run: full tensors by step, kind and name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bmtrain.shard.slices import Slices
 
 
 class Kind(enum.Enum):
-    """What a tensor is."""
+    """The kind of a recorded tensor."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """Which tensor: its step (0 is before the first), kind and name."""
+    """The step (0 is before the first), kind and name of a recorded tensor."""
 
     step: int
     kind: Kind
@@ -38,11 +38,12 @@ class Key:
 
 @dataclasses.dataclass
 class Record:
-    """The tensors of a run in the order in which they came about.
+    """The tensors of a run, in the order of recording.
 
-    values: CPU tensors, or None where there is none (a gradient).
-    terms: of how many products the longest sum may consist.
-    coarsest: eps of the coarsest dtype that the model computes in.
+    Attributes:
+        values: CPU tensors; None for a gradient that is None.
+        terms: the number of terms of the longest sum.
+        coarsest: the eps of the coarsest dtype that the model computes in.
     """
 
     values: dict[Key, torch.Tensor | None] = dataclasses.field(default_factory=dict)
@@ -52,7 +53,7 @@ class Record:
     def add(self, step: int, kind: Kind, name: str, value: Any) -> None:
         """Keep a copy on the CPU; numbers become tensors.
 
-        A name that comes again within a step gets a number.
+        A name that repeats within a step and kind gets a number appended.
         """
         key, again = Key(step, kind, name), 1
         while key in self.values:
@@ -65,7 +66,7 @@ class Record:
         self.values[key] = None if value is None else value.detach().to("cpu", copy=True)
 
     def add_model(self, step: int, model: torch.nn.Module) -> None:
-        """Parameters and buffers of the state dict, and buffers that are in no file. Collective."""
+        """Add all parameters and all buffers, persistent or not. Collective."""
         buffers = dict(model.named_buffers(remove_duplicate=False))
         for name, value in model.state_dict().items():
             if isinstance(value, torch.Tensor) and name not in buffers:
@@ -74,12 +75,12 @@ class Record:
             self.add(step, Kind.BUFFER, name, value)
 
     def add_gradients(self, step: int, model: torch.nn.Module) -> None:
-        """Of all parameters. Collective."""
+        """Add the gradients of all parameters. Collective."""
         for name, grad in whole_gradients(model):
             self.add(step, Kind.GRADIENT, name, grad)
 
     def add_random(self, step: int, device: torch.device) -> None:
-        """The state of torch's and of Python's generator."""
+        """Add the states of torch's and Python's generators."""
         for name, state in seeding.get_random_state(device).items():
             self.add(step, Kind.RANDOM, name, state)
         self.add(
@@ -96,8 +97,9 @@ class Record:
         optimizer: torch.optim.Optimizer,
         state: dict[int, Any],
     ) -> None:
-        """The state of an optimizer by the names of its parameters; `state` has whole tensors by
-        their numbers.
+        """Add the state of an optimizer under the names of its parameters.
+
+        `state` has full tensors by the parameters' indices.
         """
         names = {id(param): name for name, param in model.named_parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -108,7 +110,7 @@ class Record:
                     self.add(step, Kind.STATE, name, _in_shape(value, whole_shape(param)))
 
     def drawn(self) -> Key | None:
-        """The first random state after step 0 that is another than that of step 0."""
+        """The first random state that differs from step 0's; None if no step draws."""
         for key, value in self.values.items():
             if key.kind is Kind.RANDOM and key.step:
                 before = self.values[Key(0, Kind.RANDOM, key.name)]
@@ -118,7 +120,7 @@ class Record:
 
 
 def _in_shape(value: torch.Tensor | float, shape: torch.Size) -> torch.Tensor | float:
-    """The library's Adam keeps the states of ordinary parameters flat."""
+    """A state in its parameter's shape: this library's Adam keeps those of plain parameters 1-D."""
     is_flat = (
         isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == shape.numel()
     )
@@ -126,14 +128,14 @@ def _in_shape(value: torch.Tensor | float, shape: torch.Size) -> torch.Tensor | 
 
 
 def whole_shape(param: torch.nn.Parameter) -> torch.Size:
-    """The shape of the whole tensor."""
+    """The shape of the full tensor, before sharding and the tensor-parallel split."""
     return param._tp_original_shape if isinstance(param, DistributedParameter) else param.shape
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """(name, whole gradient or None) of every parameter.
+    """(name, full gradient or None) of every parameter.
 
-    Collective: ranks must have gradients of the same parameters.
+    Collective: ranks must have gradients of the same parameters, or the gathers deadlock.
     """
     for name, param in model.named_parameters():
         yield name, param.grad.whole_of_parts() if isinstance(param.grad, Slices) else param.grad

@@ -1,4 +1,4 @@
-"""Running a program's steps, in one plain process or on the ranks of a run, and recording them."""
+"""Runs a program's steps in one plain process or on the ranks of a run, and records them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,19 @@ from bmtrain.verification.trainer import ShardedTrainer, Trainer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How a program is verified.
+    """The settings of a verification.
 
-    init: more arguments of `init_distributed`: zero_level, tp_size, transport and so on.
-    timeout: seconds for the whole of a run.
-    slack: by what the tolerances are multiplied.
+    Attributes:
+        ranks: the number of ranks.
+        steps: the number of training steps.
+        device: "cpu" or "cuda".
+        seed: the seed of all generators.
+        timeout: seconds for a whole run; in processes of torchrun, for each collective.
+        slack: the factor for all tolerances.
+        init: further arguments of `init_distributed`: zero_level, tp_size, transport and so on.
+
+    Raises:
+        ConfigurationError: for numbers out of range.
     """
 
     ranks: int = 2
@@ -46,16 +54,16 @@ class Settings:
 
 
 def run_reference(program: Program, settings: Settings) -> Record:
-    """The steps in this process alone, with the whole batch. Twice: a program that does not repeat
-    itself is no reference.
+    """Run the steps in this process alone, on the whole batch, and return their record.
 
-    A model or optimizer of this library's that needs a run gets one of one rank.
+    Runs them twice, because a program that is not deterministic cannot serve as a reference. If the
+    model or optimizer needs `init_distributed`, it is called with a world size of 1.
 
     Raises:
-        ConfigurationError: for a program that cannot be verified, and says why.
+        ConfigurationError: for a program that cannot be verified, with the reason.
     """
     for step in range(min(settings.steps, len(program.batches))):
-        # refuses what cannot be split
+        # raises if the batch cannot be split
         program.batch_of(step, settings.ranks - 1, settings.ranks, torch.device("cpu"))
     try:
         first = _run_plain(program, settings)
@@ -80,7 +88,7 @@ def run_reference(program: Program, settings: Settings) -> Record:
 
 
 def run_on_ranks(program: Program, settings: Settings) -> Record:
-    """The steps on the ranks of the run that this process is in."""
+    """Run the steps on this rank of the current run, and return their record. Collective."""
     device = world.device()
     seed_everything(settings.seed)
     model = program.shard(_made(program))
@@ -120,7 +128,7 @@ def _run_plain(program: Program, settings: Settings) -> Record:
 
 
 class _Notes:
-    """Writes a run into its record."""
+    """Records a run step by step."""
 
     def __init__(self, record: Record, model: torch.nn.Module, loss_of_all: Any) -> None:
         self.record, self.model, self.loss_of_all = record, model, loss_of_all
@@ -184,8 +192,9 @@ def _not_repeatable(found: Difference) -> str:
 
 
 def _terms(program: Program, model: torch.nn.Module) -> int:
-    """Of how many numbers the longest sum consists: all numbers of a batch for a gradient, a row of
-    a matrix for an activation.
+    """The number of terms of the longest sum.
+
+    A gradient sums over all elements of a batch, an activation over a row of a matrix.
     """
     batches = [
         x.numel()
@@ -207,7 +216,7 @@ def _coarsest(model: torch.nn.Module) -> float:
 
 
 def _without_parallelism(init: dict[str, Any]) -> dict[str, Any]:
-    """One rank has no other to share a layer with."""
+    """The arguments of `init_distributed` that apply to a single rank."""
     return {
         name: value
         for name, value in init.items()

@@ -1,11 +1,10 @@
-"""How far two orders of the same sums may lie apart, from the dtypes.
+"""Tolerances from dtypes: how much rounding differs between two orders of the same sums.
 
 A sum of n terms, added in two orders, differs by about eps * sqrt(n) of its largest terms, where
-eps is the spacing of the dtype in which it is added up, which for half precision is fp32; storing
-it adds half an eps of its own dtype. FACTOR is for the layers that lie one behind the other. On a
-GPU kernels of other tilings, and of other shapes, take the place of one another, and fp32 products
-may be rounded to the 10 bits of tf32. Every step starts where the last one has arrived, so errors
-of steps add up.
+eps is that of the accumulation dtype, which is fp32 for half precision. Storing the sum adds half
+an eps of its own dtype. FACTOR accounts for the depth of the model. On a GPU, other shapes select
+kernels of other tilings, and fp32 matmuls may round their inputs to the 10 mantissa bits of tf32.
+Each step starts from the result of the last one, so errors add up over steps.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ EPS_OF_TF32 = 2.0**-10
 
 
 def relative_tolerance(record: Record, dtype: torch.dtype, step: int, device: str) -> float:
-    """Relative to the largest element of a tensor of `dtype`, from step 1 on; 0 before and for
-    whole numbers.
-    """
+    """The tolerance relative to a tensor's largest element; 0 for integers and at step 0."""
     if not dtype.is_floating_point or step == 0:
         return 0.0
     stored = max(record.coarsest, 0.0 if dtype is torch.float64 else torch.finfo(dtype).eps)
@@ -36,9 +33,10 @@ def relative_tolerance(record: Record, dtype: torch.dtype, step: int, device: st
 
 
 class Allowance:
-    """What each element of a tensor may be off by.
+    """The absolute tolerance of each element of a tensor.
 
-    Fed with the tensors of the reference in the order of the steps.
+    `of` must be called once for each tensor of the reference, in the order of the comparison:
+    tolerances of parameters depend on the gradients before them.
     """
 
     def __init__(self, reference: Record, device: str, slack: float) -> None:
@@ -55,7 +53,7 @@ class Allowance:
         self._before: dict[str, torch.Tensor] = {}
 
     def of(self, step: int, kind: Kind, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A tensor that broadcasts to `value`, fp64."""
+        """The tolerance as an fp64 tensor that broadcasts to `value`."""
         tolerance = self._slack * relative_tolerance(
             self._reference, value.dtype, step, self._device
         )
@@ -63,8 +61,8 @@ class Allowance:
             return torch.zeros((), dtype=torch.float64)
         allowed = torch.tensor(tolerance * _largest(value), dtype=torch.float64)
         if kind in (Kind.GRADIENT, Kind.STATE):
-            # What cancels to nothing, such as the bias of keys, is rounding of terms as large as
-            # the other gradients'.
+            # A gradient that is zero in exact arithmetic (of the bias of attention keys, for
+            # example) consists of rounding errors of terms as large as other gradients.
             alike = (step, kind, _entry(name) if kind is Kind.STATE else "")
             allowed = allowed + tolerance / FACTOR * self._largest[alike]
         if kind is Kind.GRADIENT:
@@ -73,19 +71,19 @@ class Allowance:
         if kind is Kind.PARAMETER:
             allowed = allowed + self._of_steps(step, name, value)
         if kind is Kind.BUFFER and value.dtype.is_floating_point:
-            # Computed from parameters: the mean of a BatchNorm from the bias before it, whose
-            # gradient is rounding.
+            # Buffers depend on parameters: the running mean of a BatchNorm on the preceding bias,
+            # whose gradient is only rounding error.
             allowed = allowed + self._farthest
         if kind is Kind.STATE and self._is_master(name, value):
             allowed = allowed + self._moved[_parameter(name)]
         return allowed
 
     def _of_steps(self, step: int, name: str, value: torch.Tensor) -> torch.Tensor:
-        """An optimizer that normalises makes a whole step of a gradient that is rounding: so far
-        may those elements be off.
+        """The tolerance for elements of a parameter whose gradient is mostly rounding error.
 
-        A whole step is the largest of this parameter, and of any parameter where all of the
-        gradient is rounding.
+        An optimizer that normalises gradients (Adam) turns rounding error into a step of full size.
+        Full size is the largest step of any element of this parameter, or of any parameter if the
+        whole gradient is rounding error.
         """
         now, before = value.double(), self._before.get(name)
         self._before[name] = now
@@ -99,7 +97,7 @@ class Allowance:
         return moved
 
     def _is_master(self, name: str, value: torch.Tensor) -> bool:
-        """Whether a state is a finer copy of its parameter."""
+        """Whether an optimizer state is a master copy of its parameter."""
         param = self._before.get(_parameter(name))
         if param is None or param.shape != value.shape:
             return False
@@ -109,7 +107,7 @@ class Allowance:
 
 
 def _largest_moves(reference: Record) -> dict[int, float]:
-    """Of any element of any parameter in each step."""
+    """The largest update of any element of any parameter, by step."""
     values = {
         (key.step, key.name): value
         for key, value in reference.values.items()
@@ -124,7 +122,7 @@ def _largest_moves(reference: Record) -> dict[int, float]:
 
 
 def _parameter(name: str) -> str:
-    """Of the name of an optimizer state."""
+    """The parameter's name in the name of an optimizer state."""
     return name.rpartition(": ")[0]
 
 

@@ -1,6 +1,6 @@
-"""What a step calls: the same few methods in one plain process and on ranks.
+"""Trainer: the methods that a training step calls, the same in one plain process and on ranks.
 
-They note the gradients that a step was taken with.
+They also record the gradients and gradient norms of the step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from bmtrain.optim.manager import OptimManager
 
 
 class Trainer:
-    """An optimizer and what a training step does with it.
+    """The operations of a training step on an optimizer.
 
     Args:
-        model: what is trained.
-        optimizer: of its parameters.
-        before_step: called before each step of the optimizer, when gradients are complete.
+        model: the model.
+        optimizer: the optimizer of its parameters.
+        before_step: called before each optimizer step, when gradients are complete.
         noted: called with each gradient norm.
     """
 
@@ -37,13 +37,11 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor, *, reduce_gradients: bool = True) -> None:
-        """Run backward; `reduce_gradients=False` leaves the sum over ranks to a later call."""
+        """Run backward; `reduce_gradients=False` defers the sum over ranks to a later call."""
         loss.backward()
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of the optimizer's parameters down to `max_norm`; the norm that they
-        had, 0-dim.
-        """
+        """Clip the gradients to `max_norm`; returns their norm before clipping, 0-dim."""
         norm = self._clip(max_norm)
         self._noted(norm)
         return norm
@@ -54,7 +52,7 @@ class Trainer:
         self._step()
 
     def state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The optimizer's state by parameter number, whole tensors. Collective."""
+        """The optimizer's state as full tensors, by parameter index. Collective."""
         state: dict[int, dict[str, torch.Tensor]] = self.optimizer.state_dict()["state"]
         return state
 
@@ -67,7 +65,7 @@ class Trainer:
 
 
 class ShardedTrainer(Trainer):
-    """The same on ranks, by an OptimManager."""
+    """A Trainer on ranks, through an OptimManager."""
 
     def __init__(
         self,
@@ -81,15 +79,15 @@ class ShardedTrainer(Trainer):
         self.manager.add_optimizer(optimizer)
 
     def zero_grad(self) -> None:
-        """Clear all gradients, those too that wait for their sum."""
+        """Clear all gradients, those not yet reduced included."""
         self.manager.zero_grad()
 
     def backward(self, loss: torch.Tensor, *, reduce_gradients: bool = True) -> None:
-        """Run backward; gradients become means over ranks."""
+        """Run backward; the gradients are averaged over ranks."""
         self.manager.backward(loss, reduce_gradients=reduce_gradients)
 
     def state(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Gathered."""
+        """The optimizer's state, gathered from all ranks, by parameter index. Collective."""
         state: dict[int, dict[str, torch.Tensor]] = self.manager.state_dict(gather_opt=True)[
             "optimizers"
         ][0]["state"]

@@ -1,4 +1,4 @@
-"""`verify`: does a program compute on ranks what it computes in one process?"""
+"""`verify`: check that a program computes the same on ranks as in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bmtrain.verification.processes import Outcome, Source
 
 
 class Verify:
-    """Runs a program in one plain process and on ranks, and compares them tensor by tensor."""
+    """Runs a program in one plain process and on ranks, and compares all tensors."""
 
     Program = program.Program
     Report = compare.Report
@@ -30,22 +30,22 @@ class Verify:
         timeout: float = 300.0,
         **init: Any,
     ) -> compare.Report:
-        """Loss, gradients, parameters, buffers, optimizer states and random states of some steps.
+        """Compare losses, gradients, parameters, buffers, optimizer and random states of each step.
 
-        Starts processes of its own, so that a script that calls it needs `if __name__ ==
-        "__main__":`. In processes that torchrun has started it uses those as ranks, and all of them
-        must call it, before `init_distributed`. Every rank records whole tensors: take a small
-        configuration of the model.
+        Spawns processes, so a script that calls it needs `if __name__ == "__main__":`. Under
+        torchrun the launched processes are the ranks; all of them must call it, before
+        `init_distributed`. Each rank records full tensors: use a small configuration of the model.
 
         Args:
-            source: a function that returns a `Program`, at the top of a module, or
+            source: a function that returns a `Program`, at the top level of a module, or
                 "module:function".
-            ranks: number of ranks; under torchrun theirs.
-            steps: steps of training.
-            device: "cpu" or "cuda", of the plain process and of all ranks.
-            seed: seeds torch, random and numpy.
-            timeout: seconds for the plain run, and for that of the ranks.
-            init: more arguments of `init_distributed`, such as zero_level; and `slack`, a factor
+            ranks: the number of ranks; under torchrun the world size is used instead.
+            steps: the number of training steps.
+            device: "cpu" or "cuda", for the plain process and all ranks.
+            seed: the seed of torch, random and numpy.
+            timeout: seconds for the plain run and for the run on ranks, each; under torchrun the
+                latter is not limited as a whole, but each of its collectives is.
+            init: further arguments of `init_distributed`, such as zero_level; and `slack`, a factor
                 for all tolerances.
 
         Returns:
@@ -53,8 +53,8 @@ class Verify:
             verification/tolerance.py.
 
         Raises:
-            ConfigurationError: for a program that cannot be verified: one that does not repeat
-                itself, for example.
+            ConfigurationError: for a program that cannot be verified, one that is not deterministic
+                for example.
         """
         if world.is_initialized():
             raise ConfigurationError(
@@ -81,9 +81,10 @@ class Verify:
 def _judged(
     reference: record.Record, outcomes: list[Outcome], settings: running.Settings
 ) -> compare.Report:
-    """A failure counts before a refusal: it is what other ranks may have been refused for.
+    """The report on the ranks' outcomes.
 
-    Of failures the first does.
+    A failure comes before a refusal, which may be its consequence on other ranks. Of several
+    failures the earliest is reported.
     """
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.failure]
     if failed:
@@ -105,9 +106,10 @@ def _judged(
 
 
 def _in_this_launch(source: Source, settings: running.Settings) -> compare.Report:
-    """On the ranks that torchrun has started.
+    """Verify on the ranks that torchrun has started.
 
-    An error is not caught: the rank that has it ends loudly, and with it the launch.
+    Errors are not caught: the rank that raises exits, and torchrun then ends the others, which
+    would otherwise hang in a collective.
     """
     is_first = world.launched_rank() == 0
     reference = processes.reference_of(source, settings) if is_first else None
