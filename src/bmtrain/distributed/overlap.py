@@ -99,6 +99,7 @@ class Overlap:
         for chunk, arrived, place in zip(
             rows.chunks, rows.arrived, _slices(count, len(rows.chunks)), strict=True
         ):
+            # Without this wait, the product could read rows that have not arrived yet.
             self._streams.compute_waits(arrived)
             for rank in range(self.axis.size):
                 if rank != self.axis.index:

@@ -54,6 +54,7 @@ class Peers(ABC):
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self.axis, self.device = axis, device
+        # For `num_bytes` only. Strong references would keep all peer memory mapped.
         self._alive: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
 
     @property

@@ -60,6 +60,7 @@ class Link:
         """Wait for the send in flight, and release its tensors."""
         transfer, self._under_way = self._under_way, None
         if transfer is not None:
+            # Without this wait, the memory released here could be reused while it is being sent.
             transfer.wait()
 
     def receive(self, heads: Sequence[Head]) -> collectives.Transfer:

@@ -61,11 +61,18 @@ class Streams(ABC):
 
     @abstractmethod
     def fork(self) -> None:
-        """Make both side streams wait for all work issued so far on the compute stream."""
+        """Make both side streams wait for all work issued so far on the compute stream.
+
+        In a CUDA graph capture this adds them to the graph: otherwise their work would run at once
+        instead of being captured.
+        """
 
     @abstractmethod
     def join(self) -> None:
-        """Make the compute stream wait for all work issued so far on the side streams."""
+        """Make the compute stream wait for all work issued so far on the side streams.
+
+        A CUDA graph capture that ends with unjoined side streams fails.
+        """
 
     @abstractmethod
     def renew(self) -> None:
@@ -140,6 +147,7 @@ class CudaStreams(Streams):
 
     def gathering(self, after: torch.Event | None) -> contextlib.AbstractContextManager[object]:
         if isinstance(after, Mark) and after.age == self._age:
+            # Without this wait, the gather could overwrite a buffer that is still being read.
             self._gather.wait_event(after)
         return torch.cuda.stream(self._gather)
 
@@ -175,6 +183,7 @@ class CudaStreams(Streams):
         before = surrounding.record_event()
         used = sides[: max(len(jobs) - 1, 0)]
         for job, side in zip(jobs[1:], used, strict=True):
+            # Without this wait, a copy could run before the barrier that makes its source readable.
             side.wait_event(before)
             with torch.cuda.stream(side):
                 job()
@@ -427,7 +436,10 @@ class Transport:
             self._reductions.append(Pending([full], self.streams.mark_current()))
 
     def wait_for_reductions(self) -> None:
-        """Make later work on the compute stream wait for all reductions in flight."""
+        """Make later work on the compute stream wait for all reductions in flight.
+
+        Without it, an optimizer could read gradients that are still being summed.
+        """
         # A fill comes before its reduction on the reduce stream; waiting for the latter suffices.
         self._filling = None
         while self._reductions:

@@ -85,7 +85,7 @@ class AdamBase(torch.optim.Optimizer):
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
         scaled = loss * (self.scale / self._engine.mesh.world.size)
-        self._scaled = weakref.ref(scaled)
+        self._scaled = weakref.ref(scaled)  # weak: a strong one would keep its graph alive
         return scaled
 
     def has_scaled(self, loss: torch.Tensor) -> bool:
