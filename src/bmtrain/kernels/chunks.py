@@ -49,6 +49,7 @@ class Batch:
 
     Args:
         rows: each with the same number of contiguous tensors, all of the same number of elements.
+            Strided tensors must go through `by_path`.
     """
 
     def __init__(self, rows: Iterable[Sequence[torch.Tensor]]) -> None:

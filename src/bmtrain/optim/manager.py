@@ -124,8 +124,9 @@ class OptimManager:
         Args:
             loss: a scalar that requires grad; None is the one last given to `sum_loss`, as in
                 BMTrain's README.
-            reduce_gradients: False keeps this micro-batch's gradients on the rank, at the cost of
-                a full gradient's memory; the next call with True (or `step`) reduces their sum.
+            reduce_gradients: False keeps this micro-batch's gradients of sharded parameters on the
+                rank, at the cost of a full gradient's memory; the next call with True (or `step`)
+                reduces their sum. Those of ordinary parameters are reduced in every pass.
 
         Raises:
             ConfigurationError: for a loss that is not a scalar, does not require grad, or has been

@@ -156,7 +156,7 @@ class AdamOffloadOptimizer(AdamBase):
             exact = chunk.staging.device_grad[: grad.numel()]
             torch.mul(grad, 1.0 / chunk.settings.scale, out=exact)
             chunk.staging.host_grad[: grad.numel()].copy_(exact, non_blocking=True)
-            # `_compute` waits for it before the step returns: the program may free the gradient then.
+            # `_compute` waits for it before the step returns and the gradient may be freed.
             chunk.staging.arrived.record()
 
     def _compute(self, chunk: Chunk) -> None:
