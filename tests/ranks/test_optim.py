@@ -20,6 +20,7 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.shard.slices import Slices
 
 BOTH: dict[str, Callable[..., Any]] = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}
 
@@ -384,6 +385,26 @@ def test_norms_and_clipping_are_torchs(world_size: int) -> None:
     gradients.
     """
     run_ranks(clip_all, world_size)
+
+
+def norms_of_nan() -> None:
+    for order in (2, 1, math.inf, 3.0):
+        for owner in range(bmt.world_size()):
+            param = bmt.DistributedParameter(torch.ones(64 * bmt.world_size(), 64))
+            param.sum().backward()
+            slices = grad_of(param)
+            assert isinstance(slices, Slices)
+            if bmt.rank() == owner:
+                slices.local[-1] = math.nan
+            norm = bmt.optim.clip_grad_norm(param, 1.0, norm_type=order)
+            assert norm.isnan(), (order, owner, norm)
+            assert slices.local.isnan().all(), (order, owner)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_norms_are_nan_where_a_gradient_is(world_size: int) -> None:
+    """On all ranks, whichever owns it: a maximum over ranks would lose it."""
+    run_ranks(norms_of_nan, world_size)
 
 
 def looked_at_early() -> None:

@@ -4,6 +4,7 @@ on all in time.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -429,7 +430,13 @@ def give_other_values() -> None:
         for module in (model, words)
         for name, value in module.state_dict().items()
     }
-    for write in (data, grad, view, copy, renormalized):
+
+    def copy_of_nan() -> None:
+        zeros = torch.zeros_like(same)
+        zeros[-1, -1] = math.nan if bmtrain.rank() else 0.0
+        param.data.copy_(zeros)
+
+    for write in (data, grad, view, copy, copy_of_nan, renormalized):
         with pytest.raises(ParameterError, match="differ between ranks"):
             write()
     after = {

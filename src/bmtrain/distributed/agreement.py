@@ -42,21 +42,26 @@ def is_same(figures: Sequence[int], axis: Axis) -> bool:
     )
 
 
-def look(x: torch.Tensor) -> tuple[float, float]:
-    """The norm of a tensor, and its component along a fixed direction.
+def look(x: torch.Tensor) -> tuple[float, float, float]:
+    """The norm of a tensor, its component along a fixed direction, and a mark of NaN and
+    infinities.
 
-    The component distinguishes tensors of equal norm. Both are computed from at most NUM_SAMPLED
-    evenly spaced elements. NaN and infinities count as 0.
+    The component distinguishes tensors of equal norm; in both NaN and infinities count as 0. All
+    are computed from at most NUM_SAMPLED evenly spaced elements.
     """
-    flat = evenly_spaced(
-        (x.to_dense() if x.layout is not torch.strided else x).detach(), NUM_SAMPLED
-    )
-    flat = flat.nan_to_num(0, 0, 0) if flat.is_floating_point() else flat.double()
+    x = (x.to_dense() if x.layout is not torch.strided else x).detach()
+    flat = evenly_spaced(torch.view_as_real(x) if x.is_complex() else x, NUM_SAMPLED)
+    mark = 0.0
+    if flat.is_floating_point():
+        mark = float((flat.isnan() * 1.0 + flat.isposinf() * 1e3 + flat.isneginf() * 1e6).sum())
+        flat = flat.nan_to_num(0, 0, 0)
+    else:
+        flat = flat.double()
     weights = {1: 1.0, 2: -1.6, 3: 0.7, 5: -1.1}
     component = sum(
         weight * float(flat[::step].sum(dtype=torch.float64)) for step, weight in weights.items()
     )
-    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)), component
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)), component, mark
 
 
 def evenly_spaced(x: torch.Tensor, most: int) -> torch.Tensor:
@@ -75,14 +80,17 @@ def differ(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
     figures = [
         figure
         for x in tensors
-        for norm, along in [look(x)]
-        for figure in (norm, -norm, along, -along)
+        for norm, along, mark in [look(x)]
+        for figure in (norm, -norm, along, -along, mark, -mark)
     ]
     ends = iter(largest(figures, axis))
     found = []
-    for x, high, low, most, least in zip(tensors, ends, ends, ends, ends, strict=True):
-        rounding = torch.finfo(x.dtype).eps ** 0.5 if x.is_floating_point() else 0.0
-        found.append(not max(high + low, most + least) <= rounding * high)
+    for x, high, low, *others in zip(tensors, *[ends] * 6, strict=True):
+        most, least, top, bottom = others
+        exact = not (x.is_floating_point() or x.is_complex())
+        rounding = 0.0 if exact else torch.finfo(x.dtype).eps ** 0.5
+        is_near = max(high + low, most + least) <= rounding * high
+        found.append(not is_near or top + bottom != 0)
     return found
 
 

@@ -117,7 +117,8 @@ def broadcast(
     axis = _axis(comm, "broadcast")
     _check_place(root, axis, "broadcast")
     local = _checked_flag(local_gradient, "broadcast")
-    if torch.is_grad_enabled() and x.is_floating_point() and axis.size > 1:
+    can_require_grad = x.is_floating_point() or x.is_complex()
+    if torch.is_grad_enabled() and can_require_grad and axis.size > 1:
         wanted = torch.tensor([x.requires_grad], dtype=torch.uint8, device="cpu")
         if local:
             collectives.all_reduce_(wanted, "max", axis)

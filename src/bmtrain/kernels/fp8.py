@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bmtrain.kernels.chunks import launching_on
 from bmtrain.torch_internals import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -175,18 +176,19 @@ def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torc
         if unit is None
         else (x.contiguous(), out)
     )
-    _triton_kernel()[grid](
-        source,
-        target,
-        target if unit is None else unit,
-        rows,
-        columns,
-        out.shape[1],
-        IS_CAST=unit is not None,
-        LIMIT=torch.finfo(kind).max,
-        TILE=tile,
-        num_warps=8,
-    )
+    with launching_on(x.device):
+        _triton_kernel()[grid](
+            source,
+            target,
+            target if unit is None else unit,
+            rows,
+            columns,
+            out.shape[1],
+            IS_CAST=unit is not None,
+            LIMIT=torch.finfo(kind).max,
+            TILE=tile,
+            num_warps=8,
+        )
     return out
 
 

@@ -97,11 +97,16 @@ def _global_norm(sharded: Parts, replicated: Parts, order: float) -> torch.Tenso
     axis = world.current("clip_grad_norm").mesh.world
     own, same = _local_norm(sharded, order), _local_norm(replicated, order)
     if math.isinf(order):
-        collectives.all_reduce_(own, "max", axis)
-        return torch.maximum(own, same)
-    power = own**order
+        largest = torch.maximum(own, same)
+        # A maximum over ranks drops NaN: whether there is one travels beside it.
+        both = torch.stack([largest.nan_to_num(0.0, math.inf), largest.isnan().to(largest)])
+        collectives.all_reduce_(both, "max", axis)
+        return torch.where(both[1] > 0, math.nan, both[0])
+    power, again = own**order, same**order
+    # Without it, ranks would scale by different factors if only some copies are finite.
+    power += torch.where(again.isfinite(), 0.0, again)
     collectives.all_reduce_(power, "sum", axis)
-    return torch.pow(power + same**order, 1.0 / order)
+    return torch.pow(power + again, 1.0 / order)
 
 
 def _local_norm(parts: Parts, order: float) -> torch.Tensor:

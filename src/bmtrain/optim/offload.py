@@ -114,10 +114,6 @@ class AdamOffloadOptimizer(AdamBase):
     def step(self, closure: Any = None, scale: float = 1.0) -> Any:
         """As AdamOptimizer.step; later work on the compute stream waits for the new weights."""
         self._sums.zero_()
-        if self._down is not None:
-            # Without this wait, the downloads could read gradients that are still being computed,
-            # and the CPU could write master weights that the last step is still uploading.
-            self._down.wait_stream(torch.cuda.current_stream())
         with _all_cores():
             return super().step(closure, scale)
 
@@ -131,6 +127,10 @@ class AdamOffloadOptimizer(AdamBase):
         return state
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
+        if self._down is not None:
+            # After the closure and the reduction of deferred gradients. Without this wait, the
+            # downloads could read gradients that are still being computed.
+            self._down.wait_stream(torch.cuda.current_stream())
         for update, settings in steps:
             self._sums[0] += update.cohort.numel
             for tensors in (part for whole in update.tensors for part in _cut(whole)):

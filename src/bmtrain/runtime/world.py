@@ -9,6 +9,7 @@ import atexit
 import dataclasses
 import datetime
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -339,7 +340,7 @@ def _num_micro_batches(wanted: int | None, pipe_size: int) -> int:
 
 def _environment_number(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.strip().lstrip("-").isdigit():
+    if not re.fullmatch(r"\s*-?[0-9]+\s*", text):
         raise ConfigurationError(
             f"the environment variable {name} is {text!r}: expected a whole number; "
             "start the program with torchrun."
