@@ -60,7 +60,8 @@ class OpParallelLinear:
 
         Raises:
             ConfigurationError: on every rank, for shapes or dtypes that do not fit together or
-                differ between ranks, and for flags that contradict each other.
+                differ between ranks; for `split_input` without `reduce_output_type`, or
+                `gather_input` with it.
         """
         weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
         if reduce_output_type is not None and not isinstance(reduce_output_type, ReduceType):
