@@ -1,4 +1,4 @@
-"""Time and bandwidth of the collectives that training stands on, by message size."""
+"""Time and bandwidth of the collectives that training uses, by message size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bmtrain.runtime.mesh import Axis
 
 MIN_SIZE = 1024
 WARM_UPS = 2
-BUDGET_S = 0.2  # measuring one size takes about this long, or one call if that takes longer
+BUDGET_S = 0.2  # target time per message size; at least one call is measured
 MAX_CALLS = 50
 
 
@@ -27,10 +27,12 @@ MAX_CALLS = 50
 class Row:
     """One line of the table.
 
-    size: bytes of the full message (what a gather returns, a reduction takes, a send sends).
-    seconds: of one call, the mean over calls, of the slowest rank. bandwidth: bytes per second that
-    each rank sends and receives, what the links must carry: size * (ranks - 1) / ranks
-        per call for the collectives, size for a send.
+    Attributes:
+        size: bytes of the full message: the output of an all-gather, the input of a reduce-scatter,
+            the message of a send. The buffer is rounded down to a multiple of the world size.
+        seconds: the mean time of one call, on the slowest rank.
+        bandwidth: bytes per second that each rank sends and receives, the load on the links: size *
+            (ranks - 1) / ranks per call for the collectives, size for a send.
     """
 
     size: int
@@ -39,10 +41,13 @@ class Row:
 
 
 def all_gather(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of gathering a full buffer of each size. Collective.
+    """Measure all-gathers by size, print the table on rank 0 and return it. Collective.
 
     Args:
         max_size: bytes of the largest full buffer; by default 1 GiB on a GPU, 16 MiB on a CPU.
+
+    Raises:
+        ConfigurationError: for a `max_size` below 1 KiB.
     """
 
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
@@ -54,10 +59,7 @@ def all_gather(max_size: int | None = None) -> list[Row]:
 
 
 def reduce_scatter(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of reducing a full buffer of each size.
-
-    Collective; see all_gather.
-    """
+    """Measure reduce-scatters by size. Collective; see `all_gather`."""
 
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None]:
         shard = torch.empty(numel // axis.size, dtype=torch.float16, device=device)
@@ -68,10 +70,9 @@ def reduce_scatter(max_size: int | None = None) -> list[Row]:
 
 
 def send_recv(max_size: int | None = None) -> list[Row]:
-    """Print and return time and bandwidth of every rank sending a message to the next one in a
-    ring.
+    """Measure sends of every rank to the next one in a ring. Collective; see `all_gather`.
 
-    Collective; see all_gather. One rank alone has nobody to send to: the table is empty.
+    With a world size of 1 the table is empty.
     """
 
     def prepare(numel: int, axis: Axis, device: torch.device) -> Callable[[], None] | None:
@@ -120,7 +121,8 @@ def _time(call: Callable[[], None], axis: Axis) -> float:
     """Seconds of one call on the slowest rank."""
     for _ in range(WARM_UPS):
         single = _seconds_of(call, 1)
-    # Every rank must make the same number of calls.
+    # Agree on one time, and thereby on one number of calls: otherwise a rank that makes more calls
+    # than the others would hang in its last collective.
     single = max(collectives.gather_objects(single, axis))
     calls = min(max(int(BUDGET_S / max(single, 1e-9)), 1), MAX_CALLS)
     return max(*collectives.gather_objects(_seconds_of(call, calls), axis), 1e-9)

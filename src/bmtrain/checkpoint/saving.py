@@ -75,8 +75,9 @@ def visit(
 ) -> None:
     """Call `take(entry, full tensor)` for every parameter and persistent buffer. Collective.
 
-    Gathers one storage at a time. The tensor is a view of the gathered buffer: `take` must copy it
-    to keep it. Ranks that need no values pass None and still take part in the gather.
+    Gathers one storage at a time. The tensor may be a view of the gathered buffer: `take` must copy
+    what it keeps, or the buffer stays resident. Ranks that need no values pass None as `take` and
+    still take part in the gather.
 
     Raises:
         kind: on every rank, at the first storage for which `take` fails on any rank.

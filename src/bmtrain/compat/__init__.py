@@ -1,10 +1,9 @@
-"""BMTrain's import paths: `from bmtrain.block_layer import Block` and the like. Each file says
-where its things live now.
+"""BMTrain's import paths, `from bmtrain.block_layer import Block` for example.
 
-The files lie here and not where their names say, so that what old programs import does not stand
-between what there is. `make_importable` puts this folder behind the package's own on its
-`__path__`, its subfolders likewise; where a module of an old name exists anyway (`bmtrain.utils`,
-`bmtrain.optim.adam`, `bmtrain.nn.linear`), that one is found first and has the old names.
+Each file says where its names are defined now. The files are in this folder and not at their import
+paths, to keep them apart from the library's own modules. `make_importable` appends this folder to
+the package's `__path__`, and its subfolders likewise. A module of the library that has an old path
+(`bmtrain.utils`, `bmtrain.optim.adam`, `bmtrain.nn.linear`) comes first and has the old names.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ PACKAGES = ("distributed", "inspect", "loss", "lr_scheduler", "nn", "optim")
 
 
 def make_importable() -> None:
-    """Let the modules of this folder be found below `bmtrain`, and import them: they are attributes
-    of it, as in BMTrain.
-    """
+    """Make this folder's modules importable below `bmtrain`, and set them as its attributes."""
     for name in ("", *PACKAGES):
         package = sys.modules[f"bmtrain.{name}".rstrip(".")]
         folder = str(FOLDER / name)
@@ -31,13 +28,13 @@ def make_importable() -> None:
         names = vars(sys.modules[parent])
         taken = names.get(last)
         module = importlib.import_module(name)
-        # The import has put the module there: but `bmtrain.synchronize()` is a function, and stays
-        # one.
+        # The import has replaced an attribute of the same name by the module. Put it back:
+        # `bmtrain.synchronize` must stay a function.
         names[last] = module if taken is None else taken
 
 
 def old_modules() -> list[str]:
-    """Dotted names of all modules of this folder, as old programs call them."""
+    """The import paths of all modules of this folder."""
     files = [path.relative_to(FOLDER).with_suffix("") for path in sorted(FOLDER.rglob("*.py"))]
     return [
         ".".join(("bmtrain", *file.parts))

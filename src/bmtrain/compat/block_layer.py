@@ -1,6 +1,4 @@
-"""`bmtrain.block_layer`: `Block` of block/block.py, `TransformerBlockList` of block/stack.py,
-`round_up` of utils.py.
-"""
+"""`bmtrain.block_layer`: `Block` and `TransformerBlockList` of block/, `round_up` of utils.py."""
 
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.stack import TransformerBlockList

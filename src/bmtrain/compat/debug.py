@@ -1,6 +1,6 @@
-"""`bmtrain.debug`: values that model code leaves for whoever looks on.
+"""`bmtrain.debug`: a global dict of values that model code stores for debugging.
 
-Nothing else of the library uses it.
+The library itself does not use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DEBUG_VARS: dict[Any, Any] = {}
 
 
 def clear(key: Any = None) -> None:
-    """Forget the value of `key`, or all values."""
+    """Delete the value of `key`, or all values."""
     if key is None:
         DEBUG_VARS.clear()
     else:
@@ -22,7 +22,7 @@ def clear(key: Any = None) -> None:
 
 
 def set(key: Any, value: Any) -> None:
-    """Keep `value`; of a tensor its values on the CPU."""
+    """Store `value`; a tensor is detached and moved to the CPU."""
     DEBUG_VARS[key] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
 
@@ -32,10 +32,10 @@ def get(key: Any, default: Any = None) -> Any:
 
 
 def append(key: Any, value: Any) -> None:
-    """Put `value`, as it is, at the end of the list of `key`, which is made if it is not there."""
+    """Append `value`, as it is, to the list of `key`, which is created if missing."""
     DEBUG_VARS.setdefault(key, []).append(value)
 
 
 def extend(key: Any, value: Iterable[Any]) -> None:
-    """Put all of `value` at the end of the list of `key`."""
+    """Append the elements of `value` to the list of `key`, which is created if missing."""
     DEBUG_VARS.setdefault(key, []).extend(value)

@@ -1,6 +1,4 @@
-"""`bmtrain.global_var`: `bmtrain.config` of runtime/config.py, `rank` and `world_size` of
-runtime/world.py.
-"""
+"""`bmtrain.global_var`: `config` of runtime/config.py, `rank`, `world_size` of runtime/world.py."""
 
 from bmtrain.runtime.config import Config as ConfigMap
 from bmtrain.runtime.config import config

@@ -1,6 +1,6 @@
-"""`bmtrain.hook_func`: nothing.
+"""`bmtrain.hook_func`: placeholders for removed names.
 
-Blocks gather and reduce by one autograd function (shard/unshard.py), without module hooks.
+Blocks gather and reduce in one autograd function (shard/unshard.py), without module hooks.
 """
 
 from bmtrain.compat.removed import removed

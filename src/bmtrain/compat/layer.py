@@ -1,6 +1,4 @@
-"""`bmtrain.layer`: `DistributedModule` of shard/module.py, `DistributedParameter` of
-shard/parameter.py.
-"""
+"""`bmtrain.layer`: `DistributedModule` and `DistributedParameter` of shard/."""
 
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter

@@ -1,4 +1,4 @@
-"""`bmtrain.nccl`: the module distributed/nccl.py itself, so that both names mean one module."""
+"""`bmtrain.nccl`: the module distributed/nccl.py itself, under both paths."""
 
 import sys
 

@@ -1,6 +1,4 @@
-"""`bmtrain.param_init`: `init_parameters` of block/wrapper.py, `grouped_parameters` of
-shard/parameter.py.
-"""
+"""`bmtrain.param_init`: names of block/wrapper.py and shard/listing.py, and two functions."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ from bmtrain.shard.parameter import DistributedParameter
 
 
 def init_distributed_parameter(params: Iterable[torch.nn.Parameter]) -> None:
-    """Run the `init_method` of those that are distributed and have one, on whole tensors.
+    """Initialise distributed parameters by their `init_method`, if they have one. Collective.
 
-    Collective.
+    The method gets the full tensor.
     """
     wanted = [
         param
@@ -29,7 +27,7 @@ def init_distributed_parameter(params: Iterable[torch.nn.Parameter]) -> None:
 
 
 def iterate_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The module's own parameters, not those of its children; none of a Block, which has no own."""
+    """The module's own parameters without those of its children; none for a Block."""
     if not isinstance(model, Block):
         yield from (param for param in model._parameters.values() if param is not None)
 

@@ -9,13 +9,15 @@ from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 
 
 class OpAllGather:
-    """The gather of one parameter as an operation: `DistributedParameter.gather`, under its old
-    name.
-    """
+    """`DistributedParameter.gather` under its old name."""
 
     @staticmethod
     def apply(value: DistributedParameter) -> torch.Tensor:
-        """The whole tensor, differentiable. Collective."""
+        """All-gather the full tensor, differentiably. Collective.
+
+        Raises:
+            ParameterError: for anything but a DistributedParameter.
+        """
         if not isinstance(value, DistributedParameter):
             raise ParameterError(
                 f"OpAllGather got {type(value).__name__}: expected a "

@@ -1,6 +1,4 @@
-"""What stands for a name of BMTrain without meaning here: it can be imported, and says so when it
-is used.
-"""
+"""Placeholders for names of BMTrain that no longer exist: importing works, using one raises."""
 
 from __future__ import annotations
 
@@ -10,9 +8,9 @@ from bmtrain.errors import RemovedError
 
 
 class Removed(type):
-    """The class of such classes: calling one, or looking for a public name in it, is the error.
+    """The metaclass of placeholders: calling one, or reading an attribute of it, raises.
 
-    `isinstance` says no.
+    `isinstance(x, placeholder)` works and is False.
     """
 
     __qualname__: str
@@ -22,14 +20,17 @@ class Removed(type):
         raise RemovedError(cls.__qualname__, cls.remedy)
 
     def __getattr__(cls, name: str) -> NoReturn:
-        if name.startswith("__"):  # asked by Python itself, of any class
+        if name.startswith("__"):  # Python itself probes for such names on any class
             raise AttributeError(name)
         raise RemovedError(f"{cls.__qualname__}.{name}", cls.remedy)
 
 
 def removed(name: str, remedy: str) -> Any:
-    """A class that stands for `name`, such as "bmtrain.zero_context.ZeroContext"; `remedy` is what
-    to do instead.
+    """A placeholder class.
+
+    Args:
+        name: the removed name, "bmtrain.zero_context.ZeroContext" for example.
+        remedy: what to use instead, for the error message.
     """
     return Removed(
         name.rpartition(".")[2],

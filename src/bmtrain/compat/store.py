@@ -1,6 +1,4 @@
-"""`bmtrain.store`: `save` and `load` of checkpoint/, objects of all ranks by
-distributed/collectives.py.
-"""
+"""`bmtrain.store`: `save` and `load` of checkpoint/, object collectives of distributed/."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ async_save_to_file = removed(
 
 
 def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:
-    """Every rank's `obj`, which pickles, in rank order. Collective."""
+    """Gather every rank's `obj`, which must be picklable, in rank order. Collective."""
     current = world.current("allgather_objects")
     return collectives.gather_objects(
         obj, _checked(comm, "allgather_objects") if comm is not None else current.mesh.world
@@ -41,9 +39,10 @@ allgather_object = allgather_objects
 
 
 def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
-    """The `obj`, which pickles, of the rank at place `src` of `comm`, on all of its ranks.
+    """Broadcast `obj`, which must be picklable, from rank `src` of `comm`. Collective.
 
-    Collective.
+    Raises:
+        ConfigurationError: for a `comm` that is no communicator, or a `src` outside of it.
     """
     world.current("broadcast_object")
     axis = _checked(comm, "broadcast_object")
@@ -56,10 +55,7 @@ def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
 
 
 def _save_to_rank0(model: torch.nn.Module) -> OrderedDict[str, torch.Tensor]:
-    """What `save` would write, as a dict of whole CPU tensors on rank 0 and an empty one elsewhere.
-
-    Collective.
-    """
+    """The full CPU tensors that `save` would write, on rank 0; empty elsewhere. Collective."""
     is_first = world.current("_save_to_rank0").rank == 0
     return OrderedDict(collect(model, keep=is_first))
 

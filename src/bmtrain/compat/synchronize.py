@@ -1,6 +1,6 @@
 """`bmtrain.synchronize`: functions of distributed/results.py and shard/whole.py.
 
-`bmtrain.synchronize()` itself is one.
+The attribute `bmtrain.synchronize` is the function of that name, not this module.
 """
 
 from bmtrain.distributed.results import sum_loss, synchronize, wait_loader

@@ -1,6 +1,6 @@
-"""`bmtrain.zero_context`: nothing.
+"""`bmtrain.zero_context`: a placeholder for a removed name.
 
-What a block has gathered belongs to one call of it (shard/unshard.py).
+Gathered parameters belong to one call of a block (shard/unshard.py).
 """
 
 from bmtrain.compat.removed import removed

@@ -47,7 +47,8 @@ def linear(
 ) -> torch.Tensor:
     """F.linear in FP8: input (..., k), weight (n, k), bias (n,) -> (..., n).
 
-    Falls back to torch's F.linear if n or k is not a multiple of 16, or the input is empty.
+    Falls back to torch's F.linear if n or k is not a multiple of 16, the input is empty, or a dtype
+    is not bf16, fp16 or fp32.
     """
     if not _is_possible(input, weight):
         return F.linear(input, weight, bias)

@@ -124,8 +124,8 @@ class Structure:
             return program(module, args, kwargs)
         except NoProgramError as error:
             reason, is_expected = str(error), error.is_expected
-        # If the module itself raises, the user sees its own error and the structure stays as it is:
-        # the compiler may have failed on nothing but that error.
+        # If the module itself raises here, the user sees its error, and the structure may still
+        # compile: the compiler may have failed on this error alone.
         out = self._uncompiled(module, args, kwargs)
         self._is_refused = True
         if not is_expected:
@@ -160,9 +160,10 @@ class TooManyFormsError(NoProgramError):
 class Program:
     """Compiled code of one structure, for one function and training mode.
 
-    One compiled function serves the shapes of the first call and stays specialised to them when
-    other shapes follow. A second one serves all other shapes. In the second, sizes become dynamic
-    once they vary, and so do integer attributes of modules (layer indices for example).
+    One compiled function serves the shapes of the first call's positional tensors and stays
+    specialised to them when other shapes follow. A second one serves all other shapes. In the
+    second, sizes become dynamic once they vary, and so do integer attributes of modules (layer
+    indices for example). Shapes of keyword arguments do not choose the function.
     """
 
     def __init__(self, function: ModuleCall, lower: backend.Lower) -> None:

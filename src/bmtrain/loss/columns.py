@@ -1,6 +1,4 @@
-"""Which classes the columns of the logits stand for: all of them, or this rank's part of a split
-vocabulary.
-"""
+"""The classes of the logits' columns: all, or this rank's part of a tensor-parallel vocabulary."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from bmtrain.kernels.cross_entropy import RowSums, score
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns(ABC):
-    """The columns are the classes `first` to `first + count - 1` of `total`."""
+    """A mapping of columns to classes: `first` to `first + count - 1` of `total`."""
 
     first: int
     count: int
@@ -23,36 +21,38 @@ class Columns(ABC):
 
     @abstractmethod
     def scores(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The logit of every row's class, x_y (rows,) in the arithmetic dtype; 0 where it is not
-        among these columns.
+        """The logit x_y of each row's target class, (rows,) in the arithmetic dtype.
+
+        0 for rows whose target class is not among these columns.
         """
 
     @abstractmethod
     def join(
         self, sums: RowSums, scores: torch.Tensor, weight: float | torch.Tensor
     ) -> tuple[RowSums, torch.Tensor]:
-        """From sums and scores of these columns (rows,) those of all; the scores, relative to the
-        maximum then.
+        """Combine sums and scores (rows,) of these columns to those of all columns.
+
+        The combined scores are relative to the maximum.
 
         Args:
-            weight: sum of the class weights of these columns.
+            weight: the sum of the class weights of these columns.
         """
 
     @abstractmethod
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that have a part of the columns: (rows,)."""
+        """The sum of `values` (rows,) over the ranks that share the columns: (rows,)."""
 
     @abstractmethod
     def place(self, target: torch.Tensor) -> torch.Tensor:
-        """The column of every row's class (rows,) int64, -1 where it is not among these."""
+        """The column of each row's target class, (rows,) int64; -1 if it is not among these."""
 
     def own(self, per_class: torch.Tensor) -> torch.Tensor:
-        """Of one value per class (total,) those of these columns (count,)."""
+        """The values of these columns (count,) out of one value per class (total,)."""
         return per_class.narrow(0, self.first, self.count)
 
 
 class AllColumns(Columns):
-    """Every class has its column here."""
+    """All classes have their columns on this rank."""
 
     def scores(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return score(logits, target)
@@ -70,9 +70,9 @@ class AllColumns(Columns):
 
 
 class OwnColumns(Columns):
-    """The other classes have theirs on the other tensor-parallel ranks.
+    """This rank's part of a vocabulary that is split over the tensor-parallel ranks.
 
-    Collective; what travels is a number or so per row.
+    Collective. At most three numbers per row are communicated at a time, never logits.
     """
 
     def scores(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class OwnColumns(Columns):
         self, sums: RowSums, scores: torch.Tensor, weight: float | torch.Tensor
     ) -> tuple[RowSums, torch.Tensor]:
         highest = tensor_parallel.all_reduce(sums.highest, "max")
-        # Where all of these columns are masked, `below` is relative to 0, as RowSums says.
+        # Where all of these columns are -inf, `below` is relative to 0 (see RowSums).
         base = torch.where(sums.highest == -torch.inf, 0.0, sums.highest)
         moved = torch.stack(
             [
@@ -104,9 +104,7 @@ class OwnColumns(Columns):
 
 
 def columns_of(count: int, *, parallel: bool) -> Columns:
-    """What `count` columns are: all classes, or this rank's part of those of the tensor-parallel
-    group.
-    """
+    """The classes of `count` columns: all of them, or with `parallel` this rank's part."""
     axis = tensor_parallel.axis() if parallel else None
     if axis is None or axis.size == 1:
         return AllColumns(first=0, count=count, total=count)

@@ -1,8 +1,8 @@
-"""Cross entropy in fp32 arithmetic that never holds an fp32 copy of half-precision logits.
+"""Cross entropy in fp32 arithmetic without an fp32 copy of half-precision logits.
 
-Kept for backward are the logits x and, of every row, m = max_c x_c and s = sum_c exp(x_c - m).
-Where the vocabulary is split over tensor-parallel ranks, m and s are those of all ranks' columns;
-of the logits nothing travels.
+Saved for backward are the logits x and, for each row, m = max_c x_c and s = sum_c exp(x_c - m). If
+the vocabulary is split over tensor-parallel ranks, m and s are those of all ranks' columns; logits
+are not communicated.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from bmtrain.runtime import world
 
 
 class CrossEntropyRows(torch.autograd.Function):
-    """Loss of every row (rows,) in fp32 of logits (rows, columns).
+    """The loss of each row (rows,) of logits (rows, columns), in the arithmetic dtype.
 
-    Rows where `valid` is false have the loss 0 and a zero gradient. With a split vocabulary every
-    tensor-parallel rank gets the same losses; gradients are those of the sum of what all ranks make
-    of them.
+    Rows for which `valid` is false have loss 0 and zero gradient. With a split vocabulary, all
+    tensor-parallel ranks get the same losses, and gradients are those of the sum of all ranks'
+    functions of them.
     """
 
     @staticmethod
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, valid: torch.Tensor, row_loss: RowLoss
     ) -> torch.Tensor:
-        """Logits in any floating dtype, target (rows,) int64 in [0, V) also where not valid, valid
-        (rows,) bool.
+        """Logits of any floating dtype; target (rows,) int64 in [0, V) in all rows; valid (rows,).
+
+        `valid` is bool. The target of a row that is not valid must still be in range.
         """
         own_scores = row_loss.columns.scores(logits, target)
         sums, scores = row_loss.columns.join(
@@ -48,7 +49,7 @@ class CrossEntropyRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradient of the logits (rows, columns) in their dtype, rounded once."""
+        """The gradient of the logits (rows, columns) in their dtype, rounded once."""
         logits, highest, sum_exp, target, valid = ctx.saved_tensors
         row_loss: RowLoss = ctx.row_loss
         factors = row_loss.factors(
@@ -62,26 +63,25 @@ class CrossEntropyRows(torch.autograd.Function):
 
 
 class FusedCrossEntropy(ClassLoss):
-    """As `torch.nn.CrossEntropyLoss` for class indices, with fp32 arithmetic and an fp32 result for
-    every logits dtype.
+    """`torch.nn.CrossEntropyLoss` for class indices, in fp32 arithmetic and with an fp32 result.
 
-    The mean over a batch in which no target is valid is NaN, as in torch, and its gradient is zero:
-    such a batch changes nothing.
+    For fp64 logits, arithmetic and result are fp64. The mean over a batch without a valid target is
+    NaN, as in torch, but its gradient is zero, so such a batch has no effect on training.
 
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
-        ignore_index: the target of rows that do not count.
+        ignore_index: the target of rows to ignore.
         reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a
             loss per row.
-        label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
+        label_smoothing: the share in [0, 1] of the target that is spread evenly over all classes.
         parallel: the logits are this rank's part of a vocabulary split over the tensor-parallel
-            ranks in equal parts, as VPEmbedding(projection=True) and ColumnParallelLinear give
-            them. Rows, targets and class weights are the same on all those ranks, and so is the
-            loss; its gradients are those of the sum of all ranks' losses. Collective.
+            ranks in equal parts, as VPEmbedding(projection=True) and ColumnParallelLinear return
+            them. Rows, targets and class weights must be the same on all of these ranks, and the
+            loss is the same; its gradients are those of the sum of all ranks' losses. Collective.
 
     Raises:
-        ConfigurationError: an argument that cannot be meant.
-        NotInitializedError: `parallel=True` before `init_distributed`.
+        ConfigurationError: for an invalid argument.
+        NotInitializedError: for `parallel=True` before `init_distributed`.
     """
 
     def __init__(
@@ -103,16 +103,17 @@ class FusedCrossEntropy(ClassLoss):
         Args:
             input: fp32, fp16, bf16 or fp64; the gradient has the same dtype. With `parallel` (rows,
                 V / tp_size).
-            target: any integer dtype, in [0, V) or `ignore_index`. One out of range is an error
-                that names it on a CPU; on a GPU it stops the kernel that reads it, as with torch.
+            target: any integer dtype, in [0, V) or `ignore_index`. A target out of range raises an
+                error with its value on a CPU; on a GPU it triggers a device-side assert, as in
+                torch.
 
         Returns:
-            A scalar, or (rows,) for reduction "none", in fp32 (fp64 for fp64).
+            A scalar, or (rows,) for reduction "none", in fp32 (fp64 for fp64 logits).
 
         Raises:
-            ConfigurationError: shapes, dtypes, devices or targets that do not fit; with `parallel`
-                also ranks that do not match, on all of them (targets are compared on a CPU only,
-                and nothing under torch.compile but the number of rows).
+            ConfigurationError: for shapes, dtypes, devices or targets that do not fit; with
+                `parallel` also on all ranks if their arguments differ (targets are compared on a
+                CPU only, and under torch.compile only the number of rows is).
         """
         columns = columns_of(input.shape[-1] if input.dim() else 0, parallel=self.parallel)
         if columns.count < columns.total and not torch.compiler.is_compiling():
@@ -121,7 +122,7 @@ class FusedCrossEntropy(ClassLoss):
             self._check(input, target, columns.total)
         target, valid = self.classes_of(target)
         row_loss = self.row_loss(columns, input.dtype)
-        # Autocast would turn parts of the arithmetic to half precision again.
+        # Autocast would run parts of the arithmetic in half precision.
         with torch.autocast(input.device.type, enabled=False):
             losses: torch.Tensor = CrossEntropyRows.apply(input, target, valid, row_loss)
         if self.reduction == "none":
@@ -133,11 +134,15 @@ class FusedCrossEntropy(ClassLoss):
         )
 
     def extra_repr(self) -> str:
-        """Arguments other than the weights, for printing."""
+        """The arguments other than the class weights, for printing."""
         return f"{super().extra_repr()}, parallel={self.parallel}"
 
     def _check_together(self, logits: torch.Tensor, target: torch.Tensor, num_classes: int) -> None:
-        """What one tensor-parallel rank refuses, all refuse; and they refuse to be different."""
+        """Check the arguments on all tensor-parallel ranks. Collective.
+
+        All ranks raise if one of them has invalid arguments, or if they differ: a rank that raised
+        alone would leave the others hanging in the loss's collectives.
+        """
         problem = ""
         try:
             self._check(logits, target, num_classes)

@@ -1,10 +1,10 @@
-"""Cross entropy of a linear map's output that never holds the logits of all rows.
+"""Cross entropy of a linear layer's output without the logits of all rows in memory at a time.
 
-Rows go through the map in chunks, all in the same memory. For the sum of the losses the gradients
-are known as soon as a chunk's logits are: they are computed in the forward pass, in place of the
-logits, multiplied with the weight and the hidden states, and only multiplied by the incoming
-gradient in backward. For losses of single rows backward computes the logits again. Gradients are
-kept in fp32 until they are complete; the weight's is added up chunk after chunk, in a fixed order.
+Rows are processed in chunks that share one buffer of logits. For the sum of the losses, the
+gradient of a chunk's logits is known in the forward pass: it overwrites the logits and is
+multiplied with the weight and the hidden states there, and backward only scales the results by the
+incoming gradient. For losses per row, backward recomputes the logits. Gradients accumulate in fp32;
+the weight's gradient sums the chunks in a fixed order.
 
 Sources: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024); Wijmans et
 al., "Cut Your Losses in Large-Vocabulary Language Models" (2024).
@@ -28,26 +28,26 @@ from bmtrain.loss.module import DTYPES, ClassLoss, check_device, check_tensor, d
 from bmtrain.loss.row_loss import RowLoss
 from bmtrain.shard.parameter import computed_with
 
-# A chunk has this many rows, or more if its logits fit into so many bytes. For each chunk the
-# weight's gradient is read and written once, and products end with processors idle: beside many
-# rows that is little.
+# A chunk has CHUNK_ROWS rows, or more if its logits fit into CHUNK_BYTES. Each chunk reads and
+# writes the weight's gradient once, and each matmul ends with a partly idle GPU: many rows per
+# chunk amortise both.
 CHUNK_ROWS, CHUNK_BYTES = 4096, 2**30
-# Products whose sizes are no multiple of VECTOR are several times slower: then classes are added up
-# to a multiple of ALIGNMENT.
+# Matmuls whose sizes are not a multiple of VECTOR are several times slower: the number of classes
+# is then padded to a multiple of ALIGNMENT.
 VECTOR, ALIGNMENT = 8, 64
 
-# hidden (rows, dim), weight (classes, dim) and perhaps a bias (classes,); or one thing for each of
-# them.
+# hidden (rows, dim), weight (classes, dim) and optionally bias (classes,); or their gradients.
 Head = list[torch.Tensor]
 
 
 class Targets(NamedTuple):
-    """What is wanted of the rows, as plain values, which the compiler passes on.
+    """The targets and the loss's options, as a tuple of plain values, which torch.compile accepts.
 
-    target: classes (rows,) int64, in range also where they do not count.
-    valid: which rows count, (rows,) bool.
-    class_weight: (classes,) in the arithmetic dtype, None for 1 each.
-    label_smoothing: share of the target that is spread evenly.
+    Attributes:
+        target: classes (rows,) int64, in range in all rows, valid or not.
+        valid: which rows are not ignored, (rows,) bool.
+        class_weight: (classes,) in the arithmetic dtype, None for 1 each.
+        label_smoothing: the share of the target that is spread evenly over all classes.
     """
 
     target: torch.Tensor
@@ -57,8 +57,9 @@ class Targets(NamedTuple):
 
 
 def _boost(dtype: torch.dtype, class_weight: torch.Tensor | None) -> float | torch.Tensor:
-    """What gradients of fp16 logits are multiplied by: small ones would else round to zero, as no
-    loss scale is known yet.
+    """The factor on gradients of fp16 logits, against underflow; 1 for other dtypes.
+
+    They are computed in the forward pass, when the loss scale is not yet known.
     """
     if dtype != torch.float16:
         return 1.0
@@ -66,11 +67,11 @@ def _boost(dtype: torch.dtype, class_weight: torch.Tensor | None) -> float | tor
 
 
 class LinearCrossEntropySum(torch.autograd.Function):
-    """The sum of the losses of all rows, a scalar; the gradients are computed along with it."""
+    """The sum of the losses of all rows, a scalar. Forward computes the gradients as well."""
 
     @staticmethod
     def forward(ctx: Any, targets: Targets, *head: torch.Tensor) -> torch.Tensor:
-        """Of a linear map and its input, at least one of them with a gradient."""
+        """Hidden states, weight and optionally bias; at least one of them requires grad."""
         ctx.wanted = [tensor.requires_grad for tensor in head]
         ctx.dtype = head[0].dtype
         ctx.boost = _boost(ctx.dtype, targets.class_weight)
@@ -82,7 +83,7 @@ class LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_sum: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """A product each, rounded to the dtype of the tensors."""
+        """Scale the saved gradients by the incoming one and round them to the tensors' dtype."""
         grads = zip(ctx.saved_tensors, ctx.wanted, strict=True)
         factor = grad_sum / ctx.boost
         return None, *(
@@ -91,11 +92,11 @@ class LinearCrossEntropySum(torch.autograd.Function):
 
 
 class LinearCrossEntropyRows(torch.autograd.Function):
-    """The loss of every row (rows,); backward computes the logits again."""
+    """The loss of each row (rows,). Backward recomputes the logits."""
 
     @staticmethod
     def forward(ctx: Any, targets: Targets, *head: torch.Tensor) -> torch.Tensor:
-        """Of a linear map and its input."""
+        """Hidden states, weight and optionally bias."""
         ctx.wanted = [tensor.requires_grad for tensor in head]
         ctx.label_smoothing = targets.label_smoothing
         ctx.save_for_backward(*targets[:3], *head)
@@ -104,7 +105,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """In chunks again."""
+        """Recompute the logits chunk by chunk, and from them the gradients."""
         target, valid, class_weight, *head = ctx.saved_tensors
         targets = Targets(target, valid, class_weight, ctx.label_smoothing)
         _, *grads = linear_cross_entropy_gradients(
@@ -130,9 +131,9 @@ def linear_cross_entropy(
     class_weight: torch.Tensor | None,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """Losses (rows,) in the arithmetic dtype.
+    """The losses (rows,) in the arithmetic dtype.
 
-    One operation to the compiler: it would unroll the chunks.
+    A custom operator, because torch.compile would unroll the loop over chunks.
     """
     row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
     for rows, padded in _logits(_padded(head)):
@@ -163,19 +164,20 @@ def linear_cross_entropy_gradients(
     grad_rows: torch.Tensor,
     wanted: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """The losses, and the gradients in the arithmetic dtype of what in `head` is wanted, else an
-    empty tensor.
+    """The losses (rows,) and the gradients of the tensors in `head`, in the arithmetic dtype.
 
     Args:
-        grad_rows: gradient of the losses (rows,) in the arithmetic dtype, 0 for rows that are not
-            valid.
+        grad_rows: the gradient of the losses (rows,) in the arithmetic dtype, 0 for rows that are
+            not valid.
+        wanted: for each tensor in `head`, whether to compute its gradient; if not, the returned
+            tensor is empty.
     """
     row_loss, parts, scores = _row_loss(head, class_weight, label_smoothing), [], []
     factors = row_loss.factors(grad_rows, target, valid)
     padded_head, num_classes = _padded(head), head[1].shape[0]
     grads = _empty_gradients(padded_head, wanted)
     for rows, padded in _logits(padded_head):
-        logits = padded[:, :num_classes]  # the others are 0, and so is their gradient
+        logits = padded[:, :num_classes]  # logits of padding are 0 and stay: so is their gradient
         scores.append(score(logits, target[rows]))
         parts.append(row_loss.sums(logits))
         row_gradient_(logits, parts[-1], factors.of(rows), class_weight, smoothed=row_loss.smoothed)
@@ -193,22 +195,21 @@ def _(head: Head, target: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
 
 
 class FusedLinearCrossEntropy(ClassLoss):
-    """As `FusedCrossEntropy` of `torch.nn.functional.linear(hidden, weight, bias)`, without ever
-    holding all its output.
+    """`FusedCrossEntropy` of `F.linear(hidden, weight, bias)` without all logits in memory.
 
-    With reduction "mean" or "sum" the forward pass computes the gradients too. It needs memory for
-    the logits of some thousand rows, about a GiB, and for the gradients in fp32. Recomputing it, by
-    a Block with `use_checkpoint` around it, would compute them twice.
+    With reduction "mean" or "sum", the forward pass computes the gradients, too. It needs memory
+    for the logits of one chunk (at least 4096 rows, about a GiB) and for the gradients in fp32.
+    Recomputation, in a Block with `use_checkpoint`, would compute the gradients twice.
 
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
-        ignore_index: the target of rows that do not count.
+        ignore_index: the target of rows to ignore.
         reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a
             loss per row.
-        label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
+        label_smoothing: the share in [0, 1] of the target that is spread evenly over all classes.
 
     Raises:
-        ConfigurationError: an argument that cannot be meant.
+        ConfigurationError: for an invalid argument.
     """
 
     def forward(
@@ -222,18 +223,18 @@ class FusedLinearCrossEntropy(ClassLoss):
 
         Args:
             hidden: (rows, dim) in fp32, fp16, bf16 or fp64; flatten leading dimensions.
-            weight: (V, dim) in the same dtype, as of torch.nn.Linear or an embedding. Under
-                autocast dtypes may differ.
-            target: (rows,) of any integer dtype, in [0, V) or `ignore_index`. One out of range is
-                an error that names it on a CPU; on a GPU it stops the kernel that reads it, as with
-                torch.
+            weight: (V, dim) in the same dtype, the weight of a linear layer or an embedding. Under
+                autocast the dtypes may differ.
+            target: (rows,) of any integer dtype, in [0, V) or `ignore_index`. A target out of range
+                raises an error with its value on a CPU; on a GPU it triggers a device-side assert,
+                as in torch.
             bias: (V,) in the same dtype, or None.
 
         Returns:
-            A scalar, or (rows,) for reduction "none", in fp32 (fp64 for fp64).
+            A scalar, or (rows,) for reduction "none", in fp32 (fp64 for fp64 inputs).
 
         Raises:
-            ConfigurationError: shapes, dtypes, devices or targets that do not fit.
+            ConfigurationError: for shapes, dtypes, devices or targets that do not fit.
         """
         weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
         for name, value in (
@@ -287,9 +288,7 @@ class FusedLinearCrossEntropy(ClassLoss):
 
 
 def _as_linear_casts(head: Head) -> Head:
-    """In the dtype in which autocast would compute a linear map, which leaves fp64 alone; unchanged
-    outside of autocast.
-    """
+    """Cast the tensors as autocast would for F.linear: all but fp64, and none outside autocast."""
     kind = head[0].device.type
     if not torch.is_autocast_enabled(kind):
         return head
@@ -317,7 +316,7 @@ def _losses(
 
 
 def _padded(head: Head) -> Head:
-    """With classes added that have zeros for weight and bias, or as it is."""
+    """Pad weight and bias with classes of zeros, if the number of classes needs it."""
     missing = -head[1].shape[0] % (ALIGNMENT if head[1].shape[0] % VECTOR else 1)
     if not missing:
         return head
@@ -330,8 +329,9 @@ def _padded(head: Head) -> Head:
 
 
 def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Chunks of rows and their logits (rows of the chunk, classes), which the next chunk's
-    overwrite.
+    """Chunks of rows and their logits (rows of the chunk, classes).
+
+    All chunks share one buffer: the next chunk overwrites the logits.
     """
     hidden, weight, *biases = head
     chunks = list(
@@ -351,8 +351,9 @@ def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
 
 
 def _chunks(num_rows: int, most: int) -> Iterator[slice]:
-    """The rows in chunks of almost equal size, at most `most` of them; one chunk if there is no
-    row.
+    """Cut the rows into chunks of nearly equal size, at most `most` rows each.
+
+    Without rows there is one empty chunk.
     """
     count = max(1, -(-num_rows // most))
     step = max(1, -(-num_rows // count))
@@ -371,7 +372,7 @@ def _empty_gradients(head: Head, wanted: Sequence[bool]) -> list[torch.Tensor]:
 def _add_gradients(
     grads: Head, wanted: Sequence[bool], rows: slice, grad_logits: torch.Tensor, head: Head
 ) -> None:
-    """Add what a chunk gives to the gradients. The first one finds nothing in them."""
+    """Add a chunk's part to the gradients; the first chunk overwrites uninitialised memory."""
     hidden, weight = head[:2]
     is_first = rows.start == 0
     if wanted[0]:

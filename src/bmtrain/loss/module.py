@@ -1,6 +1,4 @@
-"""What the cross-entropy modules share: their arguments, what they refuse, and how losses of rows
-become one.
-"""
+"""The base of the cross-entropy modules: arguments, checks and the reduction over rows."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ class ClassLoss(torch.nn.Module):
 
     Args:
         weight: weights of the classes (V,), or None for 1 each; kept as a buffer.
-        ignore_index: the target of rows that do not count.
+        ignore_index: the target of rows to ignore.
         reduction: "mean" over the valid rows, weighted by their classes; "sum"; or "none" for a
             loss per row.
-        label_smoothing: share in [0, 1] of the target that is spread evenly over all classes.
+        label_smoothing: the share in [0, 1] of the target that is spread evenly over all classes.
 
     Raises:
-        ConfigurationError: an argument that cannot be meant.
+        ConfigurationError: for an invalid argument.
     """
 
     weight: torch.Tensor | None
@@ -61,19 +59,19 @@ class ClassLoss(torch.nn.Module):
         self.label_smoothing = label_smoothing
 
     def extra_repr(self) -> str:
-        """Arguments other than the weights, for printing."""
+        """The arguments other than the class weights, for printing."""
         return (
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
             f"label_smoothing={self.label_smoothing}"
         )
 
     def row_loss(self, columns: Columns, dtype: torch.dtype) -> RowLoss:
-        """The loss of a row of logits of `dtype`."""
+        """The loss function of a row of logits of `dtype`."""
         weight = None if self.weight is None else self.weight.to(arithmetic(dtype))
         return RowLoss(weight=weight, label_smoothing=self.label_smoothing, columns=columns)
 
     def classes_of(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Classes (rows,) int64, 0 for rows that do not count, and which do: (rows,) bool."""
+        """Target classes (rows,) int64, 0 in ignored rows, and valid rows (rows,) bool."""
         target = target.long()
         valid = target != self.ignore_index
         return torch.where(valid, target, 0), valid
@@ -81,18 +79,24 @@ class ClassLoss(torch.nn.Module):
     def average(
         self, loss_sum: torch.Tensor, row_loss: RowLoss, target: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        """The mean over the weights of the rows; NaN where these have none, as in torch, with zero
-        gradients if no row is valid.
+        """The mean weighted by the rows' class weights; NaN if these sum to 0, as in torch.
+
+        If no row is valid, the gradient is zero.
         """
         total = row_loss.of_targets(target, valid).sum()
-        # NaN is added, not divided by 0: the gradient of that quotient would be NaN too. Neither
-        # asks the GPU anything.
+        # NaN is added: the quotient 0 / 0 would be NaN as well, but so would its gradient. Both
+        # cases stay on the device, without a synchronisation.
         divisor = torch.where(valid.any(), total, 1.0)
         return loss_sum / divisor + torch.where(total == 0, torch.nan, 0.0)
 
     def check_target(self, target: torch.Tensor, rows: torch.Tensor, num_classes: int) -> None:
-        """ConfigurationError unless `target` and the class weights fit `rows` (rows, ...), the
-        logits or hidden states.
+        """Check that `target` and the class weights fit `rows`.
+
+        Args:
+            rows: the logits or hidden states, (rows, ...).
+
+        Raises:
+            ConfigurationError: if they do not.
         """
         check_tensor("target", target)
         if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
@@ -114,7 +118,8 @@ class ClassLoss(torch.nn.Module):
                 f"weight: got {self.weight.shape[0]} weights, expected {num_classes}; "
                 "give one weight per class."
             )
-        # Reading values stops a GPU, and a compiler's trace; there the gather itself refuses.
+        # Reading values would synchronise with a GPU and break the graph of a compiler. In these
+        # cases the gather itself fails.
         if rows.device.type == "cpu" and not torch.compiler.is_compiling():
             self._check_range(target, num_classes)
 
@@ -131,7 +136,7 @@ class ClassLoss(torch.nn.Module):
 
 
 def check_device(name: str, tensor: torch.Tensor, rows: torch.Tensor) -> None:
-    """ConfigurationError unless `tensor` is where the rows are."""
+    """Raise ConfigurationError unless `tensor` is on the device of the rows."""
     if tensor.device != rows.device:
         raise ConfigurationError(
             f"{name}: got a tensor on {tensor.device}, expected it on {rows.device} like the rows; "
@@ -140,17 +145,17 @@ def check_device(name: str, tensor: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Shape and dtype in words."""
+    """Shape and dtype of a tensor, for error messages."""
     return f"shape {tuple(tensor.shape)} of {names(tensor.dtype)}"
 
 
 def names(*dtypes: torch.dtype) -> str:
-    """Without the prefix."""
+    """Names of dtypes without the `torch.` prefix."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
 
 
 def check_tensor(name: str, value: object) -> None:
-    """ConfigurationError unless an argument is a tensor."""
+    """Raise ConfigurationError unless an argument is a tensor."""
     if not isinstance(value, torch.Tensor):
         hint = "; give its `.weight`" if isinstance(value, torch.nn.Module) else ""
         raise ConfigurationError(f"{name}: got {type(value).__name__}, expected a tensor{hint}.")

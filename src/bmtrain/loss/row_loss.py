@@ -1,5 +1,4 @@
-"""The loss of one row of logits as arithmetic on a few numbers per row, whoever has summed over the
-classes.
+"""The loss of one row of logits and its gradient, from sums over the classes.
 
 For logits x (rows, V), target y, class weights w (1 by default) and label smoothing eps, a row's
 loss is
@@ -26,8 +25,12 @@ from bmtrain.loss.columns import Columns
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowLoss:
-    """What decides the loss of one row: class weights (V,) in the arithmetic dtype or None, the
-    share of smoothing, and where classes are.
+    """The loss function of one row.
+
+    Attributes:
+        weight: class weights (V,) in the arithmetic dtype, or None for 1 each.
+        label_smoothing: the share of the target that is spread evenly over all classes.
+        columns: the classes that this rank's columns stand for.
     """
 
     weight: torch.Tensor | None
@@ -36,26 +39,29 @@ class RowLoss:
 
     @property
     def smoothed(self) -> bool:
-        """Whether classes other than the target's count."""
+        """Whether the loss depends on classes other than the target directly."""
         return self.label_smoothing > 0
 
     def of_targets(self, target: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """Weight of every row (rows,): that of its target's class, and 0 where it is not valid."""
+        """The weight of each row (rows,): its target's class weight, or 0 if it is not valid."""
         return valid.float() if self.weight is None else self.weight[target] * valid
 
     def of_columns(self) -> torch.Tensor | None:
-        """The weights of the classes that have a column here (columns,), None for 1 each."""
+        """The class weights of this rank's columns (columns,), or None for 1 each."""
         return None if self.weight is None else self.columns.own(self.weight)
 
     def sums(self, logits: torch.Tensor) -> RowSums:
-        """Over the columns that are here."""
+        """The sums of each row over this rank's columns."""
         return kernels.row_sums(logits, self.of_columns(), smoothed=self.smoothed)
 
     def losses(
         self, sums: RowSums, scores: torch.Tensor, target: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        """Loss of every row (rows,) from sums over all columns and x_y - m of its class y; 0 where
-        it is not valid.
+        """The loss of each row (rows,), 0 if it is not valid.
+
+        Args:
+            sums: sums over all columns.
+            scores: x_y - m for the target class y of each row.
         """
         log_sum = sums.sum_exp.log()
         loss = self.of_targets(target, valid) * (log_sum - scores)
@@ -64,14 +70,16 @@ class RowLoss:
             loss = (
                 1 - self.label_smoothing
             ) * loss + self.label_smoothing / self.columns.total * spread
-        # Not a product with `valid`: an infinite logit in an ignored row must not make it NaN.
+        # Multiplying by `valid` instead would give NaN for an ignored row with an infinite logit.
         return torch.where(valid, loss, 0.0)
 
     def factors(
         self, grad_rows: torch.Tensor, target: torch.Tensor, valid: torch.Tensor
     ) -> RowFactors:
-        """What makes the gradient of the logits, from that of the losses (rows,), 0 where a row is
-        not valid.
+        """The factors of the logits' gradient.
+
+        Args:
+            grad_rows: the gradient of the losses (rows,), 0 for rows that are not valid.
         """
         hit, column = grad_rows * self.of_targets(target, valid), self.columns.place(target)
         if not self.smoothed:
@@ -83,9 +91,9 @@ class RowLoss:
         return RowFactors(hit + smooth * self._total_weight(), smooth, hit, column)
 
     def own_weight(self) -> float | torch.Tensor:
-        """The sum of the weights of the classes that have a column here."""
+        """The sum of the class weights of this rank's columns."""
         return self.columns.count if self.weight is None else self.columns.own(self.weight).sum()
 
     def _total_weight(self) -> float | torch.Tensor:
-        """W."""
+        """W, the sum of all class weights."""
         return self.columns.total if self.weight is None else self.weight.sum()

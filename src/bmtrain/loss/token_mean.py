@@ -1,4 +1,4 @@
-"""The mean over tokens when tokens are spread unevenly over ranks and micro-batches."""
+"""The mean loss over tokens that are unevenly distributed over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from bmtrain.runtime import world
 
 
 class TokenMean:
-    """Turns sums of token losses into a loss whose gradient is that of the mean over all valid
-    tokens of the step.
+    """Scales summed losses so that the step's gradient is that of the mean over all valid tokens.
 
-    A mean of micro-batch means weighs a token by how few others its micro-batch has; this one
-    weighs all alike. Make it once per step from the targets of all micro-batches of this rank, call
-    it with each micro-batch's summed loss, and give the result to `OptimManager.backward`. Adding
-    the results up and averaging them by `sum_loss` gives the mean for the log.
+    A mean of micro-batch means gives tokens of a short micro-batch more weight; this one weighs all
+    tokens equally. Construct it once per step from the targets of all micro-batches of this rank,
+    call it with each micro-batch's summed loss, and pass the result to `OptimManager.backward`. The
+    sum of the results, averaged by `sum_loss`, is the mean loss for the log. Construction is
+    collective: it sums the token counts of all ranks.
 
     Args:
         targets: this rank's targets of the step, one integer tensor of any shape per micro-batch.
-        ignore_index: the target that does not count.
+        ignore_index: the target of tokens to ignore.
+
+    Raises:
+        NotInitializedError: before `init_distributed`.
+        ConfigurationError: for targets that are no integer tensors.
 
     Example:
         mean = TokenMean(targets_of_all_micro_batches)
+        loss = FusedCrossEntropy(reduction="sum")
         for inputs, targets in micro_batches:
-            losses = FusedCrossEntropy(reduction="sum")(model(inputs).flatten(0, 1),
-            targets.flatten()) manager.backward(mean(losses))
+            logits = model(inputs).flatten(0, 1)
+            manager.backward(mean(loss(logits, targets.flatten())))
     """
 
     def __init__(self, targets: Iterable[torch.Tensor], ignore_index: int = -100) -> None:
@@ -46,10 +51,9 @@ class TokenMean:
         self.num_tokens = count
 
     def __call__(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """`loss_sum`, a scalar summed over the valid tokens of one micro-batch, as a share of the
-        mean over the step.
+        """Scale `loss_sum`, a scalar summed over the valid tokens of one micro-batch.
 
-        Multiplied by the number of ranks, which `OptimManager.backward` divides by. A step without
-        a valid token gives 0.
+        It is divided by the step's number of tokens and multiplied by the world size, by which
+        `OptimManager.backward` divides. A step without a valid token gives 0.
         """
         return loss_sum * (self._num_ranks / self.num_tokens.clamp(min=1)).to(loss_sum.dtype)

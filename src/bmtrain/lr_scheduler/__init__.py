@@ -1,4 +1,4 @@
-"""Learning rates as functions of the iteration: a linear warm-up, then one decay per class."""
+"""Learning rate schedules by iteration: a linear warm-up, then the decay of the class."""
 
 from bmtrain.lr_scheduler.decays import Cosine, Exponential, Linear, Noam, NoDecay
 from bmtrain.lr_scheduler.warmup import WarmupLRScheduler

@@ -1,4 +1,4 @@
-"""The decays, each one formula. s = start_lr, w = warmup_iter, e = end_iter, n = the iteration."""
+"""The decays, one formula each: s = start_lr, w = warmup_iter, e = end_iter, n = the iteration."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
 
 
 class Noam(WarmupLRScheduler):
-    """Warm-up `s n / w**1.5`, then `s / sqrt(n)`: the schedule of "Attention is all you need"
-    (2017), section 5.3.
+    """Warm-up `s n / w**1.5`, then `s / sqrt(n)`.
 
-    Its highest learning rate is `s / sqrt(w)`. `end_iter` has no effect and may be None.
+    The highest learning rate is `s / sqrt(w)`. `end_iter` has no effect and may be None.
+
+    Source: Vaswani et al., "Attention is all you need" (2017), section 5.3.
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
@@ -23,7 +24,7 @@ class Noam(WarmupLRScheduler):
         return self.start_lr * num_iter / self.warmup_iter**1.5
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """`s / sqrt(n)`, and `s` at n = 0, which comes here only without a warm-up."""
+        """`s / sqrt(n)`; `s` at n = 0, which occurs only without a warm-up."""
         return self.start_lr / math.sqrt(max(num_iter, 1))
 
 
@@ -36,7 +37,7 @@ class NoDecay(WarmupLRScheduler):
 
 
 class _EndingScheduler(WarmupLRScheduler):
-    """A decay over the iterations w to e, which therefore needs e > w."""
+    """A decay from iteration w to e; requires e > w."""
 
     def _progress(self, num_iter: int) -> float:
         """`(n - w) / (e - w)`: 0 at the end of the warm-up, 1 at `end_iter`."""
@@ -44,14 +45,14 @@ class _EndingScheduler(WarmupLRScheduler):
 
     @property
     def _end(self) -> int:
-        """`end_iter`, which is a number here."""
+        """`end_iter`, which must not be None here."""
         if self.end_iter is None:
             raise self._refused()
         return self.end_iter
 
     def _check(self) -> None:
         super()._check()
-        if not self._end > self.warmup_iter:  # written so that NaN is refused too
+        if not self._end > self.warmup_iter:  # in this form, NaN is refused too
             raise self._refused()
 
     def _refused(self) -> ConfigurationError:
@@ -64,7 +65,7 @@ class _EndingScheduler(WarmupLRScheduler):
 
 
 class Linear(_EndingScheduler):
-    """Warm-up `s n / w`, then `s (e - n) / (e - w)`, and 0 from `end_iter` on."""
+    """Warm-up `s n / w`, then `s (e - n) / (e - w)`, then 0 from `end_iter` on."""
 
     def get_lr_decay(self, num_iter: int) -> float:
         """`max(0, s (e - n) / (e - w))`."""
@@ -72,10 +73,11 @@ class Linear(_EndingScheduler):
 
 
 class Cosine(_EndingScheduler):
-    """Warm-up `s n / w`, then `s (1 + cos(pi (n - w) / (e - w))) / 2` (SGDR, Loshchilov and Hutter
-    2017, eq. 5).
+    """Warm-up `s n / w`, then `s (1 + cos(pi (n - w) / (e - w))) / 2`.
 
-    Beyond `end_iter` the cosine rises again, as in BMTrain and in torch's `CosineAnnealingLR`.
+    After `end_iter` the cosine rises again, as in BMTrain and in torch's `CosineAnnealingLR`.
+
+    Source: Loshchilov and Hutter, "SGDR" (2017), eq. 5.
     """
 
     def get_lr_decay(self, num_iter: int) -> float:
@@ -87,12 +89,9 @@ class Exponential(WarmupLRScheduler):
     """Warm-up `s n / w`, then `s gamma**(n - w)`. `end_iter` has no effect and may be None.
 
     Args:
-        optimizer: as for `WarmupLRScheduler`, like the four after it.
-        start_lr: the highest learning rate.
-        warmup_iter: length of the warm-up in iterations.
+        optimizer, start_lr, warmup_iter, num_iter: as for `WarmupLRScheduler`.
         end_iter: not used.
-        num_iter: iteration to start from.
-        gamma: factor from one iteration to the next; 0 or more.
+        gamma: the factor per iteration; 0 or more.
     """
 
     def __init__(
@@ -112,13 +111,11 @@ class Exponential(WarmupLRScheduler):
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
     def state_dict(self) -> dict[str, Any]:
-        """As of the base, and `gamma`."""
+        """The base's state and `gamma`."""
         return {**super().state_dict(), "gamma": self.gamma}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As of the base; a state without `gamma`, as BMTrain wrote it, keeps the one of the
-        constructor.
-        """
+        """Load the base's state and `gamma`, which states of BMTrain lack: it is then kept."""
         self.gamma = state_dict.get("gamma", self.gamma)
         super().load_state_dict(state_dict)
 

@@ -1,6 +1,4 @@
-"""The base of all schedules: it counts iterations, warms up, and writes the learning rate into an
-optimizer.
-"""
+"""The base of all schedules: counts iterations, warms up, writes the optimizer's learning rate."""
 
 from __future__ import annotations
 
@@ -14,22 +12,21 @@ from bmtrain.errors import ConfigurationError
 
 
 class WarmupLRScheduler(abc.ABC):
-    """Learning rate `get_lr_warmup(n)` for the first `warmup_iter` iterations, `get_lr_decay(n)`
-    from then on.
+    """Schedule of `get_lr_warmup(n)` for `warmup_iter` iterations, then `get_lr_decay(n)`.
 
     The learning rate is written into every parameter group at construction and at every `step`, so
     the first optimizer step of a new run is taken at iteration `num_iter` = 0.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        start_lr: the highest learning rate, reached at the end of the warm-up; 0 or more.
-        warmup_iter: length of the warm-up in iterations; 0 means none.
-        end_iter: iteration at which the decay ends; of no effect, whatever it is, where the decay
-            has no end.
-        num_iter: iteration to start from.
+        start_lr: the highest learning rate, reached at the end of the warm-up (but see `Noam`); 0
+            or more.
+        warmup_iter: the length of the warm-up in iterations; 0 for none.
+        end_iter: the iteration at which the decay ends; ignored by decays without an end.
+        num_iter: the iteration to start from.
 
     Raises:
-        ConfigurationError: a negative number, or an end that the decay cannot have.
+        ConfigurationError: for a negative number or an end that the decay cannot have.
     """
 
     def __init__(
@@ -57,19 +54,21 @@ class WarmupLRScheduler(abc.ABC):
         """Learning rate at iteration `num_iter` >= `warmup_iter`."""
 
     def get_lr(self) -> float:
-        """Learning rate at the present iteration."""
+        """Learning rate at the current iteration."""
         if self.num_iter < self.warmup_iter:
             return self.get_lr_warmup(self.num_iter)
         return self.get_lr_decay(self.num_iter)
 
     @property
     def current_lr(self) -> float:
-        """The learning rate that the last `step` wrote into the optimizer."""
+        """Learning rate at the current iteration, which the last `step` wrote to the optimizer."""
         return self.get_lr()
 
     def step(self, num_iter: int | None = None) -> None:
-        """Go to iteration `num_iter`, or to the next one, and write its learning rate into every
-        parameter group.
+        """Go to the next iteration, or to `num_iter`, and write its rate to all parameter groups.
+
+        Raises:
+            ConfigurationError: for a negative `num_iter`.
         """
         target = self.num_iter + 1 if num_iter is None else num_iter
         _check_at_least("num_iter", target, 0, "iterations are counted from 0")
@@ -77,14 +76,12 @@ class WarmupLRScheduler(abc.ABC):
         lr = self.get_lr()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)  # a compiled or captured optimizer reads this very tensor
+                group["lr"].fill_(lr)  # compiled code and CUDA graphs keep reading this tensor
             else:
                 group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedule as plain numbers; with them `load_state_dict` continues it in another
-        process.
-        """
+        """The schedule as plain numbers, from which `load_state_dict` resumes it."""
         return {
             "start_lr": self.start_lr,
             "warmup_iter": self.warmup_iter,
@@ -93,11 +90,10 @@ class WarmupLRScheduler(abc.ABC):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a saved schedule whole, and write its learning rate into the optimizer.
+        """Load a complete saved schedule and write its learning rate to the optimizer.
 
         Raises:
-            ConfigurationError: a key is missing, or a value is one that the constructor would
-                refuse.
+            ConfigurationError: for a missing key, or a value that the constructor would refuse.
         """
         missing = [
             key
@@ -118,9 +114,7 @@ class WarmupLRScheduler(abc.ABC):
         self.step(self.num_iter)
 
     def _check(self) -> None:
-        """Refuse numbers that make no schedule; decays that need more say so in their own
-        `_check`.
-        """
+        """Check the arguments; decays with further conditions override this."""
         _check_at_least(
             "start_lr",
             self.start_lr,
@@ -132,5 +126,5 @@ class WarmupLRScheduler(abc.ABC):
 
 
 def _check_at_least(name: str, got: float, least: float, remedy: str) -> None:
-    if not got >= least:  # written so that NaN is refused too
+    if not got >= least:  # in this form, NaN is refused too
         raise ConfigurationError(f"{name}: got {got}, expected {least} or more; {remedy}.")

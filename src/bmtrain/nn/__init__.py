@@ -1,4 +1,4 @@
-"""Linear maps and embeddings, whole or split over the tensor-parallel ranks."""
+"""Linear layers and embeddings, replicated or split over the tensor-parallel ranks."""
 
 from bmtrain.nn.embedding import VPEmbedding
 from bmtrain.nn.linear import Linear, OpLinear

@@ -1,6 +1,4 @@
-"""An embedding whose vocabulary is split over the tensor-parallel ranks, and the same table as the
-output head.
-"""
+"""A vocabulary-parallel embedding, which also serves as the output head."""
 
 from __future__ import annotations
 
@@ -17,20 +15,22 @@ from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer, 
 
 
 class VPEmbedding(DistributedModule):
-    """A table of `vocab_size` rows of `embedding_size` numbers, of which every tensor-parallel rank
-    holds a run of rows.
+    """An embedding (vocab_size, embedding_size) split by rows over the tensor-parallel ranks.
 
-    The table itself never travels: ids are gathered, every rank looks up those it holds, and the
-    sum over ranks brings each rank the rows of its own ids.
+    Tensor-parallel ranks exchange no weights. They all-gather the ids, each looks up the ids in its
+    part of the vocabulary, and a reduce-scatter returns to each rank the rows of its own ids.
 
     Args:
-        vocab_size: rows of the whole table; it must be a multiple of tp_size.
+        vocab_size: rows of the full table, a multiple of tp_size.
         embedding_size: length of a row.
-        dtype: of the table; None is torch's default.
-        init_mean, init_std: of the normal distribution that the first values are drawn from.
+        dtype: the dtype of the table; None is torch's default.
+        init_mean, init_std: mean and standard deviation of the normal distribution of initial
+            values.
 
     Raises:
-        ConfigurationError: when the ranks do not divide `vocab_size`.
+        NotInitializedError: before `init_distributed`.
+        ConfigurationError: if `vocab_size` is not a multiple of tp_size, or a size is not a whole
+            number above 0.
     """
 
     def __init__(
@@ -55,23 +55,23 @@ class VPEmbedding(DistributedModule):
         )
 
     def forward(self, x: torch.Tensor, projection: bool = False) -> torch.Tensor:
-        """Look ids up, or score hidden states against all rows of the table. Collective over the
-        tensor-parallel ranks.
+        """Look ids up, or project hidden states to logits. Collective over tensor-parallel ranks.
 
         Args:
             x: this rank's ids, an integer tensor of any shape (the same shape on all
                 tensor-parallel ranks); with `projection` its hidden states (rows, ...,
                 embedding_size).
-            projection: which of the two.
+            projection: whether to project.
 
         Returns:
             Embeddings (*x.shape, embedding_size); with `projection` logits (rows of all ranks, ...,
             vocab_size / tp_size): this rank's part of the vocabulary, for
-            FusedCrossEntropy(parallel=True) and the targets of all rows.
+            FusedCrossEntropy(parallel=True) with the targets of all ranks' rows.
 
         Raises:
-            ConfigurationError: on every rank, for shapes that differ between ranks or, on a CPU, an
-                id that is out of range; a GPU stops at such an id, as with torch.
+            ConfigurationError: for ids that are no integers; on every rank, for shapes that differ
+                between ranks or, on a CPU, for an id out of range. On a GPU such an id triggers a
+                device-side assert, as in torch.
         """
         if projection:
             return OpParallelLinear.apply(x, self.weight, gather_input=True)
@@ -92,24 +92,23 @@ class VPEmbedding(DistributedModule):
         return f"vocab_size={self.vocab_size}, embedding_size={self.embedding_size}"
 
     def _look_up(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows (ids, embedding_size) of those ids (ids,) that this rank holds, zeros for the
-        others.
-        """
+        """The rows (ids, embedding_size) of ids (ids,), zeros for ids of other ranks."""
         self._check_range(ids)
         weight = computed_with(self.weight)
         local = ids - self._first
         here = (local >= 0) & (local < weight.shape[0])
         exists = (ids >= 0) & (ids < self.vocab_size)
-        # An id that no rank holds is left out of range: the lookup refuses it, where zeros would
-        # pass unseen.
+        # An id outside the vocabulary stays out of range and makes the lookup fail. Mapped to 0, as
+        # other ranks' ids are, it would silently yield zeros.
         rows = F.embedding(
             torch.where(here, local, torch.where(exists, 0, weight.shape[0])), weight
         )
         return torch.where(here[:, None], rows, 0)
 
     def _check_range(self, ids: torch.Tensor) -> None:
-        """All ranks see the same ids, and so the same error."""
-        # Reading values stops a GPU, and a compiler's trace; there the lookup itself refuses.
+        """Check ids on a CPU. All ranks have gathered the same ids, so all raise alike."""
+        # Reading values would synchronise with a GPU and break the graph of a compiler. In these
+        # cases the lookup itself fails.
         if ids.device.type != "cpu" or torch.compiler.is_compiling():
             return
         bad = ids[(ids < 0) | (ids >= self.vocab_size)]

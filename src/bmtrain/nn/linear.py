@@ -1,4 +1,4 @@
-"""The linear map whose parameters every tensor-parallel rank has whole."""
+"""The linear layer that is not split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bmtrain.shard.parameter import (
 
 
 class OpLinear:
-    """The linear map as an operation on tensors, under the name that BMTrain programs call."""
+    """F.linear on distributed parameters, under BMTrain's name."""
 
     @staticmethod
     def apply(
@@ -30,15 +30,14 @@ class OpLinear:
 
 
 class Linear(DistributedModule):
-    """`x @ weight.T + bias` over the last dimension: (..., in_features) -> (..., out_features). Not
-    split.
+    """A linear layer, not tensor-parallel: (..., in_features) -> (..., out_features).
 
     Args:
-        in_features, out_features: sizes of the last dimension before and after.
-        bias: whether to add one.
-        dtype: of the parameters; None is torch's default.
-        init_method: called with the whole weight (out_features, in_features); None draws from U(-b,
-            b) with b = 1/sqrt(in_features), as torch.nn.Linear does. The bias starts at zero.
+        in_features, out_features: sizes of the last dim of input and output.
+        bias: whether to add a bias.
+        dtype: the dtype of the parameters; None is torch's default.
+        init_method: called with the full weight (out_features, in_features); None draws from
+            U(-b, b) with b = 1/sqrt(in_features), as torch.nn.Linear does. The bias starts at zero.
 
     Raises:
         NotInitializedError: before `init_distributed`.
@@ -74,7 +73,7 @@ class Linear(DistributedModule):
         return OpLinear.apply(x, self.weight, self._parameters["bias"])
 
     def extra_repr(self) -> str:
-        """Sizes, for printing."""
+        """The sizes, for printing."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self._parameters['bias'] is not None}"
@@ -82,20 +81,18 @@ class Linear(DistributedModule):
 
 
 def fan_in_uniform(in_features: int) -> ParameterInitializer:
-    """Draw from U(-b, b) with b = 1/sqrt(in_features): He et al. (2015) with the gain that
-    torch.nn.Linear takes.
-    """
+    """An initializer from U(-b, b), b = 1/sqrt(in_features): He et al. (2015), torch's gain."""
     bound = 1 / math.sqrt(in_features)
     return ParameterInitializer(torch.nn.init.uniform_, -bound, bound)
 
 
 def zeros() -> ParameterInitializer:
-    """Start at zero."""
+    """An initializer that fills with zeros."""
     return ParameterInitializer(torch.nn.init.zeros_)
 
 
 def check_sizes(layer: str, **sizes: int) -> None:
-    """ConfigurationError unless all `sizes` are whole numbers above 0."""
+    """Raise ConfigurationError unless all `sizes` are whole numbers above 0."""
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(
@@ -104,8 +101,10 @@ def check_sizes(layer: str, **sizes: int) -> None:
 
 
 def part_of(layer: str, name: str, size: int, num_ranks: int) -> int:
-    """`size / num_ranks`, the part of each tensor-parallel rank; ConfigurationError where it is not
-    whole.
+    """The part of each tensor-parallel rank, `size / num_ranks`.
+
+    Raises:
+        ConfigurationError: if it is not a whole number.
     """
     if size % num_ranks:
         raise ConfigurationError(

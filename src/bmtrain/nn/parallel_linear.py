@@ -1,9 +1,8 @@
-"""Linear maps whose weight is split over the tensor-parallel ranks, which work on the rows of all
-of them together.
+"""Tensor-parallel linear layers, with sequence parallelism between them.
 
 Source: Shoeybi et al., "Megatron-LM" (2019) for the split by columns and rows; Korthikanti et al.,
-"Reducing Activation Recomputation in Large Transformer Models" (2022) for ranks that keep rows of
-their own between the split layers.
+"Reducing Activation Recomputation in Large Transformer Models" (2022) for sequence parallelism, in
+which each rank keeps only its own rows between the split layers.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from bmtrain.shard.parameter import DistributedParameter, Initializer, computed_
 
 
 class ReduceType(enum.Enum):
-    """What becomes of the partial products of the tensor-parallel ranks."""
+    """The collective that sums the partial products of the tensor-parallel ranks."""
 
-    ALL_REDUCE = "all_reduce"  #: every rank gets the sum of all rows
-    REDUCE_SCATTER = "reduce_scatter"  #: every rank gets the sum of its own rows
+    ALL_REDUCE = "all_reduce"  #: each rank gets the sums of all rows
+    REDUCE_SCATTER = "reduce_scatter"  #: each rank gets the sums of its own rows
 
 
 class OpParallelLinear:
-    """A linear map with one part of the weight, as an operation on tensors."""
+    """The tensor-parallel linear layer as a function of tensors."""
 
     @staticmethod
     def apply(
@@ -42,24 +41,27 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | None = None,
         async_gather_chunks: int = 2,
     ) -> torch.Tensor:
-        """`input @ weight.T + bias`, with what the flags say before and after. Collective over the
-        tensor-parallel ranks.
+        """`input @ weight.T + bias` with communication before and after.
+
+        Collective over the tensor-parallel ranks.
 
         Args:
-            input: (rows, ..., n); (..., n) will do if no rows are gathered or scattered.
-            weight: (m, n): this rank's rows of the whole (columns, for a sum over ranks).
-            bias: (m,) or None. Where products are summed it is added once, to the sum.
-            gather_input: the rows (dim 0) of all ranks, not only this rank's, in rank order.
-            gather_output: the features (last dim) of all ranks, not only this rank's, in rank
-                order.
-            split_input: take this rank's n of the last dim's ranks * n.
-            reduce_output_type: how products are summed over ranks; None if they are not partial.
-            async_gather_chunks: parts in which rows travel while others are multiplied; fewer if
-                they do not divide the rows.
+            input: (rows, ..., n); (..., n) is enough if no rows are gathered or scattered.
+            weight: (m, n): this rank's rows of the full weight, or its columns if products are
+                summed over ranks.
+            bias: (m,) or None. If products are summed, it is added once, to the sum.
+            gather_input: all-gather the input's rows (dim 0), in rank order.
+            gather_output: all-gather the output's features (last dim), in rank order.
+            split_input: the input's last dim has the features of all ranks (tp_size * n); use only
+                this rank's n.
+            reduce_output_type: how to sum partial products over ranks; None if they are complete.
+            async_gather_chunks: the number of chunks in which communication of rows overlaps the
+                matmul; fewer if it does not divide the rows.
 
         Raises:
             ConfigurationError: on every rank, for shapes or dtypes that do not fit together or
-                differ between ranks.
+                differ between ranks; for `split_input` without `reduce_output_type`, or
+                `gather_input` with it.
         """
         weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
         if reduce_output_type is not None and not isinstance(reduce_output_type, ReduceType):
@@ -95,19 +97,19 @@ class OpParallelLinear:
 
 
 class ColumnParallelLinear(DistributedModule):
-    """A linear map of which every tensor-parallel rank computes a part of the output features.
+    """A linear layer of which each tensor-parallel rank computes a part of the output features.
 
     Args:
-        in_features, out_features: of the whole map; `out_features` is split, the weight and the
-            bias along dim 0.
-        bias: whether to add one.
-        dtype: of the parameters; None is torch's default.
-        gather_output: return all output features on every rank, not only this rank's.
-        gather_input: every rank passes rows (dim 0) of its own, and the output has the rows of all
-            of them in rank order; otherwise the input must be the same on all ranks, and its
-            gradient is this rank's part of the sum.
-        async_gather_chunks: parts in which rows travel while others are multiplied.
-        init_method: called with the whole weight (out_features, in_features); None as in `Linear`.
+        in_features, out_features: sizes of the full layer. `out_features` is split: weight and bias
+            along dim 0.
+        bias: whether to add a bias.
+        dtype: the dtype of the parameters; None is torch's default.
+        gather_output: return all output features on every rank instead of this rank's.
+        gather_input: each rank passes its own rows (dim 0), and the output has the rows of all
+            ranks, in rank order. If False, the input must be the same on all ranks, and its
+            gradient is this rank's term of a sum over ranks.
+        async_gather_chunks: the number of chunks in which the gather overlaps the matmul.
+        init_method: called with the full weight (out_features, in_features); None as in `Linear`.
 
     Raises:
         ConfigurationError: when the ranks do not divide `out_features`; on use, on every rank, when
@@ -156,8 +158,9 @@ class ColumnParallelLinear(DistributedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / ranks); see the
-        arguments of the class.
+        """(rows, ..., in_features) -> (rows of all ranks, ..., out_features / tp_size).
+
+        The constructor's `gather_input` and `gather_output` change the shapes.
         """
         return OpParallelLinear.apply(
             x,
@@ -180,24 +183,25 @@ class ColumnParallelLinear(DistributedModule):
 
 
 class RowParallelLinear(DistributedModule):
-    """A linear map of which every tensor-parallel rank multiplies a part of the input features; the
-    products are summed.
+    """A linear layer of which each tensor-parallel rank multiplies a part of the input features.
+
+    The partial products are summed over ranks.
 
     Args:
-        in_features, out_features: of the whole map; `in_features` is split, the weight along dim 1.
-            The bias is not split, and is added once, to the sum.
-        bias: whether to add one.
-        dtype: of the parameters; None is torch's default.
-        split_input: the input has all features, of which the layer takes this rank's; otherwise it
-            has this rank's only.
-        all_reduce_output: return all rows on every rank; otherwise each rank gets its own rows (dim
-            0) back.
-        async_chunks: parts in which rows travel while others are multiplied.
-        init_method: called with the whole weight (out_features, in_features); None as in `Linear`.
+        in_features, out_features: sizes of the full layer. `in_features` is split: the weight along
+            dim 1. The bias is not split; it is added once, to the sum.
+        bias: whether to add a bias.
+        dtype: the dtype of the parameters; None is torch's default.
+        split_input: the input has the features of all ranks, and the layer uses this rank's; if
+            False, the input has only this rank's features.
+        all_reduce_output: return all rows on every rank; if False, each rank gets its own rows (dim
+            0).
+        async_chunks: the number of chunks in which the reduce-scatter overlaps the matmul.
+        init_method: called with the full weight (out_features, in_features); None as in `Linear`.
 
     Raises:
-        ConfigurationError: when the ranks do not divide `in_features`; on use, on every rank, when
-            their inputs differ in shape or their rows cannot be divided among them.
+        ConfigurationError: if `in_features` is not a multiple of tp_size; in forward, on every
+            rank, if inputs differ in shape or the number of rows is not a multiple of tp_size.
     """
 
     def __init__(
@@ -238,8 +242,9 @@ class RowParallelLinear(DistributedModule):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows of all ranks, ..., in_features / ranks) -> (rows, ..., out_features); see the
-        arguments of the class.
+        """(rows of all ranks, ..., in_features / tp_size) -> (rows, ..., out_features).
+
+        The constructor's `split_input` and `all_reduce_output` change the shapes.
         """
         return OpParallelLinear.apply(
             x,
@@ -270,7 +275,7 @@ def _summed(
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the dtype that torch.nn.functional.linear would take it to under autocast."""
+    """Cast `x` as autocast would for F.linear, which autocast does not see inside our operators."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))

@@ -1,1 +1,1 @@
-"""Modules that are imported as `bmtrain.distributed.*`."""
+"""Modules importable as `bmtrain.distributed.*`."""

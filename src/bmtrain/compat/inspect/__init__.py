@@ -1,1 +1,1 @@
-"""Modules that are imported as `bmtrain.inspect.*`."""
+"""Modules importable as `bmtrain.inspect.*`."""

@@ -1,6 +1,4 @@
-"""`bmtrain.inspect.model`: `inspect_model` of inspect/parameters.py, which looks into blocks and
-pipelines alike.
-"""
+"""`bmtrain.inspect.model`: `inspect_model` of inspect/parameters.py, for all kinds of modules."""
 
 from bmtrain.inspect.parameters import inspect_model
 

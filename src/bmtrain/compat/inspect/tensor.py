@@ -1,6 +1,4 @@
-"""`bmtrain.inspect.tensor`: `inspect_tensor`, `record_tensor` and the inspector of
-inspect/tensors.py.
-"""
+"""`bmtrain.inspect.tensor`: names of inspect/tensors.py."""
 
 from bmtrain.inspect.tensors import Inspector as InspectTensor
 from bmtrain.inspect.tensors import inspect_tensor, record_tensor

@@ -1,1 +1,1 @@
-"""Modules that are imported as `bmtrain.loss.*`."""
+"""Modules importable as `bmtrain.loss.*`."""

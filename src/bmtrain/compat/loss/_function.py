@@ -1,4 +1,4 @@
-"""`bmtrain.loss._function`: `has_inf_nan`. What computes losses is in kernels/cross_entropy.py."""
+"""`bmtrain.loss._function`: `has_inf_nan`. The loss kernels are in kernels/cross_entropy.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ fused_softmax_inplace = removed("bmtrain.loss._function.fused_softmax_inplace", 
 
 
 def has_inf_nan(g_half: torch.Tensor, out: torch.Tensor) -> None:
-    """Set `out`, uint8 of one element, to 1 if any element of `g_half` (any shape and floating
-    dtype) is infinite or NaN.
+    """Set `out` to 1 if any element of `g_half` is infinite or NaN.
 
-    An `out` that is 1 already stays 1. Nothing waits for the device.
+    An `out` that is 1 already stays 1. There is no synchronisation with the device.
+
+    Args:
+        g_half: any shape and floating dtype.
+        out: uint8, one element.
 
     Raises:
         ConfigurationError: for an `out` of another dtype or size, or a `g_half` that is not

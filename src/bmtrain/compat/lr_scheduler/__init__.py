@@ -1,1 +1,1 @@
-"""Modules that are imported as `bmtrain.lr_scheduler.*`."""
+"""Modules importable as `bmtrain.lr_scheduler.*`."""

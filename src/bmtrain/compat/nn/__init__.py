@@ -1,1 +1,1 @@
-"""Modules that are imported as `bmtrain.nn.*`."""
+"""Modules importable as `bmtrain.nn.*`."""

@@ -1,6 +1,4 @@
-"""`bmtrain.nn.parallel_linear_func`: `OpParallelLinear` and `ReduceType` of
-nn/parallel_linear.py.
-"""
+"""`bmtrain.nn.parallel_linear_func`: names of nn/parallel_linear.py."""
 
 from bmtrain.nn.parallel_linear import OpParallelLinear, ReduceType
 

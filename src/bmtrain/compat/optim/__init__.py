@@ -1,1 +1,1 @@
-"""Modules that are imported as `bmtrain.optim.*`."""
+"""Modules importable as `bmtrain.optim.*`."""

@@ -1,6 +1,4 @@
-"""`bmtrain.optim.optim_manager`: `OptimManager` of optim/manager.py, and two of its parts as
-functions.
-"""
+"""`bmtrain.optim.optim_manager`: `OptimManager` of optim/manager.py, and two functions."""
 
 from __future__ import annotations
 
@@ -16,10 +14,13 @@ from bmtrain.runtime import world
 
 
 def check_overflow(param_groups: Iterable[dict[str, Any]]) -> None:
-    """OverflowError on all ranks if a gradient of any rank is infinite or NaN. Collective.
+    """Raise on all ranks if any rank has an infinite or NaN gradient. Collective.
 
-    Unlike BMTrain's it looks at fp32 gradients too, which overflow as well where activations are
+    Unlike BMTrain's, it checks fp32 gradients, too: they overflow as well if activations are in
     half precision.
+
+    Raises:
+        OverflowError: on all ranks.
     """
     current = world.current("check_overflow")
     bad = torch.zeros((), dtype=torch.int32, device=current.device)
@@ -32,7 +33,11 @@ def check_overflow(param_groups: Iterable[dict[str, Any]]) -> None:
 
 @torch.no_grad()
 def grad_rescale(param_groups: Iterable[dict[str, Any]], scale: float) -> None:
-    """Divide all gradients by `scale`, in place."""
+    """Divide all gradients by `scale`, in place.
+
+    Raises:
+        ConfigurationError: for a scale of 0.
+    """
     if scale == 0:
         raise ConfigurationError(
             "grad_rescale got scale=0: expected the loss scale, which is above 0."
