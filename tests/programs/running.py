@@ -178,7 +178,8 @@ class Both(torch.optim.Optimizer):
         params = [p for group in groups for p in group["params"]]
         matrices, others = [p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2]
         self.parts: list[torch.optim.Optimizer] = [torch.optim.SGD(others, lr=LR)] if others else []
-        self.parts += [torch.optim.Muon(matrices, lr=LR)] if matrices else []
+        kind = getattr(torch.optim, "Muon", torch.optim.SGD)  # torch 2.8 has no Muon
+        self.parts += [kind(matrices, lr=LR)] if matrices else []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:

@@ -22,6 +22,7 @@ from tests.ranks.runner import ROOT, run_ranks
 
 import bmtrain as bmt
 from bmtrain.checkpoint import writer
+from bmtrain.errors import CheckpointError
 
 State = dict[str, torch.Tensor]
 
@@ -219,3 +220,27 @@ def test_however_the_program_ends(tmp_path: pathlib.Path) -> None:
             is_sudden = kind == "term" or (kind == "raise" and world_size == 2)
             assert value == (1.0 if is_sudden else 2.0), f"{kind}, {world_size} ranks"
     assert "ValueError: the program fails" in done.stderr
+
+
+def fails(path: pathlib.Path, tensors: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def ask_again(file: str) -> list[str]:
+    """What a handle says of a failed write: to the next save, and whenever it is asked."""
+    model = bmt.BMTrainModelWrapper(net(0))
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "write_file", fails)
+        handle = bmt.save(model, file, non_blocking=True)
+        for ask in (lambda: bmt.save(model, file), handle.wait, handle.wait):
+            with pytest.raises(CheckpointError) as caught:
+                ask()
+            said.append(str(caught.value))
+    return said
+
+
+def test_a_failed_write_is_told_by_every_wait(tmp_path: pathlib.Path) -> None:
+    for said in run_ranks(ask_again, 2, str(tmp_path / "model.pt")):
+        assert len(said) == 3
+        assert all("No space left on device" in text for text in said)

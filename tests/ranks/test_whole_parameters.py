@@ -155,6 +155,10 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 
 
+if not hasattr(torch.optim, "Muon"):  # torch 2.8 has none
+    del OPTIMIZERS["Muon"]
+
+
 def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         for extra in (False, True) if bmt.world_size() < 3 else (True,):

@@ -94,6 +94,17 @@ def test_resume(schedule: type[WarmupLRScheduler]) -> None:
     assert resumed.state_dict() == saved.state_dict()
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_state_that_is_refused_changes_nothing(schedule: type[WarmupLRScheduler]) -> None:
+    target = optimizer()
+    scheduler = schedule(target, S, W, E, 3)
+    before, rates = scheduler.state_dict(), [group["lr"] for group in target.param_groups]
+    with pytest.raises(ConfigurationError, match="warmup_iter"):
+        scheduler.load_state_dict({**before, "start_lr": 2 * S, "warmup_iter": -1})
+    assert scheduler.state_dict() == before
+    assert [group["lr"] for group in target.param_groups] == rates
+
+
 def test_gamma_is_saved_and_may_be_absent() -> None:
     saved = Exponential(optimizer(), S, W, E, gamma=0.5)
     resumed = Exponential(optimizer(), S, W, E, gamma=0.9)

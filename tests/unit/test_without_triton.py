@@ -39,4 +39,6 @@ def test_training_on_a_cpu() -> None:
         text=True,
         check=False,
     )
-    assert done.stdout == "trained\n", done.stderr[-2000:]
+    # torch 2.8 to 2.10 print what Gloo connects to
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert said == ["trained"], done.stderr[-2000:]

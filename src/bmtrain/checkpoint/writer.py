@@ -29,6 +29,7 @@ class Writing:
         self.path = path
         self._axis, self._step = axis, step
         self._error: BaseException | None = None
+        self._failure: str | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -59,13 +60,15 @@ class Writing:
 
         Raises:
             CheckpointError: on every rank, if it could not be written; the previous file is intact.
-                Raised once: a later call returns.
+                Raised by every call.
         """
         if self._thread is not None:
             self._thread.join()
+        # The text alone is kept: the error's traceback would pin the tensors that were written.
         error, self._error = self._error, None
-        text = None if error is None else _explain(self.path, error)
-        agree(text, self._axis, error)
+        if error is not None:
+            self._failure = _explain(self.path, error)
+        agree(self._failure, self._axis, error)
 
     def _run_and_tell(self) -> None:
         self.run()

@@ -99,7 +99,7 @@ class LinearCrossEntropyRows(torch.autograd.Function):
         """Hidden states, weight and optionally bias."""
         ctx.wanted = [tensor.requires_grad for tensor in head]
         ctx.label_smoothing = targets.label_smoothing
-        ctx.save_for_backward(*targets[:3], *head)
+        ctx.save_for_backward(targets.target, targets.valid, targets.class_weight, *head)
         return linear_cross_entropy(list(head), *targets)
 
     @staticmethod

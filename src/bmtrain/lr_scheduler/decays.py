@@ -114,10 +114,9 @@ class Exponential(WarmupLRScheduler):
         """The base's state and `gamma`."""
         return {**super().state_dict(), "gamma": self.gamma}
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Load the base's state and `gamma`, which states of BMTrain lack: it is then kept."""
-        self.gamma = state_dict.get("gamma", self.gamma)
-        super().load_state_dict(state_dict)
+    def _keys(self) -> tuple[str, ...]:
+        """`gamma` too, which states of BMTrain lack: it is then kept."""
+        return (*super()._keys(), "gamma")
 
     def _check(self) -> None:
         super()._check()

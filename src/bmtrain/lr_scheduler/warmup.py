@@ -93,7 +93,8 @@ class WarmupLRScheduler(abc.ABC):
         """Load a complete saved schedule and write its learning rate to the optimizer.
 
         Raises:
-            ConfigurationError: for a missing key, or a value that the constructor would refuse.
+            ConfigurationError: for a missing key, or a value that the constructor would refuse. The
+                schedule is then as it was.
         """
         missing = [
             key
@@ -106,12 +107,18 @@ class WarmupLRScheduler(abc.ABC):
                 f"{sorted(state_dict)}, expected also {missing}; "
                 "pass what state_dict() of a learning-rate scheduler returned."
             )
-        self.start_lr = state_dict["start_lr"]
-        self.warmup_iter = state_dict["warmup_iter"]
-        self.end_iter = state_dict["end_iter"]
-        self.num_iter = state_dict["num_iter"]
-        self._check()
+        before = dict(vars(self))
+        vars(self).update({key: state_dict[key] for key in self._keys() if key in state_dict})
+        try:
+            self._check()
+        except ConfigurationError:
+            vars(self).update(before)
+            raise
         self.step(self.num_iter)
+
+    def _keys(self) -> tuple[str, ...]:
+        """Attributes that a state may have."""
+        return ("start_lr", "warmup_iter", "end_iter", "num_iter")
 
     def _check(self) -> None:
         """Check the arguments; decays with further conditions override this."""

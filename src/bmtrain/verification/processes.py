@@ -137,7 +137,7 @@ def _received(member: tuple[SpawnProcess, connection.Connection]) -> Outcome:
     process, pipe = member
     try:
         outcome = pickle.loads(pipe.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # it died before it sent, or while it did
         process.join(GRACE_S)
         return Outcome(
             failure=f"the process ended with exit code {process.exitcode}", when=time.monotonic()
