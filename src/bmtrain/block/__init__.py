@@ -1,1 +1,1 @@
-"""Modules that are gathered together: blocks, lists of blocks, and the wrapper of whole models."""
+"""Blocks, lists of blocks and the wrapper of whole models: modules gathered as a unit."""

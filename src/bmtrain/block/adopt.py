@@ -1,6 +1,4 @@
-"""Taking the parameters of a module into storages: what goes where, and where the module finds
-it.
-"""
+"""Moves the parameters of a module into storages and rebinds the module to them."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from bmtrain.shard.storage import ShardPolicy, Storage
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A parameter of a module: the dict that holds it, its name there and its full name in the
-    block.
-    """
+    """Where a module holds a parameter: the module, the name there and the path in the block."""
 
     module: torch.nn.Module
     name: str
@@ -39,8 +35,11 @@ class Place:
 
 
 class Converted:
-    """Ordinary parameters that were replaced by distributed ones, so that ties between modules
-    survive. One per run.
+    """Map from replaced parameters to the distributed ones, so that ties survive. One per run.
+
+    Tied parameters can be adopted at different times, by different modules. Both sides are weak
+    references: the map extends no lifetime, and the check of identity in `find` keeps a reused `id`
+    from matching.
     """
 
     def __init__(self, world: World) -> None:
@@ -50,7 +49,7 @@ class Converted:
         ] = {}
 
     def remember(self, old: torch.nn.Parameter, new: DistributedParameter) -> None:
-        """`old` lives on as `new`."""
+        """Record that `new` replaces `old`."""
         key = id(old)
         self._found[key] = (
             weakref.ref(old, lambda _: self._found.pop(key, None) and None),
@@ -58,7 +57,7 @@ class Converted:
         )
 
     def find(self, old: torch.nn.Parameter) -> DistributedParameter | None:
-        """The distributed parameter that replaced `old`, if one did."""
+        """The distributed parameter that replaced `old`, or None."""
         old_reference, new_reference = self._found.get(id(old), (None, None))
         if old_reference is None or new_reference is None or old_reference() is not old:
             return None
@@ -66,9 +65,7 @@ class Converted:
 
 
 def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]:
-    """Every parameter slot of the modules, tied ones at each of their places; not those that every
-    rank keeps whole.
-    """
+    """All places in `modules` of parameters to shard; a tied parameter has several places."""
     for path, module in modules:
         for name, param in module._parameters.items():
             if param is not None and not stays_whole(param):
@@ -76,9 +73,7 @@ def places_of(modules: Sequence[tuple[str, torch.nn.Module]]) -> Iterator[Place]
 
 
 def stays_whole(param: torch.nn.Parameter) -> bool:
-    """Whether every rank keeps all of a parameter, as of a buffer: frozen ones that are no plain
-    floating point tensors.
-    """
+    """Whether every rank keeps a full replica: frozen, and not a plain floating-point tensor."""
     if isinstance(param, DistributedParameter) or param.requires_grad:
         return False
     return not param.dtype.is_floating_point or type(param.detach()) is not torch.Tensor
@@ -86,7 +81,7 @@ def stays_whole(param: torch.nn.Parameter) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _GroupKey:
-    """What parameters of one storage have in common."""
+    """What all parameters of one storage have in common."""
 
     dtype: torch.dtype
     trainable: bool
@@ -96,8 +91,8 @@ class _GroupKey:
 def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) -> None:
     """Move the parameters at `places` into storages, one per dtype, trainability and placement.
 
-    Parameters that another block owns stay with it: both blocks gather that storage. Parameters
-    frozen from the start get a storage of their own, whose gradient is never reduced.
+    A parameter that another block already owns stays in its storage: both blocks gather it.
+    Parameters frozen from the start get a storage of their own, whose gradient is never reduced.
     """
     for place in places:
         known = (
@@ -121,11 +116,10 @@ def adopt(places: Sequence[Place], policy: ShardPolicy, converted: Converted) ->
 
 
 def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> None:
-    """Leave the parameters at `places`, distributed already, on the ranks of one pipeline stage
-    only. Collective.
+    """Keep the distributed parameters at `places` on one pipeline stage only. Collective.
 
     Raises:
-        ParameterError: for parameters that something else than these places shares.
+        ParameterError: for parameters that are also used outside of `places`.
     """
     members = {place.value: place.path for place in places}
     for storage in storages_at(places):
@@ -157,7 +151,8 @@ def move_to_stage(places: Sequence[Place], stage: int, policy: ShardPolicy) -> N
             new.fill(index, views[index])
             if isinstance(param, DistributedParameter):
                 param.move_to(new, index)
-        # A slot whose parameter the program has dropped stays without one.
+        # The program may have dropped a parameter. Its slot gets a new one, because `attach`
+        # expects one parameter per slot.
         new.attach(
             [
                 DistributedParameter.at(new, index, False) if param is None else param
@@ -173,8 +168,10 @@ def _build(
     converted: Converted,
     places: Sequence[Place],
 ) -> None:
-    """One storage for `members`; each value is dropped from its old place before the next is copied
-    where it can be.
+    """Build one storage for `members`.
+
+    Fills slot by slot and frees each old value before the next copy where possible, so that the
+    peak is one storage and one parameter, not two copies of everything.
     """
     shapes = [(path, full_shape(param)) for param, path in members.items()]
     splits = [
@@ -213,9 +210,7 @@ def _build(
 def replace(
     old: torch.nn.Parameter, new: DistributedParameter, converted: Converted
 ) -> DistributedParameter:
-    """What stands for `old`, an ordinary parameter, from now on: the same object where that can
-    be.
-    """
+    """Replace the ordinary parameter `old`; returns `old` itself where it can become the new."""
     if old.is_meta:
         new.mark_unset()
     used = new.take_the_place_of(old)
@@ -226,7 +221,7 @@ def replace(
 
 
 def storages_at(places: Sequence[Place]) -> list[Storage]:
-    """The storages that the parameters at `places` live in, in order of first appearance."""
+    """The storages of the parameters at `places`, in order of first appearance."""
     found: dict[Storage, None] = {}
     for place in places:
         param = place.module._parameters[place.name]
@@ -236,10 +231,10 @@ def storages_at(places: Sequence[Place]) -> list[Storage]:
 
 
 def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
-    """Buffers of `module` itself, and parameters that every rank keeps whole, follow the rank's
-    device.
+    """Move `module`'s own buffers and replicated parameters to the rank's device.
 
-    A buffer on meta becomes NaN there, to be seen if nothing fills it.
+    A floating-point buffer on meta becomes NaN there, so that results show it if nothing fills it;
+    an integer buffer becomes 0.
     """
     for param in module._parameters.values():
         if (
@@ -262,8 +257,9 @@ def move_buffers(module: torch.nn.Module, device: torch.device) -> None:
 
 
 def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -> None:
-    """The persistent buffers of `modules` become those of the rank at place `source`, None and new
-    ones included. Collective.
+    """Broadcast the persistent buffers of `modules` from the rank at index `source`. Collective.
+
+    Includes buffers that are None there and buffers that only exist there.
     """
     own = [
         {
@@ -290,10 +286,10 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
                 module._buffers[name] = (
                     value if value is None or buffer is None else value.to(buffer.device)
                 )
-            else:  # in place: several modules may have the same one
+            else:  # in place: modules may share the buffer
                 buffer.copy_(value)
 
 
 def full_shape(param: torch.nn.Parameter) -> torch.Size:
-    """The shape of the whole tensor."""
+    """The shape of the full tensor."""
     return param._original_shape if isinstance(param, DistributedParameter) else param.shape

@@ -1,4 +1,4 @@
-"""Full tensors in the place of a module's slices while something computes with them."""
+"""Swaps gathered full tensors in for a module's sharded parameters while code computes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from bmtrain.shard.unshard import Use
 from bmtrain.torch_internals import no_torch_function, renew_weights, version_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
-# runs of a module whose parameters are compared with what they were, which reads all of them twice
+# The first runs of a module, in which checksums of its parameters detect writes around torch. Each
+# check reads all parameters twice.
 _NUM_LOOKS = 2
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Row(NamedTuple):
-    """A place and the distributed parameter that rests there."""
+    """A place and the distributed parameter that is stored there between calls."""
 
     place: Place
     param: DistributedParameter
 
 
 class ParameterTable(tuple[Row, ...]):
-    """All parameters of some modules by place, and what follows from them for as long as the
-    modules stay as they are.
+    """All parameters of some modules by place, and facts derived from them.
+
+    Valid until the modules change: see `are_current`.
 
     Attributes:
         modules: with their paths.
-        storages: where the parameters live, in order of first appearance.
-        positions: of each parameter among the slots of all storages.
-        are_copies: whether gathered tensors are; on one rank they are the parameters themselves.
+        storages: the storages of the parameters, in order of first appearance.
+        positions: index of each parameter among the slots of all storages.
+        are_copies: whether gathered tensors are copies; on one rank they alias the parameters.
     """
 
     def __new__(cls, modules: Sequence[tuple[str, torch.nn.Module]]) -> ParameterTable:
@@ -68,9 +70,7 @@ class ParameterTable(tuple[Row, ...]):
         self._num_registered = self._count_storages()
 
     def are_current(self) -> bool:
-        """Whether the modules have the children and the parameters that they had, and these live
-        where they lived.
-        """
+        """Whether the modules still have the same children and parameters, in the same storages."""
         return (
             self._num_registered == self._count_storages()
             and list(map(len, self._dicts)) == self._lengths
@@ -88,26 +88,26 @@ class ParameterTable(tuple[Row, ...]):
 
 
 class Bound(torch.Tensor):
-    """A tensor in the place of a parameter, as the code of a module sees it: isinstance(x,
-    torch.nn.Parameter) is true of it.
-    """
+    """A full tensor in the place of a parameter: isinstance(x, torch.nn.Parameter) is true."""
 
     __torch_function__: Any = no_torch_function
-    _is_param = True  # asked by torch.nn.Parameter
+    _is_param = True  # read by isinstance(x, torch.nn.Parameter)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a file it is an ordinary tensor."""
+        """Pickles as an ordinary tensor."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
 class BoundCopy(Bound):
-    """A gathered copy. Torch counts what is written into its `.data`: nobody would learn of a write
-    into an ordinary tensor's.
+    """A gathered copy, which the next release discards.
+
+    `.data` shares the version counter of the tensor. The native `.data` has a counter of its own,
+    so a write through it would be lost in silence.
     """
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, without a graph."""
+        """The values, detached, with this tensor's version counter."""
         return self.detach()
 
     @data.setter
@@ -116,31 +116,30 @@ class BoundCopy(Bound):
 
 
 class Binding:
-    """The parameters of a module and the plain modules below it, which may come and go between
-    calls.
+    """Binds tensors to the parameters of a module and the plain modules below it.
 
-    While a call runs, and while backward passes through one, full tensors stand where the slices
-    rest.
+    Between calls the modules hold their sharded parameters. During a call, and while backward
+    passes through one, they hold full tensors. Modules may be added and removed between calls.
 
     Args:
-        modules: called for the modules with their paths, first the one at the top.
+        modules: returns the modules with their paths, the root first.
     """
 
     def __init__(self, modules: Callable[[], Sequence[tuple[str, torch.nn.Module]]]) -> None:
         self._modules = modules
         self._resting: ParameterTable | None = None
-        self._replaced: ParameterTable | None = None  # what rests where full tensors stand now
-        # those that stand there between calls, during backward
+        self._replaced: ParameterTable | None = None  # set while full tensors are bound
+        # Full tensors that stay bound between calls, during backward. See `lend`.
         self._lent: list[torch.Tensor] | None = None
         self._num_runs = 0
         self.is_running = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy gets: it finds its own table."""
+        """State for a copy, which must build its own table: this one is of other modules."""
         return {**self.__dict__, "_resting": None}
 
     def table(self) -> ParameterTable:
-        """All parameters by place, whatever stands there now.
+        """All parameters by place, whatever is bound there now.
 
         Raises:
             ParameterError: for a parameter that is not sharded.
@@ -155,11 +154,13 @@ class Binding:
     def running(
         self, table: ParameterTable, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool
     ) -> Iterator[None]:
-        """The module computes inside, on `views` of `use` in place of `slices`, by its own code or
-        `is_compiled`.
+        """Bind `views` of `use` to the modules while the body runs.
+
+        Args:
+            is_compiled: whether compiled code computes. It gets plain tensors, no `Bound`.
 
         Raises:
-            ParameterError: when it has given a parameter a new value.
+            ParameterError: if the body rebinds or writes a parameter.
         """
         outer, lent = self.is_running, self._lent
         standing = [home[name] for home, name in table.homes]
@@ -180,12 +181,14 @@ class Binding:
                 if home.get(name) is not view or view.data_ptr() != address:
                     raise _lost_value(place.path)
             self._refuse_written(table, bound, versions, sums)
-        # autograd says that a view was changed, where it is used next
+        # Autograd reports an in-place write at the next use of the view, which may be in the body.
         except RuntimeError as error:
             self._refuse_written(table, bound, versions, None, error)
             raise
         finally:
             self.is_running = outer
+            # A surrounding call, or a loan still open, expects its own tensors back: sharded
+            # parameters here would break what it computes next.
             if outer or (lent is not None and lent is self._lent):
                 self._put(table, standing)
             else:
@@ -199,9 +202,10 @@ class Binding:
         sums: Sequence[torch.Tensor] | None,
         cause: Exception | None = None,
     ) -> None:
-        """ParameterError if the module has written into a gathered parameter.
+        """Raise ParameterError if the module has written into a gathered parameter.
 
-        What goes around torch (numpy) has no version.
+        Writes that bypass torch, such as numpy's, leave the version counter alone: only `sums` show
+        them.
         """
         now = list(map(version_of, bound))
         if sums is None and now == versions:
@@ -217,9 +221,7 @@ class Binding:
                 raise _lost_value(place.path) from cause
 
     def _is_looking(self, table: ParameterTable, bound: Sequence[torch.Tensor]) -> bool:
-        """Whether this run is one whose parameters are looked at: it takes time, and a GPU is
-        waited for.
-        """
+        """Whether to compare checksums in this run: only in the first, as it synchronises."""
         self._num_runs += 1
         if not table.are_copies or self._num_runs > _NUM_LOOKS:
             return False
@@ -228,15 +230,16 @@ class Binding:
     def lend(
         self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
-        """Modules find `tensors` of `use` between calls too, until the function that this returns
-        is called.
+        """Bind `tensors` of `use` outside of calls too, until the returned function is called.
+
+        For hooks and checkpoints inside the module, whose Python code runs during backward.
         """
         lent = use.select(tensors, table.storages, table.positions)
         self._replaced, self._lent = table, lent
         self._put(table, lent)
 
         def give_back() -> None:
-            if self._lent is lent:  # no later call of the module has lent its own
+            if self._lent is lent:  # else a later loan is bound, and this must not end it
                 self._lent = None
                 if not self.is_running:
                     self._put_to_rest(table)
@@ -246,7 +249,8 @@ class Binding:
     def _put(self, table: ParameterTable, values: Sequence[torch.Tensor | None]) -> None:
         for (home, name), value in zip(table.homes, values, strict=True):
             home[name] = value  # type: ignore[assignment]
-        # torch's recurrent modules read their weights from a list of their own
+        # Recurrent modules keep their own list of weights and pass that to the kernel: without an
+        # update they would compute with the previous ones.
         for rnn in table.rnns:
             renew_weights(rnn)
 
@@ -276,9 +280,7 @@ def _sharded(place: Place) -> DistributedParameter:
 
 
 def _sums(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Of the bits of each row, alike on all ranks: they tell whether a view was written, whoever
-    owns the slice.
-    """
+    """Integer sum of the bits of each row: the same on all ranks, so all see a write or none."""
     return [view.detach().view(_WHOLE_NUMBERS[view.itemsize]).sum(-1) for view in views]
 
 

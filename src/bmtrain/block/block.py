@@ -46,8 +46,8 @@ from bmtrain.shard.unshard import Use, refuse_transforms
 from bmtrain.torch_internals import in_backward, next_node_number
 
 MODES = ("BLOCK", "PIPE")
-# Registered on either the block or the inner module, they work for both: saving and loading go
-# through the block.
+# State dict hooks. Block and inner module share these dicts: saving and loading go through the
+# block, and hooks may be registered on either.
 _STATE_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
@@ -62,21 +62,20 @@ class Block(DistributedModule):
     Args:
         module: any module; its parameters may be plain (on the CPU, on meta or on the rank's
             device) or distributed. It is changed in place: its parameters become this rank's
-            slices.
+            shards.
         use_checkpoint: True recomputes the forward pass during backward instead of keeping
             activations, False keeps them, a Level says what is kept, "auto" recomputes what does
-            not fit (see recompute/planner.py); dropout replays exactly.
+            not fit (see recompute/planner.py). Dropout replays exactly.
         zero_level: 3 releases full parameters after forward and gathers them again for backward, 2
             keeps them in between; None takes the default given to `init_distributed`.
         mode: "BLOCK" (or "PIPE", the same here), accepted from BMTrain programs.
         reduce_dtype: dtype in which gradients are summed over ranks; None takes the default.
         accumulate_dtype: dtype in which gradients of micro-batches add up; None takes the default.
-        compile: whether passes that lead to a backward pass run by compiled code where that is one
+        compile: whether calls with gradients run compiled code where the module compiles as one
             graph; None takes the default.
-        fp8: whether linear maps are computed in eight bits (see compile/fp8.py); None takes the
-            default.
+        fp8: whether linear layers compute in fp8 (see compile/fp8.py); None takes the default.
 
-    Names in the state dict, parameters, buffers and attributes are those of the inner module.
+    The state dict, parameters, buffers and attributes have the names of the inner module.
 
     Raises:
         NotInitializedError: before `init_distributed`.
@@ -116,8 +115,8 @@ class Block(DistributedModule):
             accumulate_dtype=accumulate_dtype or defaults.accumulate_dtype,
         )
         inner = module._module if isinstance(module, Block) else module
-        # A list hides the module from nn.Module, which would prefix its names; sharing its dicts
-        # shows its children as ours.
+        # A list hides the module from nn.Module, which would prefix its names. Sharing its dicts
+        # exposes its parameters, buffers and children under their own names.
         self._hidden = [inner]
         open_slots(inner)
         self._parameters, self._buffers, self._modules = (
@@ -128,7 +127,7 @@ class Block(DistributedModule):
         self._non_persistent_buffers_set = inner._non_persistent_buffers_set
         for name in _STATE_HOOKS:
             self.__dict__[name] = inner.__dict__[name]
-        del self.__dict__["training"]  # asked of the inner module
+        del self.__dict__["training"]  # read from the inner module
         self.use_checkpoint = use_checkpoint
         self._fp8 = check_fp8(defaults.fp8 if fp8 is None else fp8, context.device)
         if not isinstance(compile, bool | None):
@@ -140,8 +139,8 @@ class Block(DistributedModule):
         self._eager = Eager(call_in_fp8 if self._fp8 else call)
         self._runner: Runner = self._eager
         self._shown: str | None = None
-        self._stage: int | None = None  # of the pipeline; None outside of one
-        self._shared: Use | None = None  # of the calls that are made together
+        self._stage: int | None = None  # pipeline stage; None outside of a pipeline
+        self._shared: Use | None = None  # one use for all calls inside `together`
         self._binding = Binding(functools.partial(_parts_of, inner))
         self.shard()
         context.modules.add(inner)
@@ -152,7 +151,7 @@ class Block(DistributedModule):
         hidden: list[torch.nn.Module] = self._hidden
         return hidden[0]
 
-    _module = _inner  # as BMTrain calls it
+    _module = _inner  # BMTrain's name
 
     @property
     def storages(self) -> Sequence[Storage]:
@@ -160,10 +159,7 @@ class Block(DistributedModule):
         return self._binding.table().storages
 
     def shard(self) -> None:
-        """Shard the parameters that are not yet: those of modules that have been put in since, too.
-
-        Collective.
-        """
+        """Shard the parameters that are not sharded yet, those of new modules too. Collective."""
         context = self._context
         open_slots(self._inner)
         parts = self._parts()
@@ -195,14 +191,12 @@ class Block(DistributedModule):
         return any(isinstance(module, Block) for module in self._inner.modules())
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
-        """The inner module and its plain descendants, by path."""
+        """The inner module and its plain descendants, with their paths."""
         return _parts_of(self._inner)
 
     @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> type:
-        """The inner module's: `isinstance(block, Layer)` is true of a block around a Layer, as
-        `isinstance(block, Block)` is.
-        """
+        """The inner module's class: a block around a Layer is an instance of Block and Layer."""
         return self._inner.__class__
 
     def _get_name(self) -> str:
@@ -232,8 +226,9 @@ class Block(DistributedModule):
             self._inner.__delattr__(name)
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The inner module and its plain descendants; distributed modules among them save and load
-        their own parameters.
+        """The inner module and its plain descendants, with their paths.
+
+        Leaves out distributed modules, which save and load their own parameters.
         """
         yield "", self._inner
         for path, module in self._parts():
@@ -242,14 +237,14 @@ class Block(DistributedModule):
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]  # assignments go through __setattr__
-        """What the inner module returns for its arguments.
+        """Computes what the inner module computes for the same arguments.
 
         A function assigned here becomes the inner module's `forward`.
         """
         return functools.partial(self._forward, self._inner.forward)
 
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._binding.is_running:  # called by a function that has taken the place of `original`
+        if self._binding.is_running:  # a replacement of `forward` calls `original` from inside
             return original(*args, **kwargs)
         refuse_transforms()
         if not has_plain_tensors((*args, *kwargs.values())):
@@ -260,10 +255,11 @@ class Block(DistributedModule):
         if not torch.is_grad_enabled():
             return self._run_at(Level.NOTHING, invocation, args, kwargs)
         level = self._level
-        # what is recomputed for others is no call of a pass
+        # During an outer block's recomputation this call belongs to no pass of the planner.
         if level is None and not in_backward():
             return self._run_as_planned(invocation, args, kwargs)
-        # one gather, also where compiled code is given up in the middle of a call
+        # Hold the buffers if compiled code falls back in the middle of the call: without it the
+        # fallback gathers a second time, and ranks that did not fall back never join: a hang.
         with use.running():
             return self._run_at(level or Level.BLOCK, invocation, args, kwargs)
 
@@ -278,7 +274,7 @@ class Block(DistributedModule):
             kind=self._kind(invocation, tensors),
             shape=tuple([dim for x in tensors for dim in x.shape]),
             num_dims=tensors[0].dim() if tensors else 0,
-            # Measuring would be recorded, on a rank that listens.
+            # A measuring run must not appear in the recording.
             options=None
             if context.recorder.is_listening
             else functools.partial(self._measure, invocation, args, kwargs),
@@ -302,12 +298,12 @@ class Block(DistributedModule):
         kwargs: dict[str, Any],
         levels: Sequence[Level],
     ) -> dict[Level, Option]:
-        """What a call keeps and takes at each level, on the parameters that its use holds."""
+        """The cost of a call at each level, measured on the parameters that its use holds."""
         if self._has_blocks():
             return unmeasured()
         use = invocation.use
-        # `detach` would hide that they share memory: to the compiler such inputs look changed in
-        # place
+        # Views, not detached tensors: `detach` hides that parameters share one buffer, and the
+        # compiler then takes such inputs for mutated.
         with torch.no_grad():
             views = [view.view_as(view) for view in use.views()]
         for view, flag in zip(views, use.trainable, strict=True):
@@ -322,7 +318,7 @@ class Block(DistributedModule):
             return measure(Trials(self._inner, invocation.runner), levels, views, args, kwargs)
 
     def _kind(self, invocation: Invocation, tensors: Sequence[torch.Tensor]) -> object:
-        """What decides how much a call keeps, apart from shapes."""
+        """What determines how much a call keeps, apart from shapes."""
         if self._shown is None:
             self._shown = re.sub(r" at 0x[0-9a-f]+", "", repr(self._inner))
         arguments = [(x.requires_grad, x.is_leaf, x.dtype) for x in tensors]
@@ -351,7 +347,7 @@ class Block(DistributedModule):
         )
         inside = runner.recomputing(level)
         if inside is not None:
-            # said in a warning; from now on recomputed from outside
+            # The runner has warned and recomputes from outside from now on: go on below.
             with contextlib.suppress(SeveralGraphsError):
                 return self._run(
                     Execution(
@@ -380,9 +376,9 @@ class Block(DistributedModule):
         return self._tied(out, views, execution, (args, kwargs), first_node)
 
     def _runner_now(self, arguments: Sequence[Any] = ()) -> Runner:
-        """What computes this call."""
-        # Compiled code cannot show its tensors. Recomputation runs what forward ran, whether
-        # anybody still listens or not.
+        """The runner of this call."""
+        # Recorders cannot see tensors inside compiled code. The choice is made once per call:
+        # recomputation runs what forward ran, even if recording has stopped by then.
         if self._runner is self._eager or self._context.recorder.is_listening:
             return self._eager
         return (
@@ -393,11 +389,10 @@ class Block(DistributedModule):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Calls inside share one gather, and one reduction when the backward passes of all of them
-        are done.
+        """Calls inside share one gather, and one reduction after all their backward passes.
 
-        For the micro-batches of one pass. The gathered parameters must survive from forward to
-        backward (ZeRO-2).
+        For the micro-batches of one pass. The gathered parameters must stay resident from forward
+        to backward (ZeRO-2).
         """
         self._shared = Use(self.storages)
         try:
@@ -407,18 +402,14 @@ class Block(DistributedModule):
             self._shared = None
 
     def move_to_stage(self, stage: int) -> None:
-        """Leave the parameters on the ranks of one pipeline stage, which keep them from forward to
-        backward. Collective.
-        """
+        """Keep the parameters on the ranks of one pipeline stage, as ZeRO-2. Collective."""
         self._stage = stage
         move_to_stage(
             list(places_of(self._parts())), stage, dataclasses.replace(self._policy, zero_level=2)
         )
 
     def settle_buffers(self) -> None:
-        """Buffers have the values of the pipeline stage that runs the block on the ranks of the
-        others too. Collective.
-        """
+        """Copy buffers from the stage that runs the block to the other stages. Collective."""
         if self._stage is not None:
             share_buffers([part for _, part in self._parts()], self._stage, self._context.mesh.pipe)
 
@@ -434,8 +425,13 @@ class Block(DistributedModule):
         kwargs: dict[str, Any],
         apart: bool = False,
     ) -> tuple[Any, list[torch.Tensor]]:
-        """Run the module on gathered parameters, leaves `apart` or tied to the graph; its output,
-        and those.
+        """Run the module on gathered parameters.
+
+        Args:
+            apart: give the module leaves outside of the graph, for a recomputation that takes their
+                gradients itself.
+
+        Returns the output and the gathered parameters.
         """
         invocation, use = execution.invocation, execution.invocation.use
         again = (
@@ -456,9 +452,7 @@ class Block(DistributedModule):
     def _saving(
         self, use: Use, *, packs: bool, moved: Sequence[torch.Tensor]
     ) -> contextlib.AbstractContextManager[object]:
-        """Hooks for what autograd saves inside: parameters are found again by place if it `packs`,
-        and `moved` is on the host.
-        """
+        """Hooks for saved tensors: pack views of parameters if `packs`, offload `moved`."""
         hooks = use.packing() if packs else contextlib.nullcontext()
         return self._context.pinned.saving(moved, hooks) if moved else hooks
 
@@ -470,8 +464,11 @@ class Block(DistributedModule):
         arguments: Any,
         first_node: int,
     ) -> Any:
-        """The output of a call, from where backward comes to its parameters, and lends them to the
-        module before it goes on.
+        """Connect the output of a call to the graph.
+
+        On several ranks, backward from any output then reaches this call's gathers and reduction,
+        as it does on the other ranks: a rank that skipped them would hang the others. Before
+        backward enters the call, its full parameters are lent to the module.
         """
         if not torch.is_grad_enabled():
             return out
@@ -489,22 +486,23 @@ class Block(DistributedModule):
     def _lend(
         self, table: ParameterTable, use: Use, tensors: Sequence[torch.Tensor]
     ) -> Callable[[], None]:
-        """Modules find `tensors` in backward, and compute with them as they did in forward."""
+        """Bind `tensors` to the modules for backward, marked for fp8 as in forward."""
         return self._binding.lend(table, use, marked(tensors) if self._fp8 else tensors)
 
     def compile(self, **options: Any) -> None:
-        """Compile the inner module with torch.compile's arguments; blocks of equal shape share the
-        compiled code.
+        """Compile the inner module with torch.compile's arguments.
+
+        Blocks of equal structure share the compiled code.
         """
         self._runner = CompiledModule(self._structure(), options)
 
     def train(self, mode: bool = True) -> Block:
-        """Set the mode of the inner module, whose method may do more than set a flag."""
+        """Set the mode through the inner module, whose `train` may be overridden."""
         self._inner.train(mode)
         return self
 
     def extra_repr(self) -> str:
-        """The inner class."""
+        """The inner class and the checkpoint setting."""
         return f"{type(self._inner).__name__}, use_checkpoint={self.use_checkpoint}"
 
 

@@ -14,11 +14,10 @@ from bmtrain.shard.unshard import Use
 
 @dataclasses.dataclass(frozen=True)
 class Invocation:
-    """What a call runs with: the slices that full tensors replace, who gathers those, and what
-    computes with them.
+    """What a call runs with: the sharded parameters, the use that gathers them, and the runner.
 
-    Not its arguments: this lives until the graph of the call is gone, and would keep inputs alive
-    that are recomputed or sent to the host.
+    Holds no arguments: it lives as long as the graph of the call, and would keep inputs resident
+    that are recomputed or offloaded to the host.
     """
 
     table: ParameterTable
@@ -31,8 +30,8 @@ class Execution:
     """How a call runs.
 
     packs: whether autograd saves tensors of this run until backward. lends: whether Python code of
-    the module may run in backward, hooks and recomputation inside it, and need full parameters.
-    moved: tensors that are saved on the host.
+    the module, such as hooks or inner recomputation, may run in backward and need full parameters.
+    moved: tensors that are saved in host memory.
     """
 
     invocation: Invocation

@@ -1,4 +1,4 @@
-"""What the blocks of a run share, handed to each when it is made."""
+"""What the blocks of a run share; each block gets it in its constructor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bmtrain.shard.recording import Recorder
 
 
 class Context:
-    """One per run, reached by `world.service(Context)`.
+    """Services of the run that blocks need. One per run, from `world.service(Context)`.
 
     Attributes:
         modules: the inner modules of all blocks, whose training mode decides what a call computes.
@@ -40,9 +40,9 @@ class Context:
 
     @property
     def pinned(self) -> Host:
-        """Where inputs of blocks wait on the host; made when the first is sent there."""
+        """Host memory for inputs of blocks; created on first use, because it makes streams."""
         return self._world.service(Host)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
-        """A copy of a block belongs to the same run."""
+        """Returns itself: a copy of a block belongs to the same run."""
         return self

@@ -1,4 +1,4 @@
-"""Classes for modules that are sharded where they are: what each was, and a DistributedModule."""
+"""Subclasses for modules sharded in place: of the original class and of DistributedModule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MERGE = (
     "model.save_pretrained(folder), then load them with "
     "PeftModel.from_pretrained(base_model, folder) and merge there"
 )
-# Methods that write to whole weights, and what to do instead.
+# Methods that write to full weights, and what to do instead.
 _WRITING = {
     "merge_adapter": _MERGE,
     "unmerge_adapter": _MERGE,
@@ -32,17 +32,16 @@ _WRITING = {
 
 
 def become_distributed(module: torch.nn.Module) -> None:
-    """Change the class of `module` into one that gathers parameters when they are read.
+    """Change the class of `module` to one that gathers parameters when they are read.
 
-    The object stays the same one: functions that replaced a `forward`, hooks and lists that the
-    program keeps all go on working.
+    The object stays the same, so a replaced `forward`, hooks and references to it still work.
     """
     kind: Any = type(module)
     object.__setattr__(module, "__class__", _distributed(kind))
 
 
 def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
-    """Whether the module has methods that must know of its being sharded."""
+    """Whether the module has methods that need to know that it is sharded."""
     return bool(_methods_of_whole_models(type(module)))
 
 
@@ -51,8 +50,8 @@ def _distributed(kind: Any) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__doc__"] = kind.__doc__
         namespace["__module__"] = kind.__module__
-        # Others look up classes and their names: a sharded module says it is what it was. Python
-        # itself asks type().
+        # Programs look up `module.__class__` and its name: report the original class. Python itself
+        # uses type().
         namespace["__class__"] = property(lambda _: kind, _refuse_class)
         namespace["compile"] = _refuse_to_compile
         namespace.update(_methods_of_whole_models(kind))
@@ -61,9 +60,7 @@ def _distributed(kind: Any) -> Any:
 
 
 def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
-    """Methods of transformers' and peft's models: told of the ranks by the arguments that they have
-    for it, or refused.
-    """
+    """Methods of transformers' and peft's models that are adapted to several ranks, or refused."""
     told = {
         "save_pretrained": ("is_main_process", _saving),
         "generate": ("synced_gpus", _generating),
@@ -80,9 +77,7 @@ def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
 
 
 def _refusing(name: str, remedy: str) -> Method:
-    """In place of what writes to whole weights: they are gathered copies, and what is written to
-    them is lost.
-    """
+    """A method that raises: the original would write to gathered copies, and the write be lost."""
 
     def refuse(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         raise ParameterError(f"{name} cannot change the weights of a sharded model: {remedy}.")
@@ -91,7 +86,7 @@ def _refusing(name: str, remedy: str) -> Method:
 
 
 def _refuse_class(self: torch.nn.Module, kind: type) -> None:
-    """In place of changing the class once more, as torch's `fully_shard` does."""
+    """Setter of `__class__`: refuses a second class change, as torch's `fully_shard` makes it."""
     raise ParameterError(
         f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it "
         "as it is, or start anew."
@@ -99,9 +94,7 @@ def _refuse_class(self: torch.nn.Module, kind: type) -> None:
 
 
 def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-    """In place of `nn.Module.compile`: tracing a whole model would take this rank's slices for
-    whole weights.
-    """
+    """Replaces `nn.Module.compile`: tracing the whole model would bake in this rank's slices."""
     raise ParameterError(
         "a sharded model is not compiled as a whole: its blocks are, by "
         "bmtrain.init_distributed(compile=True), by "
@@ -110,7 +103,7 @@ def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None
 
 
 def _saving(method: Method) -> Method:
-    """Every rank takes part in gathering, rank 0 writes; what fails on one rank raises on all."""
+    """Every rank joins the gathers and rank 0 writes; a failure on one rank raises on all."""
 
     @functools.wraps(method)
     def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +131,10 @@ def _saving(method: Method) -> Method:
 
 
 def _generating(method: Method) -> Method:
-    """Ranks whose sequences are complete go on computing while others are not: gathering takes all
-    of them.
+    """Default `synced_gpus` to True on several ranks.
+
+    Ranks whose sequences have finished go on running the model until all have: else the gathers of
+    the other ranks would hang.
     """
 
     @functools.wraps(method)

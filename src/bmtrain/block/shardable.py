@@ -1,4 +1,4 @@
-"""What parameters can be sharded. Asked before anything is changed."""
+"""Checks that parameters can be sharded, before anything is changed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from bmtrain.shard.parameter import DistributedParameter
 
 
 def check_shardable(named: Iterable[tuple[str, torch.nn.Parameter]], engine: Engine) -> None:
-    """ParameterError for the first parameter that cannot be sharded, and for two that share memory
-    without being one object.
+    """Raise ParameterError for the first parameter that cannot be sharded.
+
+    Two parameters that share memory without being one object cannot be sharded either.
 
     Args:
-        named: with their paths; a tied parameter may come once or at each of its places. Sharded
-            ones may be among them.
+        named: parameters with their paths; a tied parameter may come once or at each of its places.
+            Sharded ones are skipped.
     """
     ordinary = {param: path for path, param in named if not isinstance(param, DistributedParameter)}
     for param, path in ordinary.items():
@@ -56,7 +57,7 @@ def _check_kind(path: str, param: torch.nn.Parameter) -> None:
 
 
 def _check_memory(params: dict[torch.nn.Parameter, str]) -> None:
-    """Each would get memory of its own, and what is one in one process would part."""
+    """Refuse overlapping parameters: each would get memory of its own, and the tie would break."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     for param, path in params.items():
         if param.is_meta or param.numel() == 0:

@@ -15,7 +15,7 @@ from bmtrain.shard.engine import Engine
 
 
 class BlockList(torch.nn.Module):
-    """A module that holds blocks in order, by number."""
+    """A module that holds blocks in order, named by their index."""
 
     def __init__(self, blocks: Iterable[Block], num_hidden: int) -> None:
         super().__init__()
@@ -34,15 +34,16 @@ class BlockList(torch.nn.Module):
 
 
 class TransformerBlockList(BlockList):
-    """`x = blocks(x, *rest)`: the first `num_hidden` arguments go from block to block, the others
-    to every block.
+    """`x = blocks(x, *rest)`: chains the blocks through the first `num_hidden` arguments.
+
+    Every block gets all other arguments unchanged.
 
     Args:
-        modules: blocks, or plain modules, which are wrapped; a module listed twice shares its
+        modules: blocks or plain modules, which are wrapped; a module listed twice shares its
             weights.
-        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for
+        num_hidden: number of leading arguments that each block replaces by its result (a tensor for
             1, else a tuple).
-        use_checkpoint: of the Blocks that plain modules become.
+        use_checkpoint: for the Blocks made of plain modules.
 
     Raises:
         ConfigurationError: for an empty or wrong `modules`, or a call with too few arguments.
@@ -74,7 +75,7 @@ class TransformerBlockList(BlockList):
         hidden, rest = tuple(args[:count]), args[count:]
         inputs: list[tuple[Any, ...]] = []
         for block in self:
-            if return_hidden_states:  # else nothing here may keep alive what the blocks do not keep
+            if return_hidden_states:  # else the list would keep activations that blocks drop
                 inputs.append(hidden)
             hidden = run_block(block, hidden, rest, kwargs)
         result = hidden
@@ -86,8 +87,10 @@ class TransformerBlockList(BlockList):
 def run_block(
     block: torch.nn.Module, hidden: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """What `block` puts in the place of `hidden`; ConfigurationError for another number of
-    values.
+    """The values that `block` returns for `hidden`, as a tuple.
+
+    Raises:
+        ConfigurationError: if their number differs from that of `hidden`.
     """
     out = block(*hidden, *args, **kwargs)
     following = tuple(out) if isinstance(out, tuple | list) else (out,)
@@ -101,7 +104,7 @@ def run_block(
 def wrap_all(
     modules: Iterable[torch.nn.Module], num_hidden: int, use_checkpoint: bool | str | Level
 ) -> list[Block]:
-    """The modules as Blocks; the same module gives the same Block."""
+    """Wrap the modules as Blocks; a module listed twice gives one Block."""
     if num_hidden < 1:
         raise ConfigurationError(f"num_hidden is {num_hidden}: expected at least 1.")
     wrapped: dict[int, Block] = {}
@@ -123,8 +126,6 @@ def _wrap_once(
 
 
 def plan_gathers(blocks: Iterable[Block]) -> None:
-    """Tell the schedule that these blocks run in this order, so that the first pass is prefetched
-    too.
-    """
+    """Give the schedule the order of these blocks, so that the first pass prefetches too."""
     engine = world.current("TransformerBlockList").service(Engine)
     engine.schedule.plan([storage.residence for block in blocks for storage in block.storages])

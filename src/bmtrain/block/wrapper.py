@@ -1,4 +1,4 @@
-"""BMTrainModelWrapper: any model, sharded."""
+"""BMTrainModelWrapper: shards any model."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = True) -> Module:
     """Shard every parameter of any nn.Module, in place, and return it.
 
-    Members of every nn.ModuleList become Blocks, in order, with the gather of the next overlapping
-    the current; other parameters are gathered when a module reads them. Buffers move to the rank's
+    Members of every nn.ModuleList become Blocks, in order, and the gather of the next overlaps the
+    current one; other parameters are gathered when a module reads them. Buffers move to the rank's
     device. Ties and frozen parameters are kept. All modules keep their identity and pass
-    `isinstance` of their classes. Call it on all ranks, on equal models; call it again when
-    modules have been put in, which shards those and changes nothing else.
+    `isinstance` of their classes. Call it on all ranks, on equal models. Call it again after adding
+    modules: it shards those and changes nothing else.
 
-    `save_pretrained` and `generate` of transformers' and peft's models are then to be called on all
-    ranks too: rank 0 writes, and ranks that are done generating keep pace with the others.
+    From then on call `save_pretrained` and `generate` of transformers' and peft's models on all
+    ranks too: rank 0 writes, and ranks that have finished generating keep joining the gathers of
+    the others.
 
-    Buffers on the meta device that no file has are NaN from now on, of which a warning tells.
+    Non-persistent buffers on the meta device, which no checkpoint contains, become NaN (0 for
+    integers), with a warning.
 
     Args:
-        model: what to shard.
-        use_checkpoint: of the Blocks that are made (see Block).
+        model: the model to shard.
+        use_checkpoint: for the Blocks that are made (see Block).
 
     Raises:
-        ParameterError: for a parameter that cannot be sharded (not floating point, lazy, of a
-            tensor class of its own). Nothing has been changed then.
+        ParameterError: for a parameter that cannot be sharded (not floating point, lazy, or of a
+            tensor subclass). The model is unchanged then.
         RanksPartedError: on all ranks, if names, shapes, dtypes or values of parameters differ
-            between them. Nothing has been changed then. Values are compared by a checksum, of large
+            between them. The model is unchanged then. Values are compared by checksum, for large
             tensors of a sample.
     """
     current = world.current("BMTrainModelWrapper")
@@ -82,17 +84,16 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
     if not isinstance(out, DistributedModule):
         become_distributed(out)
     _name_storages(out)
-    if not isinstance(out, Block):  # which gathers when it is called, whatever its module does
+    if not isinstance(out, Block):  # a Block gathers on every call, whatever its module does
         watch_calls(out)
     return cast(Module, out)
 
 
 def init_parameters(module: torch.nn.Module) -> None:
-    """Give every distributed parameter its first values; the same on any number of ranks.
+    """Give every distributed parameter its initial values, the same on any number of ranks.
 
-    Runs each `init_method` on the full tensor and keeps this rank's slice. A plain module that is
-    not sharded yet is sharded in place (see BMTrainModelWrapper) and initialised by its own
-    `reset_parameters`.
+    Runs each `init_method` on the full tensor and keeps this rank's slice. Shards a plain module
+    first, in place (see BMTrainModelWrapper), and initialises it by its own `reset_parameters`.
 
     Raises:
         ParameterError: for a parameter on the meta device that nothing initialises.
@@ -109,7 +110,7 @@ def init_parameters(module: torch.nn.Module) -> None:
                 "sharded: wrap it first, "
                 "model = bmtrain.BMTrainModelWrapper(model), then call init_parameters(model)."
             )
-        with current.service(Sameness).known():  # all get values of rank 0's random state
+        with current.service(Sameness).known():  # all values will come from rank 0's random state
             _Wrapping(current).wrap_children(module)
         for param in module.parameters():
             if isinstance(param, DistributedParameter):
@@ -118,7 +119,7 @@ def init_parameters(module: torch.nn.Module) -> None:
 
 
 def _name_storages(model: torch.nn.Module) -> None:
-    """Messages call parameters as the model does."""
+    """Label storages with the parameter names of the whole model, for error messages."""
     names: dict[Storage, list[str]] = {}
     for name, param in model.named_parameters():
         if isinstance(param, DistributedParameter):
@@ -129,7 +130,7 @@ def _name_storages(model: torch.nn.Module) -> None:
 
 
 class _Wrapping:
-    """One walk over a model; modules that occur twice are wrapped once."""
+    """One walk over a model. A module that occurs twice is wrapped once."""
 
     def __init__(self, current: World, use_checkpoint: bool | str | Level = True) -> None:
         self._world, self._use_checkpoint = current, use_checkpoint
@@ -137,7 +138,7 @@ class _Wrapping:
         self._done: dict[int, torch.nn.Module] = {}
 
     def wrap(self, module: torch.nn.Module) -> torch.nn.Module:
-        """The sharded module: `module` itself, unless it has to be a Block."""
+        """The sharded module: `module` itself, unless it must become a Block."""
         if id(module) not in self._done:
             out = self._wrap(module)
             self._done[id(module)] = self._done[id(out)] = out
@@ -149,7 +150,8 @@ class _Wrapping:
                 if isinstance(part, Block):
                     part.shard()
             return module
-        # its kernels take a list of weights, which are not looked up by name
+        # A recurrent module passes its own list of weights to the kernels: no attribute is read,
+        # and reading attributes is what gathers parameters outside of blocks.
         if isinstance(module, torch.nn.RNNBase):
             return Block(module, use_checkpoint=False, compile=False)
         self.wrap_children(module)
@@ -162,8 +164,8 @@ class _Wrapping:
         return module
 
     def wrap_children(self, module: torch.nn.Module) -> None:
-        """Wrap everything below `module`."""
-        # A parametrization is a list of functions of one weight, not of layers.
+        """Wrap all descendants of `module`."""
+        # The members of a ParametrizationList are functions of one weight, not layers.
         if isinstance(module, torch.nn.ModuleList) and not isinstance(module, ParametrizationList):
             self._wrap_list(module)
             return
@@ -192,7 +194,7 @@ class _Wrapping:
         return Block(member, use_checkpoint=self._use_checkpoint)
 
     def _shard(self, module: torch.nn.Module) -> None:
-        """Turn the module's own parameters into distributed ones and move its buffers."""
+        """Replace the module's own parameters by distributed ones and move its buffers."""
         for name, param in module._parameters.items():
             if param is None or isinstance(param, DistributedParameter):
                 continue
@@ -211,7 +213,7 @@ class _Wrapping:
 
 
 def _unset_buffers(model: torch.nn.Module) -> list[str]:
-    """Names of buffers that are neither anywhere nor in any file."""
+    """Names of non-persistent buffers on meta: no checkpoint will fill them."""
     return [
         f"{path}.{name}".lstrip(".")
         for path, module in model.named_modules()

@@ -1,1 +1,1 @@
-"""CUDA graphs: passes of a small model that are repeated without Python."""
+"""CUDA graphs: replay of passes of a small model without Python."""

@@ -1,6 +1,4 @@
-"""CUDA graphs: work of a device that is captured once, and then repeated without the host's part in
-it.
-"""
+"""CUDA graphs: device work that is captured once and replayed without the host."""
 
 from __future__ import annotations
 
@@ -18,36 +16,34 @@ from bmtrain.runtime.world import World
 from bmtrain.torch_internals import end_allocation
 
 Repeat = Callable[[], None]
-# By thread: libraries watch their own work from threads of theirs while a graph is captured.
+# Per thread: watchdog threads of libraries query events during a capture, which would invalidate it
+# in the global mode.
 _MODE = "thread_local"
 Contexts = Iterator[contextlib.AbstractContextManager[object]]
 Body = Callable[[Sequence[Contexts]], None]
 
 
 class Graphs(ABC):
-    """Makes graphs. What a graph reads and writes stays where it was when it was captured."""
+    """Captures graphs. A replay uses the memory addresses of the capture: they must stay valid."""
 
     @abstractmethod
     def aside(self) -> contextlib.AbstractContextManager[object]:
-        """The body's work goes where captured work goes, after what came before; what follows comes
-        after it.
-        """
+        """Run the body on the capture stream, ordered with the work before and after it."""
 
     @abstractmethod
     def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
-        """Capture what `body` issues on the current stream and on `streams`, without doing it;
-        returns what does it.
+        """Capture what `body` issues on the current stream and on `streams`, without running it.
 
         `body` gets two contexts for each of `num_twice` parts of its work: what is computed in them
         draws the same random numbers.
 
-        Raises what `body` raises, and RuntimeError for what cannot be captured. Nothing of the
-        capture is left then.
+        Returns the replay. Raises what `body` raises, and RuntimeError for what cannot be captured;
+        the capture is undone then.
         """
 
 
 class CudaGraphs(Graphs):
-    """Graphs of one GPU, all of which use the same memory in turn."""
+    """Graphs of one GPU. They share one memory pool, so a replay overwrites results of others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,17 +53,20 @@ class CudaGraphs(Graphs):
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         before = torch.cuda.current_stream()
+        # Without the wait the body could read arguments before earlier work has written them.
         self._stream.wait_stream(before)
         try:
             with torch.cuda.stream(self._stream):
                 yield
         finally:
+            # Later work reads what the body wrote and may reuse its memory: without the wait it
+            # would race with the capture stream.
             before.wait_stream(self._stream)
 
     def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
         torch.cuda.synchronize(self._device)
         gc.collect()
-        torch.cuda.empty_cache()  # what passes have used so far, and the graph will not
+        torch.cuda.empty_cache()  # memory of eager passes, of no use to the graph's own pool
         graph = torch.cuda.CUDAGraph()
         random = _RandomNumbers(self._device, num_twice)
         with torch.cuda.stream(self._stream):
@@ -94,18 +93,18 @@ class CudaGraphs(Graphs):
     def _abandon(self, graph: torch.cuda.CUDAGraph, streams: Streams) -> None:
         """End a capture that failed.
 
-        One that CUDA itself has given up cannot be ended, and leaves torch waiting for its end.
+        If CUDA has invalidated the capture, `capture_end` fails and leaves torch's allocator in
+        capture mode for the pool: end that by hand.
         """
         _fails(streams.join)
         if _fails(graph.capture_end):
             _fails(lambda: end_allocation(self._device.index, self._pool))
-            # the generator of random numbers counts for the lost capture until another one ends
+            # The device's generator stays registered to the lost capture until another one ends, as
+            # this one does.
             self._open_pool()
 
     def _open_pool(self) -> None:
-        """Memory for graphs, with a graph that keeps it: torch does not let a pool be used again
-        that has lost all its graphs.
-        """
+        """Open a memory pool, with a graph that keeps it: torch refuses a pool without graphs."""
         self._pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             self._keeper.capture_begin(pool=self._pool, capture_error_mode=_MODE)
@@ -114,11 +113,11 @@ class CudaGraphs(Graphs):
 
 
 class _RandomNumbers:
-    """Random numbers of the parts of a graph that are computed twice: each time from a state of
-    their own that starts alike.
+    """Generator states for the parts of a graph that are computed twice, in forward and backward.
 
-    The device's generator takes the numbers of a replay from consecutive places of its sequence.
-    The states begin far behind those, at distances that no run covers.
+    Both times start from equal states, so that both draw the same numbers. A replay advances the
+    device's generator along its sequence. The states start 2**40 apart from it and from each other,
+    further than any run draws.
     """
 
     DISTANCE = 2**40
@@ -131,16 +130,16 @@ class _RandomNumbers:
         ]
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Make the states part of a graph that is about to be captured."""
+        """Register the states with a graph, before its capture."""
         for state in itertools.chain.from_iterable(self._states):
             graph.register_generator_state(state)
 
     def twice(self, number: int) -> list[contextlib.AbstractContextManager[object]]:
-        """The contexts of one part."""
+        """The contexts of part `number`: one for each time it is computed."""
         return [self._drawing_from(state) for state in self._states[number]]
 
     def advance(self) -> None:
-        """Before each replay: the next numbers of the device's sequence, in all states."""
+        """Move all states to fresh random numbers. Call before each replay."""
         if not self._states:
             return
         seed, offset = self._generator.initial_seed(), self._generator.get_offset()
@@ -148,7 +147,8 @@ class _RandomNumbers:
             for state in pair:
                 state.manual_seed(seed)
                 state.set_offset(offset + number * self.DISTANCE)
-        # a replay that draws from these states only draws others next time
+        # A replay that draws from these states only leaves the device's generator alone: without
+        # this step, the next replay would repeat its numbers.
         self._generator.set_offset(offset + 4)
 
     @contextlib.contextmanager
@@ -169,11 +169,10 @@ def _fails(step: Callable[[], object]) -> bool:
 
 
 def make_graphs(world: World) -> Graphs | None:
-    """What makes graphs on this rank's device. None on the CPU, whose work waits for nobody's
-    launches, and for several ranks.
+    """Captures graphs on this rank's device. None on the CPU, and in runs of several ranks.
 
-    Replays with communication in them have been seen to stop on two GPUs, and what stops there
-    stops for good.
+    A CPU has no launch latency to hide. On several ranks, replays that communicate have been seen
+    to deadlock on two GPUs.
     """
     if world.device.type == "cpu":
         return None

@@ -1,6 +1,4 @@
-"""bmtrain.cuda_graph: forward and backward of a small model as one CUDA graph, so that the GPU does
-not wait for Python.
-"""
+"""bmtrain.cuda_graph: forward and backward of a small model as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from bmtrain.shard.engine import Engine
 from bmtrain.torch_internals import TreeSpec, in_backward, tree_flatten, tree_unflatten
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# the first compiles and learns the order of gathers, the second finds everything in place
+# The first compiles and learns the order of gathers; the second runs as all later ones.
 NUM_REHEARSALS = 2
 
 
@@ -40,8 +38,9 @@ def cuda_graph(function: None = None, *, max_graphs: int = 8) -> Callable[[Funct
 
 
 def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 8) -> Any:
-    """`function`, whose device work is captured as a CUDA graph and repeated without Python: for
-    models that are launch-bound.
+    """Capture the device work of `function` as a CUDA graph and replay it without Python.
+
+    For models that are launch-bound.
 
         @bmtrain.cuda_graph
         def forward_and_backward(ids, targets):
@@ -53,23 +52,23 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
         optim_manager.clip_grad_norm(optimizer.param_groups, 1.0); optim_manager.step();
         optim_manager.zero_grad()
 
-    Values, gradients, accumulation into `.grad` and random numbers are as without it. Clipping,
-    `step` and everything else that counts or decides on the host stay outside: Python code of
+    Values, gradients, accumulation into `.grad` and random numbers are the same as without it. Keep
+    clipping, `step` and everything else that counts or decides on the host outside: Python code of
     `function` runs in the first calls only.
 
     Args:
-        function: takes tensors of this rank's device in any containers, and constants; returns
-            tensors in containers. Arguments are copied in, results are copies without graph. What
-            else it reads on the device must stay in its place, as parameters, buffers and gradients
-            do. Ordinary parameters must belong to an optimizer of an OptimManager.
-        max_graphs: how many kinds of calls are captured. Calls differ in kind by shapes, dtypes and
-            constants of the arguments, by training and gradient mode, autocast, by which parameters
-            are trained, and which have a gradient already (accumulation).
+        function: takes tensors on this rank's device in any containers, and constants; returns
+            tensors in containers. Arguments are copied in, results are copies without a graph.
+            Anything else that it reads on the device must keep its address, as parameters, buffers
+            and gradients do. Ordinary parameters must belong to an optimizer of an OptimManager.
+        max_graphs: how many kinds of calls are captured. The kind of a call consists of the shapes,
+            dtypes and constants of the arguments, training and gradient mode, autocast, and which
+            parameters are trained and which have a gradient already (accumulation).
 
-    The first two calls of a kind run as they are. Graphs share one memory pool. What cannot be
-    captured (a value read by the host, tensors on the CPU, too many kinds) is named in one warning,
-    and `function` is called as it is from then on; so it is on the CPU, and in runs of several
-    ranks.
+    The first two calls of a kind run eagerly. All graphs share one memory pool. If something cannot
+    be captured (a value read by the host, tensors on the CPU, too many kinds), one warning names it
+    and `function` runs eagerly from then on. On the CPU and in runs of several ranks it always runs
+    eagerly.
     """
     if type(max_graphs) is not int or max_graphs < 1:
         raise ConfigurationError(
@@ -91,7 +90,7 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
 
 
 class Readiness(enum.IntEnum):
-    """How far a rank is; all do what the one that is least far can do."""
+    """How far a rank is. All ranks act on the lowest level of any."""
 
     NEVER = 0
     EAGER = 1
@@ -100,15 +99,15 @@ class Readiness(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a function is called with: tensors, everything else, and how they are nested."""
+    """The arguments of a call: tensors, everything else, and how they are nested."""
 
     tensors: list[torch.Tensor]
-    constants: tuple[Any, ...]  # with a `_Tensor` in the place of each tensor
+    constants: tuple[Any, ...]  # with a `_Tensor` in place of each tensor
     spec: TreeSpec
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Take a call apart."""
+        """Split up the arguments of a call."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return cls(
@@ -120,18 +119,18 @@ class Arguments:
     def with_tensors(
         self, tensors: Iterable[torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with other tensors."""
+        """The arguments of the call with other tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, _Tensor) else leaf for leaf in self.constants]
         args, kwargs = tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     def kind(self) -> Hashable:
-        """Equal for calls that one graph can serve, as far as arguments go."""
+        """Key of the arguments: equal for calls that one graph can serve."""
         return (str(self.spec), tuple((type(leaf), leaf) for leaf in self.constants))
 
     def obstacle(self, device: torch.device) -> str | None:
-        """Why no graph can take them."""
+        """Why no graph can take these arguments, or None."""
         for tensor in self.tensors:
             what = f"an argument of shape {tuple(tensor.shape)}"
             if tensor.device != device:
@@ -149,7 +148,7 @@ class Arguments:
 
 @dataclasses.dataclass(frozen=True)
 class _Tensor:
-    """What a graph needs to know of a tensor."""
+    """The layout of a tensor, as far as a graph depends on it."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -162,9 +161,7 @@ class _Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A captured pass: what repeats it, the host's part, where its results are, and what must stay
-    alive for it.
-    """
+    """A captured pass: its replay, the host's part, its results, and memory that it needs."""
 
     replay: Repeat
     tape: Capture
@@ -173,7 +170,7 @@ class _Graph:
     kept: Sequence[torch.Tensor]
 
     def run(self) -> Any:
-        """Repeat the pass; copies of its results."""
+        """Replay the pass; returns copies of its results, which the next replay overwrites."""
         for work in self.tape.before:
             work()
         self.replay()
@@ -183,31 +180,31 @@ class _Graph:
 
 
 class _CallKind:
-    """Calls of one kind: the places of their tensors, and what repeats them."""
+    """Calls of one kind: static input tensors, and the graph once it is captured."""
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments, engine: Engine) -> None:
         self._function, self._engine = function, engine
-        # the caller's are the caller's
+        # Drop the caller's tensors: holding them would keep their memory for good.
         self._arguments = dataclasses.replace(arguments, tensors=[])
         with torch.inference_mode(False):
             self._places = [torch.empty_like(tensor) for tensor in arguments.tensors]
         self._num_rehearsals = 0
         self._rehearsal = Rehearsal()
         self._graph: _Graph | None = None
-        self.number = 0  # of the capture, the same on all ranks; 0 before
+        self.number = 0  # of the capture, the same on all ranks; 0 before it
 
     @property
     def level(self) -> Readiness:
         return Readiness.READY if self._num_rehearsals >= NUM_REHEARSALS else Readiness.EAGER
 
     def take(self, arguments: Arguments) -> None:
-        """Copy the tensors of a call to their places."""
+        """Copy the tensors of a call into the static inputs."""
         with torch.no_grad():
             for place, tensor in zip(self._places, arguments.tensors, strict=True):
                 place.copy_(tensor)
 
     def rehearse(self, graphs: Graphs) -> tuple[Any, str | None]:
-        """Run a call as it is; its result, and what keeps it from being captured."""
+        """Run a call eagerly; returns its result, and why it cannot be captured, or None."""
         self._rehearsal = Rehearsal()
         with graphs.aside(), taped(self._engine.host, self._rehearsal):
             leaves, spec = tree_flatten(self._run())
@@ -222,7 +219,7 @@ class _CallKind:
         )
 
     def capture(self, graphs: Graphs) -> str | None:
-        """Make the graph; why not, if that fails."""
+        """Capture the graph; returns why that failed, or None."""
         engine = self._engine
         out: list[Any] = []
         tapes: list[Capture] = []
@@ -240,8 +237,7 @@ class _CallKind:
         try:
             with engine.transport.ledger.paused():
                 replay = graphs.capture(body, engine.transport.streams, self._rehearsal.num_twice)
-        # whatever it is, the function may still run as it is, and then raises it again if it is its
-        # own
+        # The function may still run eagerly, and then raises again if the error is its own.
         except Exception as error:
             return (
                 f"{type(error).__name__}: "
@@ -252,7 +248,7 @@ class _CallKind:
         return None
 
     def replay(self) -> Any:
-        """Repeat a call."""
+        """Replay the graph on the static inputs."""
         if self._graph is None:
             raise RuntimeError("a graph was replayed before it was captured")
         return self._graph.run()
@@ -263,13 +259,14 @@ class _CallKind:
 
 
 class GraphedFunction:
-    """What `cuda_graph` makes of a function."""
+    """The callable that `cuda_graph` returns a wrapper of."""
 
     def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
         self._function, self._max_graphs = function, max_graphs
         self._kinds: dict[Hashable, _CallKind] = {}
         self._num_captures = 0
-        # storages ever made, those that are alive, blocks that are alive
+        # Storages ever made, storages alive, blocks alive. A change may mean that the function runs
+        # other modules, so graphs are discarded.
         self._inventory = (0, 0, 0)
         self._obstacle: str | None = None
         self._gave_up = False
@@ -305,18 +302,18 @@ class GraphedFunction:
         return kind.replay()
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function itself; what it returns is as free of graphs as after a replay."""
+        """Call the function eagerly; results are detached, as those of a replay are."""
         leaves, spec = tree_flatten(self._function(*args, **kwargs))
         return tree_unflatten(
             [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
         )
 
     def _kind(self, arguments: Arguments, current: World) -> _CallKind:
-        """The calls that these arguments, in the present state of the program, belong to."""
+        """The kind of a call with these arguments, in the present state of the program."""
         engine, modules = current.service(Engine), current.service(Context).modules
-        # and so may be what the function runs
+        # Modules were made or dropped: the function may run other ones, on other memory.
         if (engine.num_registered, engine.num_alive, len(modules)) != self._inventory:
-            gc.collect()  # what dies later would make graphs anew once more
+            gc.collect()  # else objects that die later change the count, and discard graphs again
             self._kinds, self._inventory = (
                 {},
                 (engine.num_registered, engine.num_alive, len(modules)),
@@ -327,7 +324,7 @@ class GraphedFunction:
             torch.is_inference_mode_enabled(),
             torch.is_autocast_enabled(device),
             torch.get_autocast_dtype(device),
-            # in an order that stays the same while they are alive
+            # A WeakSet keeps its order while the modules are alive.
             tuple(module.training for module in modules),
             tuple((given, gradient.trainable()) for gradient, given in engine.settle_gradients()),
         )
@@ -366,9 +363,7 @@ class GraphedFunction:
 
 
 def _agree(level: Readiness, number: int, axis: Axis) -> tuple[Readiness, int]:
-    """The lowest level of any rank, and the number of the capture that all ranks have; 0 if they
-    have different ones.
-    """
+    """The lowest level of any rank; the number of the capture, 0 if it differs between ranks."""
     negative, high, negative_low = map(int, largest([-level, number, -number], axis))
     return Readiness(-negative), high if high == -negative_low else 0
 
@@ -378,9 +373,7 @@ def _copy(leaf: Any) -> Any:
 
 
 def _strangers(results: Sequence[Any], engine: Engine) -> str | None:
-    """A parameter behind the results whose gradient nobody could show after a replay, said in
-    words.
-    """
+    """Name a parameter whose gradient cannot be shown in `.grad` after a replay, or None."""
     known = {id(param) for param in engine.replicated} | {id(engine.leaf)}
     for leaf in _leaves_behind(results):
         if id(leaf) not in known:
@@ -392,7 +385,7 @@ def _strangers(results: Sequence[Any], engine: Engine) -> str | None:
 
 
 def _leaves_behind(results: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors whose gradients a backward pass from the results would accumulate."""
+    """Leaves into which a backward pass from the results would accumulate."""
     waiting = [
         leaf.grad_fn
         for leaf in results

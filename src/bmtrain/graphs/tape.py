@@ -1,9 +1,8 @@
-"""What Python does in a pass that a CUDA graph repeats: the device's work is in the graph, the
-host's is written down here.
+"""The host's part of a pass that a CUDA graph repeats.
 
-A pass is rehearsed before it is captured, and what the ranks agreed on in the rehearsal holds for
-the graph: while one is captured nothing runs on the device, so that ranks that waited for each
-other could only learn what they know already.
+The graph repeats the device's work; host work that must repeat with it is recorded here. A pass is
+rehearsed before it is captured. What the ranks agree on in the rehearsal holds for the graph:
+during a capture nothing runs on the device, so ranks have nothing new to tell each other.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ _OTHER_PASS = "the pass used other parameters than the one before it"
 
 
 class NotCapturableError(RuntimeError):
-    """Something that must happen anew in every pass was about to be frozen in a graph."""
+    """A step that must run anew in every pass was about to be frozen in a graph."""
 
 
 class Rehearsal:
-    """The host's part of a pass that runs as usual, before it is captured.
+    """The host's part of an eager pass, before it is captured.
 
     Attributes:
-        after: work that comes after each replay.
-        answers: what ranks told each other: flags of this rank, and those of any rank.
-        places: for numbers that the host gives the device in each pass, 0-dim fp32. Made outside of
-            a capture: memory that is allocated in one may have served something else earlier in it,
-            and would be overwritten in replays.
-        num_twice: parts of the pass that were computed twice.
+        after: work to do after each replay.
+        answers: agreements between ranks: flags of this rank, and the flags of any rank.
+        places: 0-dim fp32 tensors for numbers that the host sets in each pass. Allocated outside of
+            the capture: memory allocated in it may have been used earlier in the graph, and a
+            replay would overwrite the number there.
+        num_twice: number of parts of the pass that were computed twice.
     """
 
     is_capturing = False
@@ -46,34 +45,34 @@ class Rehearsal:
         self.num_twice = 0
 
     def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
-        """`ask()`, which the capture will not do again."""
+        """`ask()`, whose answer the capture reuses."""
         self.answers.append((flags, ask()))
         return self.answers[-1][1]
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
-        """`value()`; its place for the capture."""
+        """`value()`; allocates its place for the capture."""
         self.places.append(torch.empty((), dtype=torch.float32, device=device))
         return value()
 
     def draws(self) -> Draws:
-        """They do nothing: a rehearsal can read the state of a generator, and set it again."""
+        """Null contexts: an eager pass can save and restore the generator's state."""
         self.num_twice += 1
         return itertools.repeat(contextlib.nullcontext())
 
     def refuse(self, what: str) -> None:
-        """What cannot be captured can be rehearsed."""
+        """Allowed: an eager pass can do anything."""
 
 
 class Capture:
-    """The host's part of a pass that is being captured, and goes as the rehearsal went.
+    """The host's part of a pass during its capture, which must match the rehearsal.
 
     Args:
         rehearsal: the pass before it.
-        draws: for the parts that are computed twice.
+        draws: contexts for the parts that are computed twice.
 
     Attributes:
-        before: work that comes before each replay.
-        after: work that comes after it.
+        before: work to do before each replay.
+        after: work to do after each replay.
     """
 
     is_capturing = True
@@ -85,10 +84,10 @@ class Capture:
         self.after: list[Work] = []
 
     def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
-        """What the ranks agreed on in the rehearsal.
+        """The answer that the ranks agreed on in the rehearsal.
 
         Raises:
-            NotCapturableError: when the pass asks for something else than its rehearsal did.
+            NotCapturableError: if the pass asks something else than its rehearsal did.
         """
         asked, answer = _next(self._answers)
         if asked != flags:
@@ -96,28 +95,28 @@ class Capture:
         return answer
 
     def number(self, value: Callable[[], float], device: torch.device) -> torch.Tensor:
-        """A place, 0-dim fp32 on `device`, filled before each replay."""
+        """A 0-dim fp32 tensor on `device`, filled before each replay."""
         place = _next(self._places)
         self.before.append(lambda: place.fill_(value()))
         return place
 
     def draws(self) -> Draws:
-        """States of the generator that start alike."""
+        """Contexts with generator states that start alike."""
         return _next(self._draws)
 
     def refuse(self, what: str) -> None:
-        """NotCapturableError."""
+        """Raise NotCapturableError."""
         raise NotCapturableError(what)
 
     def check_complete(self) -> None:
-        """NotCapturableError if the rehearsal went on where the captured pass has ended."""
+        """Raise NotCapturableError if the rehearsal had further agreements."""
         if next(self._answers, None) is not None:
             raise NotCapturableError(_OTHER_PASS)
 
 
 @contextlib.contextmanager
 def taped(host: HostSteps, tape: Rehearsal | Capture) -> Iterator[None]:
-    """The host's part of the pass inside goes onto the tape."""
+    """Record the host's part of the pass inside on `tape`."""
     host.tape = tape
     try:
         yield

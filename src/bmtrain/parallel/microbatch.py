@@ -1,6 +1,4 @@
-"""Cutting the arguments of a call into micro-batches: which tensors have a row per sample, and the
-layers of each stage.
-"""
+"""Cuts the arguments of a call into micro-batches, and layers into stages."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ from bmtrain.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage: contiguous, the first `num_layers % num_stages` stages have one
-    more.
+    """The layers of each stage: contiguous; the first `num_layers % num_stages` have one more.
 
     Raises:
         ConfigurationError: for more stages than layers.
@@ -36,8 +33,8 @@ def stage_layers(num_layers: int, num_stages: int) -> list[range]:
 class Call:
     """Arguments of a block list: `hidden` go from block to block, the others to every block.
 
-    `leaves` are the values of the others, in containers or not; `is_cut` says which of them have a
-    row per sample.
+    `leaves` are the values of the others, flattened; `is_cut` says which of them have a row per
+    sample.
     """
 
     hidden: tuple[torch.Tensor, ...]
@@ -47,7 +44,7 @@ class Call:
 
     @property
     def num_rows(self) -> int:
-        """Samples of this rank."""
+        """Number of samples on this rank."""
         return self.hidden[0].shape[0]
 
     def signature(self) -> tuple[object, ...]:
@@ -56,7 +53,7 @@ class Call:
         return (*rows, *((_kind(x), cut) for x, cut in zip(self.leaves, self.is_cut, strict=True)))
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The other arguments, positional and by name, with these leaves."""
+        """The other arguments, positional and keyword, rebuilt from `leaves`."""
         rest: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(list(leaves), self.spec)
         return rest
 
@@ -67,14 +64,14 @@ def read_call(
     num_hidden: int,
     batch_related: Iterable[int | str] | None,
 ) -> Call:
-    """Take a call of a block list apart.
+    """Split up the arguments of a block list.
 
     Args:
         args, kwargs: the arguments; the first `num_hidden` are tensors with a row per sample in dim
             0.
-        num_hidden: how many hidden tensors lead.
-        batch_related: positions after the hidden tensors, and names, of the arguments with a row
-            per sample; None takes the tensors whose dim 0 is as long as that of the hidden ones.
+        num_hidden: number of leading hidden tensors.
+        batch_related: the arguments with a row per sample, by position after the hidden tensors or
+            by name; None takes the tensors whose dim 0 is as long as that of the hidden tensors.
 
     Raises:
         ConfigurationError: for arguments that cannot be cut.
@@ -110,7 +107,7 @@ def rows_per_micro_batch(num_rows: int, num_ranks: int, num_micro_batches: int) 
     """Rows of one micro-batch when every rank brings `num_rows`.
 
     Raises:
-        ConfigurationError: when they do not divide.
+        ConfigurationError: if the rows of all ranks are not divisible by `num_micro_batches`.
     """
     if (num_rows * num_ranks) % num_micro_batches:
         raise ConfigurationError(

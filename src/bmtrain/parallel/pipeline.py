@@ -1,6 +1,4 @@
-"""PipelineTransformerBlockList: blocks cut into stages, through which the batches of all stages run
-in micro-batches.
-"""
+"""PipelineTransformerBlockList: blocks in stages, through which micro-batches flow."""
 
 from __future__ import annotations
 
@@ -31,24 +29,23 @@ Hidden = tuple[torch.Tensor, ...]
 
 
 class PipelineTransformerBlockList(BlockList):
-    """`x = blocks(x, *rest)` as TransformerBlockList, with the layers spread over the stages of a
-    pipeline.
+    """`x = blocks(x, *rest)` as TransformerBlockList, with the layers spread over pipeline stages.
 
     Layers are cut into `pipe_size` contiguous stages. Every rank of the pipeline passes its own
     batch and gets its own rows back: the batches are joined, cut into `num_micro_batches` (both
     given to `init_distributed`) and run through the stages, which work on different micro-batches
-    at the same time. Inside a stage parameters are sharded with ZeRO-2 over the ranks of the stage.
-    Every rank must run backward through the result if any does. An exception that only some ranks
-    meet inside a layer leaves the others waiting for them until the time limit of the run.
+    at the same time. Inside a stage, parameters are sharded with ZeRO-2 over its ranks. Every rank
+    must run backward through the result if any does. An exception inside a layer on some ranks only
+    leaves the others hanging until the time limit of the run.
 
-    The running statistics of a layer are those of its stage, for `save` and `state_dict` too: of
-    all micro-batches of a pass.
+    The running statistics of a layer are those of its stage, over all micro-batches of a pass.
+    `save` and `state_dict` write these.
 
     Args:
-        modules: blocks, or plain modules, which are wrapped; the same on every rank.
-        num_hidden: how many leading arguments each block replaces by what it returns (a tensor for
+        modules: blocks or plain modules, which are wrapped; the same on every rank.
+        num_hidden: number of leading arguments that each block replaces by its result (a tensor for
             1, else a tuple).
-        use_checkpoint: of the Blocks that plain modules become.
+        use_checkpoint: for the Blocks made of plain modules.
 
     Raises:
         ConfigurationError: for more stages than layers.
@@ -74,7 +71,7 @@ class PipelineTransformerBlockList(BlockList):
             for block in dict.fromkeys(blocks[layer] for layer in layers):
                 for part in _with_inner(block):
                     part.move_to_stage(stage)
-        # a plain list: they are registered already
+        # A plain list: the blocks are registered already.
         self._own = [blocks[layer] for layer in layers_of[pipe.index]]
         self._known: dict[object, _Known] = {}
         plan_gathers(self._own)
@@ -89,18 +86,17 @@ class PipelineTransformerBlockList(BlockList):
         """Run all blocks on this rank's rows.
 
         Args:
-            args, kwargs: the hidden tensors (rows, ...) and what every block gets besides.
+            args, kwargs: the hidden tensors (rows, ...) and the other arguments of every block.
             return_hidden_states: whether to return the input of every block too.
-            batch_related: which arguments after the hidden ones have a row per sample: positions
-                from 0 on, or names. By default the tensors whose dim 0 is as long as that of the
-                hidden ones. The others are the same for all rows: each stage uses those of its own
-                call.
+            batch_related: the arguments with a row per sample, by position after the hidden ones or
+                by name. By default the tensors whose dim 0 is as long as that of the hidden ones.
+                The others are not cut: each stage uses those of its own call for all rows.
 
         Returns the hidden tensor, or a tuple of `num_hidden`; with `return_hidden_states`
         additionally one stacked tensor (len(self), rows, ...) per hidden.
 
         Raises:
-            ConfigurationError: on every rank, when arguments differ between ranks or cannot be cut.
+            ConfigurationError: on every rank, if arguments differ between ranks or cannot be cut.
         """
         current = world.current("PipelineTransformerBlockList")
         axis, count = current.mesh.pipe, current.num_micro_batches
@@ -121,6 +117,8 @@ class PipelineTransformerBlockList(BlockList):
             for number in range(count):
                 with enter(number):
                     passing.run(joined, number)
+        # Do not prefetch what is gathered next: other stages may need activations from this rank
+        # before they join that gather, a deadlock.
         current.service(Engine).schedule.interrupt()
         held = passing.finish()
         if known is None:
@@ -142,9 +140,7 @@ class PipelineTransformerBlockList(BlockList):
         batch_related: Iterable[int | str] | None,
         return_hidden_states: bool,
     ) -> tuple[Call, object]:
-        """The call, and a key for all that decides which tensors travel; the same on all ranks of
-        the pipeline.
-        """
+        """The call, and a key of all that decides which tensors travel, equal on all ranks."""
         axis, kind = current.mesh.pipe, current.device.type
         call, signature, error = None, None, None
         try:
@@ -173,13 +169,14 @@ class PipelineTransformerBlockList(BlockList):
                     f"{axis.ranks[0]} {told[0][1]}, "
                     f"rank {rank} {other}; expected equal shapes, dtypes and modes."
                 )
-        return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # no call has raised above
+        return call, (signature, tuple(flags for _, _, flags in told))  # type: ignore[return-value]  # None has raised above
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What travels in calls of one key, learned in the first: into this stage, and back to the
-    owners of the rows.
+    """The tensors that travel in calls of one key, learned in the first call.
+
+    incoming: into this stage. shares: back to the owners of the rows.
     """
 
     incoming: list[Head]
@@ -187,9 +184,7 @@ class _Known:
 
 
 class _Joined:
-    """The batches of all ranks of the pipeline, cut into micro-batches; hidden tensors on the first
-    stage only.
-    """
+    """The batches of all ranks, cut into micro-batches; hidden tensors on the first stage only."""
 
     def __init__(self, call: Call, axis: Axis, num_micro_batches: int) -> None:
         self._call = call
@@ -198,8 +193,9 @@ class _Joined:
         self._leaves = [
             _join(x, axis) if cut else x for x, cut in zip(call.leaves, call.is_cut, strict=True)
         ]
-        # What the layers of one stage may ignore has gradients, and their reductions, on the
-        # others.
+        # The layers of this stage may ignore some of these, while other stages have gradients of
+        # them to reduce. Tied to the result, their backward runs on every stage: without it the
+        # others would hang.
         self.ties = [
             x
             for x in (*self._hidden, *self._leaves)
@@ -212,7 +208,7 @@ class _Joined:
         return tuple(self._cut(x, number) for x in self._hidden)
 
     def rest(self, number: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Its other arguments."""
+        """The other arguments of a micro-batch."""
         leaves = [
             self._cut(x, number) if cut else x
             for x, cut in zip(self._leaves, self._call.is_cut, strict=True)
@@ -224,7 +220,7 @@ class _Joined:
 
 
 class _Passing:
-    """One call on one stage: its blocks, what comes in, what goes on."""
+    """One call on one stage: receives micro-batches, runs the blocks, sends the results on."""
 
     def __init__(
         self, blocks: Sequence[Block], links: Links, incoming: list[Head] | None, with_states: bool
@@ -235,11 +231,11 @@ class _Passing:
         self.ties: list[torch.Tensor] = []
         self._arriving: Transfer | None = None
         self._with_states = with_states
-        self._inputs: list[list[Hidden]] = []  # per micro-batch, per block, if they are wanted
+        self._inputs: list[list[Hidden]] = []  # per micro-batch, per block, with `with_states`
         self._outputs: list[Hidden] = []
 
     def run(self, joined: _Joined, number: int) -> None:
-        """Take micro-batch `number` through the blocks of this stage."""
+        """Run micro-batch `number` through the blocks of this stage."""
         hidden = (
             joined.hidden(number)
             if self._upstream is None
@@ -263,17 +259,20 @@ class _Passing:
         if number == 0 and not self._is_known:
             self.incoming = link.receive_heads()
         arriving = self._arriving or link.receive(self.incoming)
-        more = number + 1 < joined.num_micro_batches  # the next comes while this one is computed
+        more = number + 1 < joined.num_micro_batches  # receive the next one during compute
         self._arriving = link.receive(self.incoming) if more else None
         hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
         self.ties += [x for x in hidden if x.requires_grad]
         return hidden
 
     def finish(self) -> list[torch.Tensor | None]:
-        """What this stage has for the owners of the rows: (count, rows of all ranks, ...) per
-        hidden, outputs, then states.
+        """Complete sends; returns what this stage holds for the owners of the rows.
+
+        (count, rows of all ranks, ...) per hidden: the outputs, None but on the last stage, then
+        states.
         """
         if self._downstream is not None:
+            # The last send is in flight and keeps its activations alive.
             self._downstream.flush()
         has_final = self._downstream is None
         places = range(len(self._outputs[0]))
@@ -294,12 +293,12 @@ class _Passing:
 
 
 def _with_inner(block: Block) -> list[Block]:
-    """The block and those inside it."""
+    """The block and all blocks inside it."""
     return [part for part in block.modules() if isinstance(part, Block)]
 
 
 def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The rows of all ranks."""
+    """The rows of all ranks, in rank order."""
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     return (
         autograd.all_gather(x, axis) if needs_grad else collectives.all_gather(x, axis)
@@ -307,7 +306,7 @@ def _join(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def _agree_on_shares(held: Sequence[torch.Tensor | None], num_rows: int, axis: Axis) -> list[Share]:
-    """What the stages hold for the owners of the rows, each told by those who have it."""
+    """Agree on what each stage holds for the owners of the rows."""
     own = [
         None if x is None else Head((num_rows, *x.shape[2:]), x.dtype, x.requires_grad)
         for x in held

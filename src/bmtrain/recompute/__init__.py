@@ -1,3 +1,1 @@
-"""What is computed again in backward: levels, plans that fit into memory, and runs that repeat a
-forward pass.
-"""
+"""Recomputation in backward: levels, plans that fit into memory, and replayed forward passes."""

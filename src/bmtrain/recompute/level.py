@@ -1,6 +1,4 @@
-"""How much of a block's forward pass is computed again in backward: the levels, and the one between
-all and nothing.
-"""
+"""Levels of recomputation, and selective recomputation, which keeps the expensive results."""
 
 from __future__ import annotations
 
@@ -30,22 +28,21 @@ class Level(enum.Enum):
 
     #: everything that backward reads
     NOTHING = "nothing"
-    # : products of matrices, convolutions and attention; computing norms, activations, dropout and
-    # casts again is nearly free
+    #: results of matmuls, convolutions and attention; norms, activations, dropout and casts are
+    #: nearly free to recompute
     CHEAP = "norms and activations"
     #: the inputs of the block; costs one more forward pass
     BLOCK = "everything"
-    #: nothing on the device: as BLOCK, with the inputs in pinned memory of the host in the meantime
+    #: nothing on the device: like BLOCK, with the inputs in pinned host memory until backward
     OFFLOADED = "everything (inputs on the host)"
 
     def is_whole(self) -> bool:
-        """Whether all of the block is computed again."""
+        """Whether the whole block is recomputed."""
         return self in (Level.BLOCK, Level.OFFLOADED)
 
 
 def level_of(use_checkpoint: bool | str | Level) -> Level | None:
-    """What the argument of a block asks for; None for "auto", which leaves the choice to the
-    planner.
+    """The level that `use_checkpoint` asks for; None for "auto", which lets the planner choose.
 
     Raises:
         ConfigurationError: for anything but a bool (or 1 and 0), a Level and "auto".
@@ -54,7 +51,7 @@ def level_of(use_checkpoint: bool | str | Level) -> Level | None:
         return None
     if isinstance(use_checkpoint, Level):
         return use_checkpoint
-    if use_checkpoint in (True, False):  # and 1 and 0, which programs write
+    if use_checkpoint in (True, False):  # also 1 and 0, which programs write
         return Level.BLOCK if use_checkpoint else Level.NOTHING
     raise ConfigurationError(
         f"use_checkpoint is {use_checkpoint!r}: expected True (recompute the block), "
@@ -63,7 +60,7 @@ def level_of(use_checkpoint: bool | str | Level) -> Level | None:
     )
 
 
-# What CHEAP keeps. Attention comes as one operator of one of several backends; its log-sum-exp is
+# Operators whose results CHEAP keeps. Attention is one operator per backend; its log-sum-exp is
 # kept with its output.
 _KEPT_OF_TORCH = (
     "mm",
@@ -80,8 +77,7 @@ _KEPT_OF_TORCH = (
     "_flash_attention_forward",
     "_efficient_attention_forward",
 )
-# The same of tensor-parallel layers, and what ranks have summed: computing it again would mean
-# sending it again.
+# Operators of tensor-parallel layers: recomputing them would repeat their communication.
 _KEPT_OF_RANKS = (
     "tp_gather_linear",
     "tp_linear_scatter",
@@ -99,16 +95,15 @@ _KEPT = frozenset(
 def policy(
     context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """CHEAP, in the words that the compiler understands."""
+    """CHEAP as a policy for torch's selective checkpointing, which compiled code uses."""
     return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Selective:
-    """One call at CHEAP: the first run keeps the results that are dear, a run in backward finds
-    them instead of computing them.
+    """One call at CHEAP: the first run keeps expensive results, runs in backward reuse them.
 
-    What a module has changed in place since is computed again, and so is what draws random numbers:
-    skipping that would give different numbers to all that comes after.
+    A result that the module has since changed in place is recomputed. So is one that drew random
+    numbers: skipping the draw would shift the numbers of everything after it.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
     (2022).
@@ -125,27 +120,28 @@ class Selective:
         if not in_backward():
             with _Keeping(self._kept):
                 return self._call(module, args, kwargs)
-        # A run in backward may end before its last results are asked for, and another may follow
-        # (`retain_graph=True`), which must not find those in the place of its own.
+        # A run in backward may stop before it has consumed all results. Take them all now: with
+        # `retain_graph=True` a second run would otherwise pop the leftovers in the place of its
+        # own.
         kept, self._kept = self._kept, defaultdict(deque)
         with _Recalling(kept):
             return self._call(module, args, kwargs)
 
     def forget(self) -> None:
-        """Runs in backward compute everything: they may not come to the same operators."""
+        """Drop kept results: runs in backward may call other operators than the first run."""
         self._kept = defaultdict(deque)
 
     def num_bytes(self) -> int:
-        """Bytes of all results that are kept now."""
+        """Bytes of the results kept now."""
         return sum(result.num_bytes() for results in self._kept.values() for result in results)
 
 
 class _Result:
-    """What an operator returned, apart from the graph, and the versions that its tensors had."""
+    """The detached result of an operator, and the versions of its tensors."""
 
     def __init__(self, value: Any) -> None:
-        # Detached tensors share their version counter only where that layer of torch is not
-        # skipped.
+        # Below autograd `detach` gives a new version counter. `is_unchanged` needs the shared one,
+        # or it misses in-place changes of the original.
         with sharing_versions():
             self.value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         self._tensors: Sequence[torch.Tensor] = [
@@ -192,7 +188,7 @@ def _is_kept(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an attention operator is asked for dropout."""
+    """Whether an attention operator is called with dropout."""
     names = argument_names(op)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return bool(given.get("dropout_p"))

@@ -1,6 +1,4 @@
-"""What is known of the device's memory, for planning; devices that do not count have a bound given
-by hand, or none.
-"""
+"""Device memory as the planner sees it. The CPU does not count; a limit may be given by hand."""
 
 from __future__ import annotations
 
@@ -12,36 +10,34 @@ import torch
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.runtime.world import World
 
-_MARGIN = 0.03  # of all memory: what fragmentation and allocations outside of torch may take
+_MARGIN = 0.03  # of all memory, left for fragmentation and allocations outside of torch
 
 
 class Memory(ABC):
     """Memory of one device. All figures are bytes."""
 
-    #: nothing bounds it
+    #: there is no limit
     limit_is_open = False
 
     @abstractmethod
     def allocated(self) -> int:
-        """What tensors hold now."""
+        """Bytes that tensors hold now."""
 
     @abstractmethod
     def take_peak(self) -> int:
-        """The most that tensors have held since the last call, which starts counting anew."""
+        """Peak of `allocated` since the last call; restarts the measurement."""
 
     @abstractmethod
     def limit(self) -> int:
-        """What tensors may hold."""
+        """Most bytes that tensors may hold."""
 
     @abstractmethod
     def num_retries(self) -> int:
-        """How often an allocation succeeded only after cached memory was given back to the device,
-        since the program began.
-        """
+        """Allocations so far that succeeded only after the allocator had emptied its cache."""
 
     @abstractmethod
     def tidy(self) -> None:
-        """Give cached memory back to the device, when what is needed from now on differs."""
+        """Return cached memory to the device, when sizes of allocations are about to change."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -49,7 +45,7 @@ class Memory(ABC):
 
 
 class Uncounted(Memory):
-    """A CPU. Nothing is counted: with a limit, it bounds what blocks keep for backward."""
+    """A CPU, which does not count. A limit bounds only what blocks keep for backward."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit_is_open = limit is None
@@ -75,7 +71,7 @@ class Uncounted(Memory):
 
 
 class CudaMemory(Memory):
-    """A GPU. All of its tensors count, also the shards that other ranks map."""
+    """A GPU. Counts all tensors, including shards in memory that other ranks map."""
 
     def __init__(self, memory: DeviceMemory, device: torch.device, limit: int | None) -> None:
         self._memory, self._device, self._given = memory, device, limit
@@ -103,9 +99,7 @@ class CudaMemory(Memory):
 
 
 def free_host_memory() -> int:
-    """Bytes that this process and all others of the host, or of its container, may still take; 0
-    where nobody says.
-    """
+    """Free bytes of the host or container, shared by all processes; 0 if unknown."""
     found = [
         int(line.split()[1]) * 1024
         for line in _lines(pathlib.Path("/proc/meminfo"))
@@ -123,7 +117,7 @@ def _lines(path: pathlib.Path) -> list[str]:
 
 
 def memory_of(world: World) -> Memory:
-    """The memory of this rank's device. One per run, reached by `world.service(memory_of)`."""
+    """The memory of this rank's device. One per run, from `world.service(memory_of)`."""
     limit = world.defaults.memory_limit
     return (
         Uncounted(limit)

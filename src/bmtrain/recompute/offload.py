@@ -1,6 +1,4 @@
-"""Inputs of blocks in pinned memory of the host between forward and backward, moved while the
-device computes.
-"""
+"""Moves inputs of blocks to pinned host memory between forward and backward, beside compute."""
 
 from __future__ import annotations
 
@@ -22,12 +20,11 @@ from bmtrain.torch_internals import sharing_versions
 
 
 class Host:
-    """Pinned buffers, reused from step to step, and the stream that copies. One per run, reached by
-    `world.service(Host)`.
+    """The pool of pinned buffers and the stream that copies. One per run: `world.service(Host)`.
 
-    A tensor leaves while the block that reads it runs, and its memory is free one block later.
-    Backward meets the tensors in reverse: with each that it asks for, the one before starts on its
-    way back.
+    The copy of a tensor to the host overlaps the block that reads it, and its device memory is free
+    one block later. Backward unpacks in reverse: each unpack prefetches the tensor that was sent
+    before it.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,15 +36,11 @@ class Host:
         self.num_bytes = 0
 
     def room(self) -> int:
-        """Bytes that tensors may take on the host: those that are pinned, and this rank's part of
-        half of what is free.
-        """
+        """Bytes that tensors may take: the pool, and this rank's share of half of what is free."""
         return self.num_bytes + free_host_memory() // (2 * self._local_size)
 
     def saving(self, inputs: Sequence[torch.Tensor], inner: object) -> saved_tensors_hooks:
-        """Hooks under which autograd saves `inputs` on the host, and anything else as the hooks
-        `inner` would.
-        """
+        """Hooks that save `inputs` on the host and treat other tensors like the hooks `inner`."""
         return _Saving(
             _Moves(self, inputs, inner if isinstance(inner, saved_tensors_hooks) else None)
         )
@@ -57,13 +50,15 @@ class Host:
         return self._streams.mark_compute()
 
     def settle(self) -> None:
-        """Give up what has left: later work on the compute stream may overwrite it.
+        """Release the tensors whose copies to the host have been issued.
 
         Raises:
-            RecomputationError: for a tensor that was overwritten on its way. What is on the host
-                may be of before or after.
+            RecomputationError: for a tensor that was changed in place during its copy: the host may
+                have old or new values.
         """
         leaving, self._leaving = self._leaving, []
+        # Compute waits for the copies: without it, later kernels can reuse the memory of a tensor
+        # while its copy still reads it.
         for entry in leaving:
             self._streams.compute_waits(entry.left)
         for entry in leaving:
@@ -75,9 +70,9 @@ class Host:
                 )
 
     def seconds(self, x: torch.Tensor) -> float:
-        """How long `x` takes one way, with nothing else to do."""
+        """Seconds that a copy of `x` to the host takes on an idle device."""
         buffer = self._take(x.nbytes)
-        for _ in range(2):  # the first touches the memory
+        for _ in range(2):  # the first run touches the pages of a new buffer
             start = time.perf_counter()
             buffer[: x.nbytes].view(x.dtype).copy_(x.detach().view(-1))
             taken = time.perf_counter() - start
@@ -85,9 +80,10 @@ class Host:
         return taken
 
     def send(self, x: torch.Tensor, ready: torch.Event | None) -> Away:
-        """Start the way of `x`, which is there after the event."""
+        """Start the copy of `x` to the host; its values are complete after `ready`."""
         self.settle()
-        # Autograd is saving: detached tensors would not share their version counters there.
+        # Hooks run below autograd, where `detach` gives a new version counter. `settle` compares
+        # the shared one: without it, in-place changes during the copy go unnoticed.
         with sharing_versions():
             x = x.detach()
         num_bytes = x.nbytes
@@ -101,17 +97,18 @@ class Host:
         return away
 
     def bring(self, away: Away) -> tuple[torch.Tensor, torch.Event | None]:
-        """Start the way back: a flat tensor, readable after the event."""
+        """Start the copy back. Returns a flat tensor, and the event after which it can be read."""
         self.settle()
         with torch.inference_mode(False):
-            # Made on the compute stream: what it used the memory for before comes first.
+            # Allocated on the compute stream, whose earlier kernels may still use this memory: the
+            # copy below waits for them, or it would overwrite what they read.
             x = torch.empty(away.num_bytes, dtype=torch.uint8, device=self.device).view(away.dtype)
         with self._streams.gathering(self._streams.mark_compute()), torch.no_grad():
             x.copy_(away.buffer[: away.num_bytes].view(away.dtype), non_blocking=True)
             return x, self._streams.mark_current()
 
     def receive(self, event: torch.Event | None) -> None:
-        """Compute waits for what is on its way back."""
+        """Make the compute stream wait for a copy back."""
         self._streams.compute_waits(event)
 
     def _previous(self) -> Away | None:
@@ -123,9 +120,10 @@ class Host:
         return None
 
     def _take(self, num_bytes: int) -> torch.Tensor:
-        """A buffer of at least so many bytes.
+        """A buffer of at least `num_bytes`.
 
-        There are few sizes: inputs of ever other lengths use the same buffers again.
+        Rounds up to one of eight sizes per power of two, so that inputs of varying length share
+        buffers.
         """
         step = 2 ** max(num_bytes.bit_length() - 4, 0)
         num_bytes = -(-num_bytes // step) * step
@@ -137,17 +135,20 @@ class Host:
         )
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        """Nobody needs what is in the buffer.
+        """Return a buffer to the pool.
 
-        Its next use comes after its last on the same stream.
+        All copies run on one stream, so the next use of the buffer follows the last one.
         """
         self._free[buffer.numel()].append(buffer)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Leaving:
-    """A tensor on its way to the host, complete there after `left`, the version in which it set
-    out, and what waits for it.
+    """A copy to the host in flight, done after `left`.
+
+    Keeps `tensor` alive until `settle`: freed earlier, its memory could be reused while the copy
+    reads it. `version` is that of the tensor at the start of the copy; `away` is dead if the graph
+    that needs the copy is gone.
     """
 
     tensor: torch.Tensor
@@ -157,7 +158,7 @@ class _Leaving:
 
 
 class Away:
-    """One tensor on the host. Goes with the graph that saved it."""
+    """One tensor on the host. Dies with the graph that saved it."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class Away:
         self._here: weakref.ref[torch.Tensor] | None = None
 
     def fetch(self) -> torch.Tensor:
-        """The tensor (numel,) on the device; the one that left before it starts back."""
+        """The tensor (numel,) on the device. Prefetches the one that was sent before it."""
         here = None if self._here is None else self._here()
         if here is not None:
             return here
@@ -188,19 +189,20 @@ class Away:
         return x
 
     def start(self) -> None:
-        """Start the way back, unless it has begun."""
+        """Start the copy back, unless it has started."""
         if self._coming is None and (self._here is None or self._here() is None):
             self._coming = self._host.bring(self)
 
     def __del__(self) -> None:
-        # nobody has waited for the copy, and its memory goes back to the compute stream
+        # A prefetch that was never fetched may still be in flight. Its memory returns to the
+        # compute stream: without the wait, the copy would overwrite the next tensor there.
         if self._coming is not None:
             self._host.receive(self._coming[1])
         self._host.give_back(self.buffer)
 
 
 class _Saving(saved_tensors_hooks):
-    """For the body of one call of a block."""
+    """Hooks for the body of one call of a block."""
 
     def __init__(self, moves: _Moves) -> None:
         super().__init__(moves.pack, moves.unpack)
@@ -212,24 +214,23 @@ class _Saving(saved_tensors_hooks):
 
 
 class _Moves:
-    """What hooks do. They live as long as the graph: once the forward pass is over, they must not
-    keep the inputs alive.
-    """
+    """The pack and unpack functions of the hooks, which live as long as the graph."""
 
     def __init__(
         self, host: Host, inputs: Sequence[torch.Tensor], inner: saved_tensors_hooks | None
     ) -> None:
+        # The event precedes the block's own kernels: the copies need not wait for those.
         self._host, self._inner, self._ready = host, inner, host.mark()
         self._movable = {x.untyped_storage().data_ptr(): x for x in inputs if is_movable(x)}
         self._away: dict[int, Away] = {}
 
     def close(self) -> None:
-        """Everything has been saved."""
+        """End of the forward pass: drop references, which would keep inputs on the device."""
         self._movable.clear()
         self._away.clear()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What is saved in place of `tensor`."""
+        """The placeholder that autograd saves for `tensor`."""
         address = tensor.untyped_storage().data_ptr()
         if address not in self._movable:
             return tensor if self._inner is None else self._inner.pack_hook(tensor)
@@ -240,20 +241,20 @@ class _Moves:
         )
 
     def unpack(self, saved: Any) -> Any:
-        """The tensor again."""
+        """The tensor that `pack` saved."""
         if isinstance(saved, Saved):
             return saved.away.fetch().as_strided(saved.size, saved.stride, saved.offset)
         return saved if self._inner is None else self._inner.unpack_hook(saved)
 
 
 class Saved:
-    """A view of a tensor that is away."""
+    """A view of a tensor that is on the host."""
 
     def __init__(self, away: Away, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
         self.away, self.size, self.stride, self.offset = away, size, stride, offset
 
 
 def is_movable(x: torch.Tensor) -> bool:
-    """Whether moving `x` frees memory: an activation that fills its storage."""
+    """Whether offloading `x` frees memory: it is an activation that fills its storage."""
     fills = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x.requires_grad and not x.is_leaf and fills and x.numel() > 0

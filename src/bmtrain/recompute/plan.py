@@ -1,11 +1,10 @@
-"""Which block recomputes how much, as arithmetic: whole numbers of bytes and seconds in, one option
-per block out.
+"""Chooses how much each block recomputes: bytes and seconds in, one option per block out.
 
-A training step keeps something of every block from forward to backward, and backward frees it
-again, last block first. So memory is fullest at the turn (all blocks have kept theirs, the loss
-computes) or in the backward pass of some block (what it and all before it have kept, and what it
-needs itself). Both have been measured once with every block at the `base` option; a plan changes
-them by what its options keep more or less.
+A training step keeps activations of every block from forward to backward, and backward frees them,
+last block first. So memory peaks at the turn (all blocks hold theirs and the loss computes), or in
+the backward pass of some block (which holds its own and those of all blocks before it, and needs
+working memory). Both kinds of peaks have been measured once with every block at option `base`. A
+plan moves them by what its options keep more or less.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One way for a block to run, and its price.
+    """One way to run a block, and its cost.
 
-    kept: bytes from its forward to its backward pass.
-    peak: most bytes at any time of its backward pass beyond what was there before its forward pass.
-    seconds: its forward and backward pass together.
+    kept: bytes held from its forward to its backward pass.
+    peak: highest bytes during its backward pass, beyond those before its forward pass.
+    seconds: of its forward and backward pass together.
     """
 
     kept: int
@@ -31,12 +30,10 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a step with every block at option number `base` needs beyond what is there before it:
-    bytes.
+    """Peak memory of a step with every block at option `base`, in bytes beyond its start.
 
-    turn: most from the beginning to where backward starts. backward: the places of blocks (their
-    forward passes are numbered from 0) in the order in which backward comes to them, each
-        with the most while it passes through.
+    turn: peak up to the start of backward. backward: the blocks in the order of backward, each by
+    its number in the forward pass, from 0, with the peak during its backward pass.
     """
 
     base: int
@@ -44,13 +41,11 @@ class Step:
     backward: tuple[tuple[int, int], ...]
 
 
-Options = Sequence[Option]  # of one block; the same number means the same way everywhere
+Options = Sequence[Option]  # of one block; a number means the same level for all blocks
 
 
 def need(blocks: Sequence[Options], step: Step, choice: Sequence[int]) -> int:
-    """The most bytes beyond those of before the step, when each block runs at the option of
-    `choice`.
-    """
+    """Peak bytes of a step beyond its start, with each block at its option in `choice`."""
     more = [
         options[number].kept - options[step.base].kept
         for options, number in zip(blocks, choice, strict=True)
@@ -66,23 +61,24 @@ def need(blocks: Sequence[Options], step: Step, choice: Sequence[int]) -> int:
 
 
 def seconds(blocks: Sequence[Options], choice: Sequence[int]) -> float:
-    """Forward and backward passes of all blocks."""
+    """Seconds of the forward and backward passes of all blocks."""
     return sum(options[number].seconds for options, number in zip(blocks, choice, strict=True))
 
 
 def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
-    """The option of each block, for little time within `room` bytes; where nothing fits, what needs
-    least.
+    """Options for the blocks that take little time and fit into `room` bytes.
 
-    Every block starts at its smallest option. The changes that save time are then made in the order
-    of the time they save per byte, as long as they fit; of equal blocks that to which backward
-    comes first goes first, because what it keeps is the first to be freed. Changes that another one
-    beats are left out (options that count lie on the convex hull of all), so this is the best plan
-    if the room happens to end between two changes, and else misses it by at most one change: the
-    bound of the greedy solution of a knapsack. What room is left then goes to any change that fits.
+    If nothing fits, every block that backward reaches gets the option that keeps least.
+
+    Every block starts at its smallest option. Changes that save time are then made in the order of
+    seconds saved per byte, as long as they fit. Among equal blocks the first in backward goes
+    first, because its memory is freed first. Only options on the convex hull take part: others are
+    beaten by a mix. This is the greedy solution of a knapsack, optimal if `room` ends exactly
+    between two changes, else off by at most one change. The slack that is left then goes to any
+    change that fits.
     """
     order = [place for place, _ in step.backward]
-    # a block to which backward does not come stays as it was measured
+    # A block that backward does not reach stays as it was measured.
     choice = [step.base] * len(blocks)
     for place in order:
         choice[place] = _smallest(blocks[place])
@@ -91,7 +87,7 @@ def choose(blocks: Sequence[Options], step: Step, room: int) -> list[int]:
         for place in order
         for old, new in itertools.pairwise(_hull(blocks[place]))
     ]
-    # stable: equal ones stay in the order of backward
+    # Stable: equal rates stay in the order of backward.
     for _, place, new in sorted(changes, key=lambda change: -change[0]):
         _change(blocks, step, room, choice, place, new)
     for place in order:
@@ -109,7 +105,7 @@ def _smallest(options: Options) -> int:
 def _change(
     blocks: Sequence[Options], step: Step, room: int, choice: list[int], place: int, new: int
 ) -> None:
-    """Give a block option `new` if that saves time and fits."""
+    """Give block `place` option `new` if that saves time and fits."""
     old = choice[place]
     if blocks[place][new].seconds >= blocks[place][old].seconds:
         return
@@ -119,14 +115,12 @@ def _change(
 
 
 def _rate(old: Option, new: Option) -> float:
-    """Seconds that `new` saves per byte more than `old`."""
+    """Seconds saved per additional byte when going from `old` to `new`."""
     return (old.seconds - new.seconds) / max(new.kept - old.kept, 1)
 
 
 def _hull(options: Options) -> list[int]:
-    """Numbers of the options that no mixture of others beats, by growing memory and falling
-    time.
-    """
+    """Options on the lower convex hull of (kept, seconds), by growing memory and falling time."""
     hull: list[int] = []
     for number in sorted(range(len(options)), key=lambda n: (options[n].kept, options[n].seconds)):
         if hull and options[number].seconds >= options[hull[-1]].seconds:
@@ -140,15 +134,13 @@ def _hull(options: Options) -> list[int]:
 
 
 def more_time(blocks: Sequence[Options], choice: Sequence[int]) -> float:
-    """What the plan takes more than every block at its fastest, as a part of that."""
+    """Time of the plan beyond every block at its fastest option, as a fraction of the latter."""
     least = sum(min(option.seconds for option in options) for options in blocks)
     return seconds(blocks, choice) / least - 1 if least else 0.0
 
 
 def describe(names: Sequence[str], choice: Sequence[int]) -> str:
-    """How many blocks run at which option, in words: "28 blocks nothing, 12 norms and
-    activations".
-    """
+    """The number of blocks per option in words: "28 blocks nothing, 12 norms and activations"."""
     counts = [(choice.count(number), name) for number, name in enumerate(names) if number in choice]
     first, *others = [f"{count} {name}" for count, name in counts]
     number, _, name = first.partition(" ")

@@ -1,11 +1,11 @@
-"""use_checkpoint="auto": passes over the model are measured, planned and watched; all ranks decide
-alike.
+"""use_checkpoint="auto": measures, plans and monitors passes. All ranks use the same plan.
 
-A pass is the calls of blocks up to a backward pass and that backward pass. The first one of a run
-recomputes every block: if anything fits, that does, and afterwards gradients and the optimizer's
-state are there. The second does the same and measures. If memory does not hold everything, the
-third has a plan and measures what remains to be known. From then on the plan holds for inputs of
-that shape and smaller ones, until something no longer fits.
+A pass is the calls of blocks up to a backward pass, and that backward pass. The first pass of a run
+recomputes every block: if any level fits, that one does, and after it gradients and the optimizer's
+state are resident. The second does the same and measures. If not everything fits, the third has a
+plan and measures the remaining level. From then on the plan holds for inputs of that shape and
+smaller ones, until it no longer fits. A rank whose calls do not match it recomputes the rest of
+that pass.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from bmtrain.runtime.world import World
 from bmtrain.shard.engine import Engine
 
 LEVELS = tuple(Level)
-# measured first: if everything fits, nothing else matters
+# Levels measured first: if NOTHING fits, CHEAP is never needed.
 _FIRST = frozenset({Level.NOTHING, Level.BLOCK, Level.OFFLOADED})
 _THEN = frozenset({Level.CHEAP})
-# What computes more takes longer, whatever a clock has shown of short blocks: at least as much more
-# than at NOTHING.
+# Least time of each level relative to NOTHING. Timings of short blocks are too noisy to order them.
 _LEAST_MORE = {Level.NOTHING: 1.0, Level.CHEAP: 1.005, Level.BLOCK: 1.1, Level.OFFLOADED: 1.1}
 _UNKNOWN = Option(2**60, 0, float("inf"))
-# of the limit: what passes may begin with more than the one before without a new plan
+# Slack, as a fraction of the limit: room may shrink by this much before the plan is replaced.
 _SLACK = 0.01
-_RECONSIDERED = 32  # after as many passes there may be room again for more, and failures count half
-# so many passes from there on, and after one that measures, the limit may move: libraries allocate,
-# memory breaks up
+_RECONSIDERED = 32  # passes between replans; each also halves the count of failures
+# The limit is read again in this many passes after a reconsideration, and after a pass that
+# measures: libraries allocate and memory fragments.
 _NEWS = 4
-# passes that were not as measured; where there are more, every block is recomputed
+# Passes that did not match their profile. Beyond this many, every block is recomputed.
 _MOST_FAILURES = 16
-# of the limit, kept free whenever the allocator had to retry
+# Fractions of the limit: kept free per pass in which the allocator retried, and at most.
 _MORE_MARGIN, _MOST_MARGIN = 0.02, 0.2
 
 
@@ -58,11 +57,10 @@ Measure = Callable[[Sequence[Level]], dict[Level, Option]]
 class Subject:
     """A call of a block that can be measured.
 
-    block: whose call it is. kind: equal for calls that differ at most in shapes. shape: dims of the
-    tensors among the arguments, one after the other, of which `num_dims` are those of the first.
-    options: what the call would keep and take at some levels; those that it cannot run at are left
-    out. None if it must not run
-        more often than the program asks, on this rank.
+    block: the block. kind: equal for calls that differ in shapes only. shape: dims of all tensors
+    among the arguments, concatenated; the first `num_dims` are those of the first tensor. options:
+    measures the call at some levels, leaving out those at which it cannot run; None if the call
+    must not run more often than the program asks, on this rank.
     """
 
     block: torch.nn.Module
@@ -74,7 +72,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One call of a pass: its level, and where it says that backward has come to it."""
+    """One call of a pass, and its level."""
 
     planner: Planner
     num_pass: int
@@ -82,12 +80,17 @@ class Turn:
     level: Level
 
     def backward_begins(self) -> None:
-        """Backward passes through this call from now on."""
+        """Backward has reached this call."""
         self.planner.turn_back(self)
 
 
 class _Watch:
-    """The highest memory of each part of a pass: bytes beyond those at its beginning."""
+    """Peak memory of each part of a pass, in bytes beyond its start.
+
+    Attributes:
+        turn: peak before backward.
+        backward: peak per call, by number, in backward's order.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self._start, self._peak = memory, memory.allocated(), 0
@@ -96,15 +99,15 @@ class _Watch:
         memory.take_peak()
 
     def pause(self) -> None:
-        """What follows is not part of the pass, until `resume`."""
+        """Stop counting until `resume`: measuring runs are not part of the pass."""
         self._peak = max(self._peak, self._memory.take_peak())
 
     def resume(self) -> None:
-        """The pass goes on."""
+        """Continue counting."""
         self._memory.take_peak()
 
     def close(self, following: int | None = None) -> None:
-        """A part is over; backward through call `following` begins."""
+        """End the current part; backward of call `following` begins."""
         if following is not None and following == self._open:
             return
         peak, self._peak = max(self._peak, self._memory.take_peak()) - self._start, 0
@@ -119,18 +122,18 @@ class Stage(enum.Enum):
     """How far a pass has come."""
 
     FORWARD = enum.auto()
-    #: the next call of a block belongs to another pass
+    #: the next call of a block begins another pass
     BACKWARD = enum.auto()
 
 
 @dataclasses.dataclass
 class _Pass:
-    """One pass: the calls of blocks up to a backward pass, and that.
+    """One pass: the calls of blocks up to a backward pass, and that backward pass.
 
-    number: from 1 on. first: the block whose call began it. profile: what is known of such passes;
-    None if every block is recomputed. wanted: levels that are measured. found: what has been
-    measured, by kind and shape of calls. watch: of the memory, if its peaks are measured.
-    num_calls: so far. is_stale: whether it was not as its profile says.
+    number: from 1. first: the block of its first call. profile: what is known of such passes; None
+    if every block is recomputed. wanted: levels to measure. found: measurements by kind and shape
+    of calls. watch: counts the peaks, in a pass that measures them. num_calls: so far. is_stale:
+    whether the pass did not match its profile.
     """
 
     number: int
@@ -145,7 +148,7 @@ class _Pass:
 
 
 class Planner:
-    """Levels for the calls of blocks that the ranks of one axis make together."""
+    """Chooses levels for the blocks of one axis, whose ranks make the same calls."""
 
     def __init__(self, world: World, axis: Axis) -> None:
         self._axis, self._memory, self._host = axis, world.service(memory_of), world.service(Host)
@@ -154,19 +157,19 @@ class Planner:
         self._pass = _Pass(0, None, Stage.BACKWARD)
         self._num_retries = self._memory.num_retries()
         self._num_failures = 0
-        # of this rank; of all ranks, as of the last agreement
+        # Of this rank, and the smallest of all ranks as of the last agreement.
         self._limit = self._smallest_limit = self._memory.limit()
-        self._base = 0  # bytes at the beginning of the last pass whose peaks were measured
+        self._base = 0  # allocated at the start of the last pass whose peaks were measured
         self._margin = 0.0
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """Of the calls of this pass, as far as they are planned."""
+        """Planned levels of the calls of this pass; empty without a plan."""
         profile = self._pass.profile
         return tuple(LEVELS[number] for number in (profile and profile.choice) or ())
 
     def next(self, subject: Subject) -> Turn:
-        """The level of the next call. Collective where a pass begins."""
+        """The turn of the next call. Collective at the start of a pass."""
         if self._memory.limit_is_open:
             return Turn(self, -1, -1, Level.NOTHING)
         if self._steps.is_capturing:
@@ -178,14 +181,14 @@ class Planner:
         return Turn(self, current.number, number, self._level(current, number, subject))
 
     def abort(self) -> None:
-        """A call of this pass has failed: if the program goes on, then with another.
+        """A call of this pass has failed: the next call begins a new pass.
 
-        What this one has measured is not used.
+        Discards the measurements of this one.
         """
         self._pass.stage, self._pass.is_stale = Stage.BACKWARD, bool(self._pass.wanted)
 
     def turn_back(self, turn: Turn) -> None:
-        """Backward has come to a call."""
+        """Backward has reached the call of `turn`."""
         if turn.num_pass != self._pass.number:
             return
         self._pass.stage = Stage.BACKWARD
@@ -193,9 +196,7 @@ class Planner:
             self._pass.watch.close(turn.number)
 
     def _is_repeated(self, subject: Subject) -> bool:
-        """All calls of the plan have been made and the first comes again: nothing came back through
-        that forward pass.
-        """
+        """Whether the first block runs again after all planned calls: a pass without backward."""
         current = self._pass
         planned = len(self.levels) if current.profile and current.profile.choice else -1
         return (
@@ -208,7 +209,7 @@ class Planner:
         profile = current.profile
         if profile is None:
             return Level.BLOCK
-        if subject.options is None:  # a call like no other
+        if subject.options is None:  # may not be measured
             current.is_stale = current.is_stale or bool(current.wanted)
             return Level.BLOCK
         if current.wanted and not current.is_stale:
@@ -221,10 +222,10 @@ class Planner:
         return LEVELS[profile.choice[number]]
 
     def _level_in_graph(self) -> Level:
-        """Nothing can be measured or agreed on in a CUDA graph: the plan that there is, if it is
-        the same for all blocks.
+        """The level during a CUDA graph's capture, which can neither measure nor communicate.
 
-        Copies to the host and back are ordered by the host, which has no part in a replay.
+        The present plan, if it has one level for all blocks. Not OFFLOADED: the host orders its
+        copies, and takes no part in a replay.
         """
         planned = set(self.levels)
         return (
@@ -266,11 +267,10 @@ class Planner:
         self._prepare(current, current.profile, room)
 
     def _agree(self, first: Subject, last: _Pass, number: int) -> tuple[PassKey, int, bool]:
-        """What kind of pass this is, the smallest room and any complaint of all ranks. One small
-        collective a pass, on the CPU.
+        """The key of this pass, the smallest room, and whether the last pass was stale on any rank.
 
-        Ranks may have rows of different lengths, different memory and failures of their own; it
-        takes a step to compute what this takes to travel a thousand times.
+        One small CPU collective per pass, about a thousandth of a step. Ranks may differ in
+        sequence lengths, memory and failures, and must choose the same levels.
         """
         if number % _RECONSIDERED < _NEWS or last.wanted:
             self._limit = self._memory.limit()
@@ -280,7 +280,7 @@ class Planner:
             int(retries > self._num_retries and number > 3 and not last.wanted),
         )
         self._num_retries = retries
-        kind = zlib.crc32(repr(first.kind).encode())  # the same on all ranks, as `hash` is not
+        kind = zlib.crc32(repr(first.kind).encode())  # unlike `hash`, equal on all ranks
         wire = [kind, *padded(first.shape), used - self._limit, -self._limit, *complaints]
         kind, *dims, lacking, negative_limit, is_stale, has_retried = map(
             int, largest(wire, self._axis)
@@ -295,7 +295,7 @@ class Planner:
         )
 
     def _prepare(self, current: _Pass, profile: Profile, room: int) -> None:
-        """Decide what this pass measures, and make the plan fit what memory there is."""
+        """Decide what this pass measures, or replace its plan if that no longer fits."""
         if profile.agreed is None or profile.choice is None:
             profile.clear()
             self._memory.tidy()
@@ -307,9 +307,7 @@ class Planner:
             self._plan(profile, room)
 
     def _fits(self, profile: Profile, room: int) -> bool:
-        """Whether the plan still does; a little more may have been allocated when a pass begins
-        than when it was made.
-        """
+        """Whether the plan fits, with some slack for what has been allocated since it was made."""
         if profile.agreed is None or profile.choice is None:
             return False
         return (
@@ -320,10 +318,11 @@ class Planner:
     def _conclude(
         self, profile: Profile, measured: frozenset[Level], watch: _Watch | None, room: int
     ) -> None:
-        """All ranks have measured: plan with the largest of what they found."""
+        """Merge the measurements of all ranks, by maximum, and plan."""
         if watch is not None:
             profile.turn, profile.backward = watch.turn, watch.backward
-        # Ranks that ran other blocks, or came back through them in another order, measure again.
+        # Ranks that ran different blocks, or reached them in backward in a different order, start
+        # over: their figures would not line up in the reduction below.
         calls = [len(profile.kinds), *profile.backward]
         if not (is_same([len(calls)], self._axis) and is_same(calls, self._axis)):
             profile.clear()
@@ -340,7 +339,7 @@ class Planner:
             for _ in profile.kinds
         ]
         base = LEVELS.index(Level.BLOCK)
-        # memory that is not counted has no peaks
+        # On a device that does not count memory the peak is 0: use what blocks keep.
         turn = max(int(next(figures)), sum(options[base].kept for options in blocks))
         step = Step(base, turn, tuple((place, int(next(figures))) for place in profile.backward))
         _bound_host(blocks, int(-next(figures)))
@@ -354,7 +353,7 @@ class Planner:
         room -= _in_pieces(blocks, step)
         choice = plan.choose(blocks, step, room)
         if choice != profile.choice:
-            self._memory.tidy()  # what was cached for the old one is in pieces of other sizes
+            self._memory.tidy()  # the cache consists of blocks in the sizes of the old plan
         profile.choice = choice
         if choice != profile.told and (profile.measured >= _THEN or not any(choice)):
             profile.told = choice
@@ -376,21 +375,21 @@ class Planner:
 
 
 class Planners:
-    """One planner per axis of blocks. One per run, reached by `world.service(Planners)`."""
+    """One planner per axis. One per run, from `world.service(Planners)`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._planners: dict[str, Planner] = {}
 
     def of(self, axis: Axis) -> Planner:
-        """The planner of blocks that the ranks of `axis` share."""
+        """The planner of the blocks that are sharded over `axis`."""
         if axis.name not in self._planners:
             self._planners[axis.name] = Planner(self._world, axis)
         return self._planners[axis.name]
 
 
 def _in_order(options: Sequence[Option]) -> list[Option]:
-    """The options of one call, by level, with times that go with the levels."""
+    """The options of one call by level, with times raised to the least of each level."""
     fastest = options[0].seconds
     floors = [fastest * _LEAST_MORE[level] if math.isfinite(fastest) else 0.0 for level in LEVELS]
     return [
@@ -400,15 +399,14 @@ def _in_order(options: Sequence[Option]) -> list[Option]:
 
 
 def _in_pieces(blocks: Sequence[Options], step: Step) -> int:
-    """Bytes that may be free but in pieces too small for a large tensor: a few of the largest
-    tensors of a block.
-    """
+    """Room left to fragmentation, in bytes: half the highest peak of a block at the base level."""
     return max(options[step.base].peak for options in blocks) // 2
 
 
 def _bound_host(blocks: Sequence[list[Option]], room: int) -> None:
-    """Leave inputs on the host to as many blocks as it has room for: the first, which backward
-    comes to last.
+    """Allow OFFLOADED for the first blocks only, as many as the host has room for.
+
+    Backward reaches those last, so their inputs would stay resident longest.
     """
     block, offloaded = LEVELS.index(Level.BLOCK), LEVELS.index(Level.OFFLOADED)
     for options in blocks:

@@ -1,6 +1,4 @@
-"""What one block keeps and how long it takes at each level, found by running it beside the training
-step.
-"""
+"""Measures memory and time of one block at each level, by running it beside the training step."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
 from bmtrain.torch_internals import tree_leaves
 
-_NUM_RUNS = 4  # the first compiles and fills caches
+_NUM_RUNS = 4  # the first is not timed: it compiles and fills caches
 
 
 class Trials:
-    """How a module that has full parameters runs at each level.
+    """How to run a module that has full parameters at each level.
 
     Args:
-        module: with tensors apart from the graph in the places of its parameters.
+        module: its parameters are leaves outside of the graph.
         runner: runs it.
     """
 
@@ -40,9 +38,7 @@ class Trials:
         self._module, self._runner = module, runner
 
     def at(self, level: Level) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, int]]:
-        """A function of the arguments: what the module returns, and the bytes that it keeps and no
-        hook of autograd sees.
-        """
+        """A function of the arguments: the output, and kept bytes that autograd does not see."""
         inside = self._runner.plain if level is Level.NOTHING else self._runner.recomputing(level)
         if inside is not None:
             return functools.partial(self._once, inside)
@@ -62,7 +58,7 @@ class Trials:
         def body(
             given: tuple[Any, ...], named: dict[str, Any], _: bool
         ) -> tuple[Any, Sequence[torch.Tensor]]:
-            return run(self._module, given, named), ()  # parameters are leaves that the graph shows
+            return run(self._module, given, named), ()  # parameters are leaves in the graph
 
         out, _ = recomputed(body, replay, args, kwargs, current.service(Scripts), run.forget)
         return out, run.num_bytes()
@@ -75,14 +71,16 @@ def measure(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> dict[Level, Option]:
-    """Run a block forward and backward at each level and say what that took. Draws no random
-    numbers that others would draw.
+    """Run a block forward and backward at each level and measure memory and time.
+
+    Random generators are restored: the program draws the same numbers as without it.
 
     Args:
-        runs: computes the block; what it changes besides is put back by the caller.
+        runs: runs the block; the caller restores what it changes besides.
         params: its full parameters, leaves. Their gradients are computed and dropped.
-        args, kwargs: of the block. Tensors among them are shared, apart from the graph; containers
-            are copied.
+        args, kwargs: of the block. Tensors among them are detached and shared, containers copied.
+
+    Levels at which the block cannot run are missing from the result.
     """
     current = world.current("Block")
     memory, options = current.service(memory_of), dict[Level, Option]()
@@ -99,9 +97,7 @@ def measure(
 
 
 def unmeasured() -> dict[Level, Option]:
-    """The options of a block that cannot be run beside the step: it has blocks of its own, which
-    gather and reduce.
-    """
+    """Options of a block with inner blocks: not measured, since inner blocks communicate."""
     return {Level.BLOCK: Option(0, 0, 0.0)}
 
 
@@ -128,7 +124,8 @@ def _once(
     counter = _Counter(params)
     memory.synchronize()
     before, start = memory.allocated(), time.perf_counter()
-    # Hooks would make the compiler start anew where memory is counted anyway.
+    # Saved-tensor hooks make the compiler recompile. They are only needed on a device that does not
+    # count memory.
     with counter if isinstance(memory, Uncounted) else contextlib.nullcontext():
         out, hidden = run(args, kwargs)
     kept = (
@@ -144,21 +141,19 @@ def _once(
 
 
 def _offloaded(block: Option, moved: Sequence[torch.Tensor], host: Host) -> Option:
-    """BLOCK with its inputs on the host; the way there hides behind its forward pass, the way back
-    behind a backward pass.
-    """
+    """BLOCK with its inputs on the host: the copy there overlaps forward, the one back backward."""
     num_bytes = sum(x.nbytes for x in moved)
     forward, trip = block.seconds / 4, sum(host.seconds(x) for x in moved)
     stall = max(trip - forward, 0.0) + max(trip - 3 * forward, 0.0)
-    # Backward has the inputs of the block before on the device, too. Copies take a little of the
-    # memory's time from everyone.
+    # In backward the prefetched inputs of the previous block are resident as well. Copies cost all
+    # kernels a little memory bandwidth.
     return Option(
         max(block.kept - num_bytes, 0), block.peak + num_bytes, block.seconds + stall + 0.02 * trip
     )
 
 
 def _apart(value: Any) -> Any:
-    """A tensor without its graph; anything else as it is."""
+    """A detached tensor that requires grad as before; anything else unchanged."""
     return (
         value.detach().requires_grad_(value.requires_grad)
         if isinstance(value, torch.Tensor)
@@ -167,7 +162,7 @@ def _apart(value: Any) -> Any:
 
 
 class _Counter(torch.autograd.graph.saved_tensors_hooks):
-    """Counts what autograd saves inside: `num_bytes` of memory, each piece once, parameters not."""
+    """Counts the memory autograd saves: `num_bytes`, each storage once, without parameters."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         super().__init__(self._pack, lambda saved: saved)

@@ -1,4 +1,4 @@
-"""What is known of passes over a model, by the shape of their inputs."""
+"""Measurements and plans of passes over a model, by the shape of their inputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from bmtrain.recompute.level import Level
 from bmtrain.recompute.plan import Option, Step
 
 Shape = tuple[int, ...]
-NUM_DIMS = 12  # of the tensors of a call, as far as they decide which plan serves
+NUM_DIMS = 12  # number of dims of the arguments of a call that decide which plan serves it
 _MAX_PROFILES = 8
-_OFTEN = 4  # a shape that comes as often gets a plan of its own
+_OFTEN = 4  # a shape gets a plan of its own once it has come this often
 
 
 @dataclasses.dataclass(frozen=True)
 class PassKey:
-    """What is known of a pass when it begins: the kind of its first call, as a number, and the
-    largest inputs of any rank.
+    """What identifies a pass at its start.
 
-    The first `num_dims` of `shape` are those of the first input.
+    kind: checksum of the kind of its first call. shape: dims of the first call's inputs, the
+    maximum over ranks; the first `num_dims` of them are those of the first input.
     """
 
     kind: int
@@ -30,8 +30,10 @@ class PassKey:
 
 @dataclasses.dataclass
 class Profile:
-    """Passes of one kind with inputs of up to some shape: per call its kind, shape and options;
-    what a pass needs; the plan.
+    """Measurements and plan for passes of one kind with inputs up to some shape.
+
+    `kinds`, `shapes` and `options` have one entry per call of a pass; `turn` and `backward` are
+    peaks of a pass; `choice` is the plan.
     """
 
     key: PassKey
@@ -39,25 +41,25 @@ class Profile:
     shapes: list[Shape] = dataclasses.field(default_factory=list)
     options: list[dict[Level, Option]] = dataclasses.field(default_factory=list)
     turn: int = 0
-    backward: dict[int, int] = dataclasses.field(default_factory=dict)  # in the order of backward
+    backward: dict[int, int] = dataclasses.field(default_factory=dict)  # in backward's order
     measured: frozenset[Level] = frozenset()
     agreed: tuple[list[list[Option]], Step] | None = None
     choice: list[int] | None = None
     told: list[int] | None = None  # the last plan that was printed
 
     def clear(self) -> None:
-        """Forget everything but the key."""
+        """Drop everything but the key."""
         self.kinds, self.shapes, self.options, self.turn, self.backward = [], [], [], 0, {}
         self.measured, self.agreed, self.choice = frozenset(), None, None
 
     def append(self, kind: object, shape: Shape) -> None:
-        """The next call."""
+        """Add the next call."""
         self.kinds.append(kind)
         self.shapes.append(padded(shape))
         self.options.append({})
 
     def covers(self, number: int, kind: object, shape: Shape) -> bool:
-        """Whether call `number` is as it was measured, and no larger."""
+        """Whether call `number` is of the measured kind and no larger."""
         return (
             number < len(self.kinds)
             and self.kinds[number] == kind
@@ -65,7 +67,7 @@ class Profile:
         )
 
     def figures(self, levels: Sequence[Level], unknown: Option) -> list[float]:
-        """Everything that was measured, one figure after the other."""
+        """All measurements as one flat list, in a fixed order, for a reduction over ranks."""
         dims = [float(dim) for shape in self.shapes for dim in shape]
         options = [calls.get(level, unknown) for calls in self.options for level in levels]
         prices = [
@@ -77,15 +79,16 @@ class Profile:
 
 
 class Profiles:
-    """A bounded number of profiles."""
+    """At most `_MAX_PROFILES` profiles; the oldest is dropped."""
 
     def __init__(self) -> None:
         self._profiles: list[Profile] = []
         self._counts: dict[PassKey, int] = {}
 
     def serving(self, key: PassKey) -> Profile:
-        """The one of the smallest inputs that are as large in every dim; a new one if there is
-        none, or for what comes often.
+        """The profile of the smallest inputs that cover `key` in every dim.
+
+        Makes a new one if none covers it, or if `key` has become frequent.
         """
         serving = [
             p
@@ -106,7 +109,7 @@ class Profiles:
         return self._profiles[-1]
 
     def remove(self, profile: Profile) -> None:
-        """It is wrong."""
+        """Drop a profile that has turned out wrong."""
         self._profiles = [other for other in self._profiles if other is not profile]
 
     def _is_frequent(self, key: PassKey) -> bool:
@@ -117,7 +120,7 @@ class Profiles:
 
 
 def padded(shape: Shape) -> Shape:
-    """The first NUM_DIMS dims, zeros for those that are not there."""
+    """The first NUM_DIMS dims, padded with zeros."""
     return (*shape, *[0] * NUM_DIMS)[:NUM_DIMS]
 
 

@@ -1,4 +1,4 @@
-"""What a recomputation needs besides parameters: the forward pass as it was, to be run again."""
+"""Replays a forward pass for recomputation, from the state in which it began."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from bmtrain.recompute.surroundings import Surroundings
 from bmtrain.runtime.seeding import default_generators
 from bmtrain.torch_internals import saved_tensors_hooks
 
-# What copies of arguments share with the originals: values that do not change, and things that are
-# no values.
+# Types that copies of arguments share with the originals: immutable, or not state of the call.
 _SHARED = (
     torch.Tensor,
     torch.nn.Module,
@@ -45,17 +44,17 @@ _SHARED = (
 class Replay:
     """One forward pass, to be run again.
 
-    A pass may change what it is given and what its modules hold: a cache of keys and values grows,
-    running statistics and counters move, random numbers are drawn. A recomputation starts from what
-    was there before, and leaves alone what has become of it. Tensors are not copied, apart from
-    buffers and other small ones of modules: they must not change in place.
+    A pass may change its arguments and its modules: a key-value cache grows, running statistics and
+    counters move, random numbers are drawn. A recomputation starts from the state at the beginning
+    of the pass and leaves the present state untouched. Tensors are not copied, apart from buffers
+    and small tensors of modules: they must not change in place.
 
     Args:
-        modules: those that run.
+        modules: all modules that run.
         args, kwargs: of the pass.
         device: where it computes.
-        moved: those among `args` that leave the device meanwhile, and may then change.
-        draws: whether the generator of the device can be read, and set again.
+        moved: tensors among `args` that are offloaded, and may change once they are.
+        draws: whether the device's generator can be read and set, which it cannot during a capture.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class Replay:
         moved: Sequence[torch.Tensor] = (),
         draws: bool = True,
     ) -> None:
-        # The tensors among `args` are handed in again: whoever keeps them may have moved them off
-        # the device meanwhile.
+        # Tensors among `args` come back as arguments of `run`, from autograd. A reference here
+        # would keep those resident that hooks have offloaded.
         self._args = [None if isinstance(arg, torch.Tensor) else arg for arg in args]
         self._kwargs, self._modules = dict(kwargs), modules
         self._states = States()
-        hooks = saved_tensors_hooks()  # they may keep copies: changes are their affair
+        hooks = saved_tensors_hooks()  # the program's hooks may save copies: changes are allowed
         for place, arg in enumerate(args):
             if not isinstance(arg, torch.Tensor):
                 self._states.add(arg, f"argument {place}")
@@ -93,13 +92,11 @@ class Replay:
         return self._is_first
 
     def check(self) -> None:
-        """RecomputationError if the pass cannot be run again because a tensor that it read was
-        changed in place.
-        """
+        """Raise RecomputationError if a tensor that the pass read has changed in place since."""
         self._states.check()
 
     def attributes(self) -> list[torch.Tensor]:
-        """Tensors that the modules have as attributes now."""
+        """Tensors that the modules hold as attributes now."""
         return [
             x
             for module in self._modules
@@ -111,10 +108,10 @@ class Replay:
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """For the body of one run: its arguments. The first run takes those given.
+        """Yields the arguments of one run. The first run gets those given.
 
         Raises:
-            RecomputationError: in a later one, for what `check` says.
+            RecomputationError: in a later run, if `check` fails.
         """
         if self._is_first:
             self._is_first = False
@@ -133,9 +130,7 @@ class Replay:
 
 @contextlib.contextmanager
 def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, buffers are copies: recomputation must not update running statistics a second
-    time.
-    """
+    """Replace buffers by copies inside: a second run must not update running statistics again."""
     before = [dict(module._buffers) for module in modules]
     try:
         for module in modules:
@@ -149,9 +144,7 @@ def spare_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def snapshot(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """`value` with its containers and plain objects copied, in any depth; what cannot be copied is
-    shared.
-    """
+    """A deep copy of containers and plain objects; tensors and what cannot be copied are shared."""
     memo = {} if memo is None else memo
     if isinstance(value, _SHARED):
         return value
@@ -161,7 +154,7 @@ def snapshot(value: Any, memo: dict[int, Any] | None = None) -> Any:
         return tuple(snapshot(entry, memo) for entry in value)
     try:
         out = copy.copy(value)
-    except Exception:  # a lock, a stream, the handle of a process group: no state of the call
+    except Exception:  # a lock or a process group: not state of the call
         return value
     memo[id(value)] = out
     if isinstance(out, list):

@@ -1,6 +1,4 @@
-"""How the inner module of a block runs: as it is, or by compiled code; keeping what backward reads,
-or computing it again.
-"""
+"""How the inner module of a block runs: eager or compiled, keeping activations or recomputing."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ ModuleCall = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class SeveralGraphsError(RuntimeError):
-    """A module cannot be compiled as one graph. Nothing of it has run."""
+    """A module does not compile as one graph. Raised before anything of it has run."""
 
 
 class Repeatable(Protocol):
@@ -27,39 +25,39 @@ class Repeatable(Protocol):
         """`module(*args, **kwargs)`."""
 
     def forget(self) -> None:
-        """The run in backward computes everything: it may not come to the same operators."""
+        """Drop kept results: the run in backward may call other operators than the first run."""
 
     def num_bytes(self) -> int:
-        """Bytes that are kept for the run in backward, and that no hook of autograd sees."""
+        """Bytes kept for the run in backward that autograd's hooks do not see."""
 
 
 class Runner(Protocol):
     """Runs modules.
 
     Attributes:
-        is_compiled: whether compiled code does.
-        runs_python: whether Python code of the module may run in backward, hooks and recomputation
-            inside of it.
+        is_compiled: whether it runs compiled code.
+        runs_python: whether Python code of the module, such as hooks or inner recomputation, may
+            run in backward.
     """
 
     is_compiled: bool
     runs_python: bool
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Whether it can run a call of these modules, the parts of one, with these arguments, here
-        and now.
-        """
+        """Whether it can run this call; `modules` are the parts of one module."""
 
     def plain(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`module(*args, **kwargs)`."""
 
     def recomputing(self, level: Level) -> ModuleCall | None:
-        """A function that does the same and keeps what `level` says, for itself; None if
-        `repeatable` must. SeveralGraphsError.
+        """A function like `plain` that recomputes by itself and keeps what `level` says.
+
+        None if the caller must recompute, by `repeatable`. The function raises SeveralGraphsError
+        if the module does not compile as one graph.
         """
 
     def repeatable(self, level: Level) -> Repeatable:
-        """The same for one call that others run once more in backward."""
+        """A function for one call at `level`, which the caller runs once more in backward."""
 
 
 class Eager:
@@ -72,20 +70,20 @@ class Eager:
         self.plain = run
 
     def accepts(self, modules: Sequence[torch.nn.Module], arguments: Iterable[Any]) -> bool:
-        """Any."""
+        """True: it runs any call."""
         return True
 
     def recomputing(self, level: Level) -> ModuleCall | None:
-        """It is recomputed by others."""
+        """None: the caller recomputes."""
         return None
 
     def repeatable(self, level: Level) -> Repeatable:
-        """With results that are dear, or with nothing."""
+        """Keeps expensive results at CHEAP, else nothing."""
         return Selective(self.plain) if level is Level.CHEAP else Whole(self.plain)
 
 
 class Whole:
-    """A call of which nothing is kept for the run in backward."""
+    """A call that keeps nothing for the run in backward."""
 
     def __init__(self, run: ModuleCall) -> None:
         self._run = run
@@ -97,10 +95,10 @@ class Whole:
         return self._run(module, args, kwargs)
 
     def forget(self) -> None:
-        """There is nothing."""
+        """Nothing is kept."""
 
     def num_bytes(self) -> int:
-        """None."""
+        """Zero."""
         return 0
 
 

@@ -1,6 +1,4 @@
-"""Modules that TorchScript has compiled: their parameters and buffers are in slots of its own,
-behind something like a dict.
-"""
+"""Modules compiled by TorchScript, whose parameters and buffers live outside of Python's dicts."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from bmtrain.torch_internals import compiled_script, script_attributes
 
 
 class Slots(dict[str, Any]):
-    """A dict whose tensors are those of a compiled module too."""
+    """A dict that writes its tensors through to a compiled module."""
 
     def __init__(self, module: torch.jit.ScriptModule, entries: Iterable[tuple[str, Any]]) -> None:
         super().__init__(entries)
@@ -24,18 +22,16 @@ class Slots(dict[str, Any]):
         if value is not None:
             self._compiled.setattr(name, value)
 
-    def update(self, *others: Mapping[str, Any], **more: Any) -> None:  # type: ignore[override]  # of what is asked for here
+    def update(self, *others: Mapping[str, Any], **more: Any) -> None:  # type: ignore[override]  # only the forms used here
         for other in (*others, more):
             for name, value in other.items():
                 self[name] = value
 
 
 def open_slots(module: torch.nn.Module) -> None:
-    """Let `module` and those below it have dicts, which take other tensors as those of plain
-    modules do.
-    """
+    """Give `module` and its descendants dicts that can be written to, as plain modules have."""
     for found in list(module.modules()):
-        part = found.__dict__.get("_actual_script_module", found)  # of a traced one
+        part = found.__dict__.get("_actual_script_module", found)  # set by torch.jit.trace
         if isinstance(part, torch.jit.ScriptModule) and not isinstance(
             part.__dict__.get("_parameters"), dict
         ):
@@ -46,7 +42,7 @@ def open_slots(module: torch.nn.Module) -> None:
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """What compiled code of `module` may change beside buffers; nothing for plain modules."""
+    """Attributes besides tensors that compiled code of `module` may change; {} if not compiled."""
     if not isinstance(module, torch.jit.ScriptModule):
         return {}
     tensors = {*module._parameters, *module._buffers}
@@ -55,7 +51,7 @@ def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def put_attributes(module: torch.nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Put back what `attributes_of` has found."""
+    """Write back what `attributes_of` returned."""
     if isinstance(module, torch.jit.ScriptModule):
         for name, value in attributes.items():
             compiled_script(module).setattr(name, value)

@@ -1,6 +1,6 @@
-"""Whether TorchScript has run.
+"""Detects whether TorchScript has run.
 
-Its executor rewrites a function after the first calls, which then saves other tensors.
+Its executor rewrites a function after the first calls, which then saves different tensors.
 """
 
 from __future__ import annotations
@@ -12,24 +12,22 @@ import torch
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import last_script_graph
 
-_NUM_WARM = 4  # calls after which the executor has settled
+_NUM_WARM = 4  # calls after which the executor keeps the same graph
 
 
 class Scripts:
-    """Counts sightings of TorchScript on this rank.
+    """Counts sightings of TorchScript on this rank. One per run, from `world.service(Scripts)`.
 
-    One per run, reached by `world.service(Scripts)`.
+    TorchScript only tells which graph ran last.
     """
 
     def __init__(self, world: World) -> None:
-        self._idle: Any = None  # made when a program turns out to use TorchScript
+        self._idle: Any = None  # compiled on the first sighting
         self._graph: Any = None
         self._count = 0
 
     def count(self) -> int:
-        """Another number than last time if TorchScript has run on this thread in the meantime,
-        inside of other code too.
-        """
+        """A counter that grows if TorchScript has run on this thread since the last call."""
         last = last_script_graph()
         if last is not None and last is not self._graph:
             self._count += 1
@@ -37,7 +35,7 @@ class Scripts:
         return self._count
 
     def _run_idle(self) -> None:
-        """Run a function that does nothing: the next sighting of anything else is news."""
+        """Run a no-op, so that a second call of the same function shows as another last graph."""
         if self._idle is None:
             self._idle = torch.jit.CompilationUnit("def idle():\n    return\n").idle
             for _ in range(_NUM_WARM):

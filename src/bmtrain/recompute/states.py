@@ -1,6 +1,4 @@
-"""What Python objects hold when a forward pass begins, to be put back in place for its
-recomputation.
-"""
+"""Snapshots of Python state at the start of a forward pass, restored for its recomputation."""
 
 from __future__ import annotations
 
@@ -56,21 +54,19 @@ _STANDARD = frozenset(torch.nn.Module().__dict__) - {"training"}
 _HOOKS = tuple(
     name for name in torch.nn.Module().__dict__ if name.startswith(("_forward", "_backward"))
 )
-# Objects of these packages are no state of a forward pass: locks, loggers, process groups.
+# Objects of these packages hold no state of a forward pass: locks, loggers, process groups.
 # Exceptions are `_FOLLOWED`.
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bmtrain"}
 _FOLLOWED: frozenset[type] = frozenset(
     {types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList}
 )
-# elements of a tensor that is copied in case the pass changes it, as buffers of any size are
+# Elements. Small tensors of modules are copied in case the pass changes them, buffers of any size.
 _SMALL = 4096
 
 
 @dataclasses.dataclass
 class _Seen:
-    """A tensor that the pass may read, and the version it had; a copy is kept for as long as the
-    pass may change it.
-    """
+    """A tensor that the pass may read, and its version; `copy` is dropped by `settle`."""
 
     tensor: Callable[[], torch.Tensor | None]
     version: int
@@ -78,16 +74,15 @@ class _Seen:
     copy: torch.Tensor | None = None
 
     def version_now(self) -> int:
-        """The same as `version` where nobody can have changed it."""
+        """The present version; `version` if the tensor is gone, so that no change is reported."""
         tensor = self.tensor()
         return self.version if tensor is None else version_of(tensor)
 
 
 class States:
-    """Lists, dicts, plain objects, attributes of modules, generators and tensors, as they are when
-    they are added.
+    """Lists, dicts, plain objects, attributes of modules, generators and tensors, when added.
 
-    Contents are put back into the objects themselves: whoever else refers to them sees what it saw
+    Contents are restored into the objects themselves, so all other references see the same state as
     in the forward pass.
     """
 
@@ -99,12 +94,12 @@ class States:
         self._copies: dict[int, Callable[[], Any]] = {}
 
     def add(self, value: Any, where: str, *, owned: bool = False, direct: bool = True) -> None:
-        """Note `value` and all that it holds.
+        """Record `value` and everything it holds.
 
         Args:
-            where: says in messages what it is.
-            owned: whether it belongs to a module: small tensors are copied then.
-            direct: whether what holds it can hold a copy instead.
+            where: names it in messages.
+            owned: whether it belongs to a module, so that small tensors are copied.
+            direct: whether its container can be given a copy in its place; a tuple cannot.
         """
         kind = type(value)
         if kind in _FIXED or id(value) in self._known:
@@ -113,7 +108,7 @@ class States:
             value, torch.nn.Module | type | enum.Enum | BaseException | torch.nn.Parameter
         ):
             return
-        self._known[id(value)] = value  # alive, so that nothing else gets its number
+        self._known[id(value)] = value  # a strong reference: else the id could be reused
         if isinstance(value, torch.Tensor):
             self.add_tensor(value, where, keep=owned and direct and value.numel() <= _SMALL)
         elif is_generator(value):
@@ -124,16 +119,16 @@ class States:
             self._add_contents(value, where, owned)
 
     def add_tensor(self, tensor: torch.Tensor, where: str, *, keep: bool = False) -> None:
-        """Note the version of a tensor; `keep` a copy of what is no part of a graph."""
+        """Record the version of a tensor; `keep` a copy of one that needs no gradient."""
         kept = tensor.detach().clone() if keep and not tensor.requires_grad else None
         self._tensors.append(_Seen(lambda: tensor, version_of(tensor), where, kept))
 
     def watch(self, tensor: torch.Tensor, where: str) -> None:
-        """Note the version of a tensor that others keep for the recomputation."""
+        """Record the version of a tensor that autograd keeps, without keeping it alive here."""
         self._tensors.append(_Seen(weakref.ref(tensor), version_of(tensor), where))
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Note the attributes, buffers, children and hooks of a module, not of those below it."""
+        """Record attributes, buffers, children and hooks of a module, not of its descendants."""
         own, name = module.__dict__, type(module).__name__
         hooks = _Hooks(module)
         self._contents.append((hooks, _contents_of(hooks)))
@@ -153,16 +148,16 @@ class States:
         self._contents.append((module, attributes))
 
     def settle(self) -> None:
-        """The forward pass is over: give up copies of what it has not changed."""
+        """After the forward pass, drop copies of tensors that it has not changed."""
         for seen in self._tensors:
             tensor = seen.tensor()
             if seen.copy is not None and tensor is not None and seen.version_now() != seen.version:
                 self._copies[id(tensor)] = seen.copy.clone
-                seen.version = -1  # whatever becomes of it, the copy is what counts
+                seen.version = -1  # the copy is read from now on: later changes are harmless
             seen.copy = None
 
     def check(self) -> None:
-        """RecomputationError if a tensor that the recomputation reads was changed in place."""
+        """Raise RecomputationError if a tensor that recomputation reads was changed in place."""
         for seen in self._tensors:
             if seen.version not in (-1, seen.version_now()):
                 raise RecomputationError(
@@ -174,13 +169,13 @@ class States:
                 )
 
     def at_begin(self, value: Any) -> Any:
-        """`value`, or a copy of what it was."""
+        """`value`, or a copy of its state at the start of the pass."""
         make = self._copies.get(id(value))
         return value if make is None else make()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Inside, everything is as it was noted; afterwards, as it is now."""
+        """Restore the recorded state inside, then the present one again."""
         now: list[tuple[Any, Any]] = []
         try:
             for owner, noted in self._contents:
@@ -233,9 +228,7 @@ class States:
 
 
 def all_modules(module: torch.nn.Module) -> Sequence[torch.nn.Module]:
-    """`module` and all below it; of a block the module that it is around, which has its names,
-    buffers and children.
-    """
+    """`module` and its descendants, each block replaced by its inner module."""
     found: dict[int, torch.nn.Module] = {}
     ways = [module]
     while ways:
@@ -249,24 +242,22 @@ def all_modules(module: torch.nn.Module) -> Sequence[torch.nn.Module]:
 
 
 class _Object:
-    """The attributes of a plain object, apart from what it holds as a list or a dict."""
+    """The attributes of a plain object, apart from its entries as a list or dict."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def contents(self) -> dict[str, Any]:
-        """What it holds now."""
+        """Its present attributes."""
         return _attributes_of(self.value)
 
     def put(self, contents: dict[str, Any]) -> None:
-        """Let it hold this."""
+        """Set its attributes to `contents`."""
         _put_attributes(self.value, _attributes_of(self.value).keys(), contents)
 
 
 class _Compiled(_Object):
-    """The attributes of a module that TorchScript has compiled, apart from those that Python
-    sees.
-    """
+    """The attributes of a TorchScript module that live outside of Python."""
 
     def contents(self) -> dict[str, Any]:
         return attributes_of(self.value)
@@ -276,7 +267,7 @@ class _Compiled(_Object):
 
 
 class _Hooks(_Object):
-    """The hooks of a module, which most modules have none of: by kind, if there are any."""
+    """The hooks of a module by kind; {} for a module without hooks, which is the usual case."""
 
     def contents(self) -> dict[str, Any]:
         own = self.value.__dict__
@@ -294,9 +285,10 @@ class _Hooks(_Object):
 
 
 def _without_graph(value: Any) -> Any:
-    """A tensor apart from its graph, in tuples too.
+    """Detach a tensor, or the tensors of a tuple.
 
-    What a module keeps of its last pass would keep all passes before alive.
+    A module may store a result of its last pass. Keeping its graph would chain the graphs of all
+    passes and keep every one resident.
     """
     if isinstance(value, torch.Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
@@ -307,9 +299,7 @@ def _without_graph(value: Any) -> Any:
 
 
 def _holds(owner: Any, contents: Any) -> bool:
-    """Whether `owner` holds just these objects; False where telling takes as long as putting them
-    there.
-    """
+    """Whether `owner` holds exactly these objects. False if comparing costs as much as writing."""
     present = owner if type(owner) in (dict, collections.OrderedDict) else _contents_of(owner)
     if len(present) != len(contents) or not isinstance(present, dict | list):
         return False
@@ -337,9 +327,9 @@ def _contents_of(owner: Any) -> Any:
 
 
 def _put(owner: Any, contents: Any) -> None:
-    """Let `owner` hold `contents`.
+    """Replace the contents of `owner`.
 
-    Methods of subclasses are not asked: they may refuse, or do more.
+    Calls methods of the built-in classes: overrides may refuse, or have side effects.
     """
     if isinstance(owner, torch.nn.Module):
         _put_attributes(owner, {key for key in owner.__dict__ if key not in _STANDARD}, contents)
@@ -395,7 +385,7 @@ _KINDS: weakref.WeakKeyDictionary[type, Sequence[str]] = weakref.WeakKeyDictiona
 
 
 def _slots_of(kind: type) -> Sequence[str]:
-    """Attributes that objects of this class have outside of their `__dict__`."""
+    """Attributes of objects of this class that are not in their `__dict__`."""
     found = _KINDS.get(kind)
     if found is None:
         own = [vars(base) for base in kind.__mro__ if _is_plain(base) and "__slots__" in vars(base)]
@@ -410,9 +400,7 @@ def _slots_of(kind: type) -> Sequence[str]:
 
 
 def _is_plain(kind: type) -> bool:
-    """Whether objects of this class are state of the program, with attributes that can be put
-    back.
-    """
+    """Whether objects of this class are state of the program with restorable attributes."""
     return kind.__module__.partition(".")[0] not in _FOREIGN or kind in _FOLLOWED
 
 

@@ -1,6 +1,4 @@
-"""What a forward pass finds outside of its module and arguments: generators, autocast, the default
-device, switches of torch.
-"""
+"""Ambient state of a forward pass: generators, autocast, the default device, torch's switches."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import torch
 from bmtrain.runtime.seeding import is_same_state, read_generator, write_generator
 from bmtrain.torch_internals import DeviceContext, function_modes
 
-# Read, and set. They decide which operators run, and so what these save for backward.
+# Getter and setter of each. They select kernels, and so which tensors are saved for backward.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -24,7 +22,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 class Surroundings:
-    """They are as they were, once more, in the body of `restored`.
+    """The ambient state at the time of construction.
 
     Args:
         device: where the pass computes.
@@ -41,8 +39,9 @@ class Surroundings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Afterwards everything is as the program has made it: generators go on from where the
-        forward pass left them.
+        """Set the recorded state inside, then the present one again.
+
+        Generators continue where the program left them: a recomputation draws nothing new.
         """
         now = [(generator, read_generator(generator)) for generator, _ in self._generators]
         switches = [read() for read, _ in _SWITCHES]

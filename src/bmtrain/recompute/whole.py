@@ -1,6 +1,4 @@
-"""Recomputation of a block: as torch does it, or whole where the second run saves other tensors
-than the first.
-"""
+"""Recomputes a block: by torch's checkpoint, or by a second graph where TorchScript runs."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from bmtrain.shard.outputs import before_backward_of, map_tensors, tensors_of
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import next_node_number, node_number, will_run
 
-# Runs a module, with parameters that are `apart` from the graph or tied to it. Returns the
-# output, and the parameters.
+# Runs a module, with parameters tied to the graph or, if the flag is set, as leaves outside of it.
+# Returns the output and the parameters.
 Body = Callable[[tuple[Any, ...], dict[str, Any], bool], tuple[Any, Sequence[torch.Tensor]]]
 
 
@@ -33,19 +31,20 @@ def recomputed(
     scripts: Scripts,
     on_script: Callable[[], None],
 ) -> tuple[Any, Sequence[torch.Tensor]]:
-    """What `body` returns; it runs once more when backward comes to the output.
+    """Run `body` now and again when backward reaches its output.
 
-    torch's checkpoint hands the tensors that the second run saves to the graph of the first, by
-    their order, and stops at the last. TorchScript breaks that order: then the graph of the first
-    run is given up for a node that computes all gradients in a graph of the second.
+    torch's checkpoint matches the tensors that the second run saves with those of the first by
+    their order, and stops at the last one. TorchScript changes that order between calls. If it has
+    run, the graph of the first run is replaced by one node, which computes all gradients in the
+    graph of a second run.
 
     Args:
-        replay: of this call.
-        scripts: counts the calls of TorchScript functions.
-        on_script: called when the second run will be one of these.
+        replay: replays this call.
+        scripts: counts calls of TorchScript functions.
+        on_script: called if the second run will compute all gradients.
 
     Raises:
-        RecomputationError: for a TorchScript module that reads part of the graph which is none of
+        RecomputationError: for a TorchScript module that reads a non-leaf tensor which is none of
             its arguments.
     """
     before, first_node = scripts.count(), next_node_number()
@@ -59,14 +58,17 @@ def recomputed(
             params.append(used)
         return out
 
-    # The replay sees to random numbers.
+    # The replay restores random states.
     out = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
-    used = params.pop()  # `run` lives as long as the graph, which must not keep full parameters
+    # `run` lives as long as the graph: left in `params`, full parameters would stay resident.
+    used = params.pop()
     if scripts.count() != before:
         on_script()
         out = _as_one_node(out, _Again(body, replay, args, kwargs), used, first_node)
         _refuse_backward_of(replay.attributes(), first_node)
-    alive = weakref.ref(replay)  # whose end comes with that of what autograd has saved
+    # The hook below lives as long as the graph. A strong reference would keep the arguments
+    # resident after backward has freed what it saved; then there is nothing left to check.
+    alive = weakref.ref(replay)
 
     def check() -> None:
         own = alive()
@@ -78,11 +80,11 @@ def recomputed(
 
 
 class _Again:
-    """What is needed to run a call once more and to take the gradients of its inputs.
+    """A call that can run once more, to take the gradients of its inputs.
 
     Attributes:
-        positional: the tensors among `args`, which autograd keeps.
-        inputs: the different tensors among all arguments that require grad.
+        positional: the tensors among `args`, which autograd saves.
+        inputs: the distinct tensors among all arguments that require grad.
     """
 
     def __init__(
@@ -104,15 +106,13 @@ class _Again:
             self._places.append(numbers.get(id(tensor)))
 
     def forget_tensors(self) -> None:
-        """Autograd has what it needs."""
+        """Drop the references: autograd has saved what the second run needs."""
         self.positional, self.inputs = [], []
 
     def run(
         self, positional: Sequence[torch.Tensor]
     ) -> tuple[Any, list[torch.Tensor], Sequence[torch.Tensor]]:
-        """The output, and the tensors apart from the graph that stand for `inputs` and for the
-        parameters.
-        """
+        """Run again; returns the output, leaves that stand in for `inputs`, and the parameters."""
         tensors = iter(positional)
         args = tuple(
             next(tensors) if is_tensor else other
@@ -137,11 +137,12 @@ class _Again:
 
 @dataclasses.dataclass(frozen=True)
 class _Replacement:
-    """One node in the place of a graph.
+    """One node that replaces a graph.
 
-    made: places of the outputs that the graph made, among all tensors of the output.
-    captured: leaves that the module reads besides, such as parameters of blocks inside it.
-    is_reentrant: whether the module has checkpoints that work in full backward passes only.
+    made: indices, among all tensors of the output, of those that the graph made.
+    captured: other leaves that the module reads, such as parameters of blocks inside it.
+    is_reentrant: whether the module contains reentrant checkpoints, which refuse a backward pass
+    for some inputs only.
     """
 
     again: _Again
@@ -152,7 +153,7 @@ class _Replacement:
     def gradients(
         self, positional: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Of the inputs, the parameters and the captured leaves."""
+        """Gradients of the inputs, the parameters and the captured leaves, from a second run."""
         out, inputs, params = self.again.run(positional)
         found = tensors_of(out)
         if len(found) <= max(self.made):
@@ -178,15 +179,15 @@ class _Replacement:
                 "checkpoint inside and is recomputed: call backward(), or give the "
                 "block use_checkpoint=False."
             )
-        # A pass for these tensors alone, unless checkpoints inside work in full passes only. Blocks
-        # inside reduce their gradients.
+        # Reentrant checkpoints need a full pass. Otherwise `inputs` keeps the pass from
+        # accumulating into leaves elsewhere. Blocks inside reduce their own gradients.
         torch.autograd.backward(outputs, given, inputs=None if self.is_reentrant else wanted)
-        num_own = len(wanted) - len(self.captured)  # the others have got their gradients
+        num_own = len(wanted) - len(self.captured)  # the pass has accumulated into the others
         return [leaf.grad for leaf in wanted[:num_own]] + [None] * len(self.captured)
 
 
 class _Whole(torch.autograd.Function):
-    """Gives outputs of a run that was recorded once another graph, of one node."""
+    """Returns the outputs of the first run on a graph of one node."""
 
     @staticmethod
     def forward(
@@ -231,11 +232,10 @@ def _as_one_node(out: Any, again: _Again, params: Sequence[torch.Tensor], first_
 def _captured(
     made: Sequence[torch.Tensor], known: Sequence[torch.Tensor], first_node: int
 ) -> tuple[list[torch.Tensor], bool]:
-    """Leaves that the graph of `made` reaches beside `known`, and whether reentrant checkpoints are
-    in it.
+    """Leaves that the graph of `made` reaches beside `known`; whether it has reentrant checkpoints.
 
     Raises:
-        RecomputationError: when it reaches something that is no leaf and was made before the pass.
+        RecomputationError: if it reaches a non-leaf that was made before the call.
     """
     edges = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, known)}
     leaves: dict[int, torch.Tensor] = {}
@@ -247,7 +247,8 @@ def _captured(
         if node is None or node in seen or (node, number) in edges:
             continue
         leaf = getattr(node, "variable", None)
-        # its gradient comes with that of the engine's leaf, which is beside it
+        # A sharded parameter: its gradient is reduced when backward reaches the engine's leaf,
+        # which feeds the same node.
         if isinstance(leaf, Slices):
             continue
         if leaf is not None:
@@ -268,7 +269,7 @@ def _captured(
 
 
 def _refuse_backward_of(tensors: Iterable[torch.Tensor], first_node: int) -> None:
-    """Whoever comes to these finds the graph that was given up."""
+    """Raise in backward from `tensors`: their graph, of the first run, has been given up."""
 
     def refuse(_: object) -> None:
         raise RecomputationError(
