@@ -111,6 +111,7 @@ class Engine:
         # synchronise with that pass's stream, which breaks the capture.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         self._rings: dict[tuple[int, torch.dtype], Ring] = {}
+        # Weak: the engine lives as long as the run and must not keep dropped models alive.
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0

@@ -86,6 +86,8 @@ class Storage:
         self.shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
+        # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
+        # Python's collector finds the cycle, at different times on different ranks.
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._leaves: list[torch.Tensor] | None = None
         wire = GradientPolicy(
