@@ -223,7 +223,7 @@ class Backward:
             self._uses.remove(use)
 
     def add(self, gradient: Gradient, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reduce one full gradient of a storage."""
+        """Reduce one full gradient of a storage; inside `deferring`, keep it on this rank."""
         self.join()
         if not gradient.is_open:
             gradient.open()
@@ -309,7 +309,8 @@ class Backward:
         if self.task != NO_PASS:
             self._refuse_hooks()
             # A pass inside a pass, as reentrant checkpointing runs one. Autograd tells only the
-            # number of the innermost, so what the outer pass has brought so far is shown now.
+            # number of the innermost, so what the outer pass has brought so far is shown now. So is
+            # what a pass that raised has left, unless a gather has abandoned it since.
             self.finish()
         self.task = task
         at_end_of_backward(self.finish)

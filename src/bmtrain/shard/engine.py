@@ -182,8 +182,7 @@ class Engine:
         Called at the same place on all ranks.
         """
         self._abandon_dead_pass()
-        # A capture that follows cannot wait for work outside of it, nor can work outside wait for
-        # it.
+        # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()
         self._begin_forward()

@@ -90,15 +90,13 @@ class Gradient:
         self._params: Sequence[weakref.ref[Trained]] = params  # filled in by the storage later
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
-        # The same in the parameters' dtype, which `.grad` shows; the same tensor where the dtypes
-        # agree.
+        # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
         self._public: torch.Tensor | None = None
         self._slots: list[torch.Tensor] = []  # 1-D views of `_public`
         self._views: list[Slices] = []  # what `.grad` shows: `_slots` that look whole
         # For parameters with hooks: what `.grad` held before the pass.
         self._before: dict[int, torch.Tensor] = {}
-        # Gradients of this rank's slices, summed over ranks already, to be added at the end of the
-        # pass.
+        # By slot: gradients of slices, summed over ranks already, added at the end of the pass.
         self._slices: list[tuple[int, torch.Tensor]] = []
         self._keeps_slices = False  # `_slices` are deferred
         self._versions: list[int] = []
@@ -150,8 +148,7 @@ class Gradient:
         for index, grad in enumerate(grads):
             if grad is not None:
                 self._take_over(index, grad)
-        # The reduction will add to the sum: what a parameter with a cleared `.grad` had must not
-        # count.
+        # The reduction adds to the sum: without this, a gradient that was cleared would count.
         if self._content is Content.CURRENT:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
@@ -346,8 +343,7 @@ class Gradient:
         shown = list(map(operator.is_, grads, self._views))
         if self._public is None or self._total is None or self._stays or all(shown):
             return grads
-        # Two references to each shown view are not the program's: one in `grads`, one in its
-        # parameter.
+        # Two references to each shown view are our own: one in `grads`, one in its parameter.
         if self._num_references() - 2 * sum(shown) <= self._num_own:
             return grads
         old, was = self._slots, self._versions
@@ -361,8 +357,7 @@ class Gradient:
             param = reference()
             if param is not None and shown[index]:
                 param.shown_grad = self._views[index]
-                # A copy is no write by the program: without this, `_take_over` would take it for
-                # one.
+                # Without this, `_take_over` would mistake the copy for a write by the program.
                 if old[index]._version == was[index]:
                     self._versions[index] = self._slots[index]._version
         return self._grads()

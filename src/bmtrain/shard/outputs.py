@@ -113,8 +113,7 @@ def tied_to(
     end = next((view for view in views if view.requires_grad), None)
     roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
     if end is None:
-        # Frozen parameters are gathered by the first node of the call that backward reaches: one is
-        # enough.
+        # Frozen parameters are gathered by the first node of the call that backward reaches.
         if not is_gathered_again or any(node_number(root) >= since for root in roots):
             return out
     elif end.grad_fn is None or _leads_to(end.grad_fn, roots, since):

@@ -110,8 +110,7 @@ class Storage:
 
     def _make_residence(self, source: ShardSource) -> Residence:
         engine, axis = self.engine, self.axis
-        # Weak: the schedule keeps residences alive, and would keep the shards of dropped models
-        # too.
+        # Weak: the schedule keeps residences, and would keep the shards of dropped models too.
         version = functools.partial(_version_of, weakref.ref(self))
         if not self.is_here:
             return Absent()

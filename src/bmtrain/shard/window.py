@@ -100,8 +100,7 @@ class Window(torch.Tensor):
             for kind in types
             if kind is not torch.Tensor
         ):
-            # Another subclass takes part: its `__torch_function__` gets ordinary tensors instead of
-            # windows.
+            # Another subclass takes part: its `__torch_function__` gets ordinary tensors.
             with plain_functions():
                 plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
                 before = [version_of(window) for window in windows]
