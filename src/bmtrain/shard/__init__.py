@@ -1,3 +1,1 @@
-"""Sharded parameters: the flat storages they live in, how these are gathered, and how gradients
-come back.
-"""
+"""Sharded parameters: the flat storages they live in, their gathers and their gradients."""

@@ -1,6 +1,4 @@
-"""What one backward pass leaves to do at its end: reductions to wait for, flags to agree on,
-`.grad` to show.
-"""
+"""The running backward pass, and its end: agree on flags, wait for reductions, show `.grad`."""
 
 from __future__ import annotations
 
@@ -19,37 +17,36 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
 from bmtrain.torch_internals import at_end_of_backward, backward_pass
 
-NO_PASS: Final = -1  # the number of a backward pass where there is none
+NO_PASS: Final = -1  # the number while no backward pass runs
 Work = Callable[[], object]
-# For a part of a pass that is computed twice, a context for each time: both draw the same random
-# numbers.
+# One context for each run of a part that is computed twice: both draw the same random numbers.
 Draws = Iterator[contextlib.AbstractContextManager[object]]
 
 
 class Tape(Protocol):
-    """Takes over the host's part of a pass that will be repeated without the host."""
+    """Records the host's part of a pass whose device work a CUDA graph will repeat."""
 
-    is_capturing: bool  # whether the device only notes down what it is given
-    after: list[Work]  # for after each repetition
+    is_capturing: bool  # whether the device's work is being captured, not run
+    after: list[Work]  # work to do after each replay
 
     def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
-        """`ask()`, or what it has answered before."""
+        """`ask()`, or the answer it gave in the rehearsal."""
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
-        """`value()`, as it is in each repetition."""
+        """`value()`, as each replay finds it."""
 
     def draws(self) -> Draws:
         """The contexts of the next part of the pass that is computed twice."""
 
     def refuse(self, what: str) -> None:
-        """Raise if the pass cannot be repeated because of `what`."""
+        """Raise if the pass cannot be captured because of `what`."""
 
 
 class HostSteps:
-    """What the host does in passes beside giving the device its work. One per run.
+    """What the host does in a pass besides issuing device work. One per run.
 
     Attributes:
-        tape: what takes it over; None in a pass that is not to be repeated.
+        tape: records these steps for a CUDA graph; None in ordinary passes.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -58,11 +55,14 @@ class HostSteps:
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the device only notes down what it is given."""
+        """Whether the device's work is being captured, not run."""
         return self.tape is not None and self.tape.is_capturing
 
     def any_rank(self, flags: list[bool], axis: Axis) -> list[bool]:
-        """Which flags are true on any rank of the axis. Travels on the CPU: no device waits."""
+        """Which flags are true on any rank of the axis.
+
+        Collective on the CPU, so that no device has to be synchronised.
+        """
         if axis.size == 1 or not flags:
             return flags
         if self.tape is None:
@@ -72,20 +72,23 @@ class HostSteps:
         )
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
-        """`value()`, as it is in each pass: on a tape a 0-dim fp32 tensor on `device`, filled
-        before each repetition.
+        """`value()`; on a tape a 0-dim fp32 tensor on `device`, filled before each replay.
+
+        A captured kernel would otherwise keep the number of the captured pass.
         """
         return value() if self.tape is None else self.tape.number(value, device)
 
     def now_and_again(self, work: Work) -> None:
-        """Do `work` now, and again after each repetition of this pass."""
+        """Do `work` now, and again after each replay of this pass."""
         work()
         if self.tape is not None:
             self.tape.after.append(work)
 
     def when_computed(self, work: Work) -> None:
-        """Do `work`, which needs values on the host, now; after each repetition, while the device
-        only notes down what it is given.
+        """Do `work`, which needs values on the host, as soon as they are computed.
+
+        That is now, or after each replay while the pass is being captured: then nothing is computed
+        yet, and reading a value would break the capture.
         """
         if self.tape is not None and self.tape.is_capturing:
             self.tape.after.append(work)
@@ -95,52 +98,52 @@ class HostSteps:
     def draws(self) -> Draws:
         """The contexts of the next part of the pass that is computed twice.
 
-        Without a tape they do nothing: there the state of a generator can be read, and set again.
+        Without a tape they do nothing: the state of a generator can then be read and set back.
         """
         return (
             itertools.repeat(contextlib.nullcontext()) if self.tape is None else self.tape.draws()
         )
 
     def refuse(self, what: str) -> None:
-        """Raise if the pass is being captured, and cannot be because of `what`."""
+        """Raise if the pass is being captured and cannot be because of `what`."""
         if self.tape is not None:
             self.tape.refuse(what)
 
 
 class Participant(Protocol):
-    """What takes part in every backward pass beside the gradients of storages."""
+    """Takes part in the end of every backward pass, like the gradients of storages."""
 
     def reduce(self) -> None:
         """The pass is over. Collective."""
 
     def discard(self) -> None:
-        """The pass has failed: forget what it has left."""
+        """The pass has failed: drop what it has left."""
 
 
 class OpenUse(Protocol):
-    """A use of gathered parameters that backward has begun to read."""
+    """A use of gathered parameters that backward has reached."""
 
-    order: int  # of calls: later ones have higher numbers, and backward comes to them earlier
+    order: int  # number of the call; backward reaches later calls first
 
     @property
     def is_repeated(self) -> bool:
-        """Whether backward comes to it again and again, for the micro-batches of a pipelined
-        pass.
-        """
+        """Whether backward reaches it once per micro-batch of a pipelined pass."""
 
     @property
     def is_droppable(self) -> bool:
-        """Whether no gradient will end this use (all its parameters are frozen, say) and no code is
-        running in it.
+        """Whether no gradient will end this use and no module is running in it.
+
+        No gradient ends the use of parameters that are all frozen, for example.
         """
 
     def drop(self) -> None:
-        """Let go of the full buffers."""
+        """Release the full buffers."""
 
 
 def refuse_create_graph() -> None:
-    """ParameterError in a pass with create_graph=True that has come to a sharded parameter: its
-    gradient would have no graph.
+    """ParameterError if a pass with create_graph=True has reached a sharded parameter.
+
+    The reduction is outside of any graph, so the gradient would have none.
     """
     if torch.is_grad_enabled():
         raise ParameterError(
@@ -152,13 +155,13 @@ def refuse_create_graph() -> None:
 
 
 class Backward:
-    """The current backward pass.
+    """The backward pass that is running.
 
-    Joined by gradients as they arrive; finished by autograd itself when the pass is over.
+    A gradient that arrives joins the pass; autograd calls `finish` at its end.
 
     Attributes:
-        task: autograd's number of the pass; NO_PASS where there is none.
-        participants: what is called at the end of each pass, too.
+        task: autograd's number of the pass; NO_PASS while none runs.
+        participants: called at the end of every pass too.
     """
 
     def __init__(
@@ -166,7 +169,7 @@ class Backward:
     ) -> None:
         self._transport, self._host, self._on_finish = transport, host, on_finish
         self._gradients: list[Gradient] = []
-        self._waiting: list[Gradient] = []  # their gradients are kept on this rank for now
+        self._waiting: list[Gradient] = []  # their gradients are deferred on this rank
         self._uses: list[OpenUse] = []
         self.task = NO_PASS
         self.participants: list[Participant] = []
@@ -174,13 +177,14 @@ class Backward:
 
     @property
     def has_deferred(self) -> bool:
-        """Whether gradients wait on this rank for a later reduction."""
+        """Whether this rank holds gradients back for a later reduction."""
         return any(gradient.has_deferred for gradient in self._waiting)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Backward passes inside keep gradients on this rank; the first one outside, or `flush`,
-        reduces them all.
+        """Backward passes inside keep gradients on this rank.
+
+        The first pass outside reduces them all, or else `flush`.
         """
         self._host.refuse(
             "reduce_gradients=False keeps gradients back on the host's account: call "
@@ -193,12 +197,14 @@ class Backward:
             self._deferring = before
 
     def begin_use(self, use: OpenUse) -> None:
-        """Backward reads `use` from now on; uses that it has left behind and that nothing will end
-        are dropped.
+        """Backward has reached `use`: drop the uses it has left behind that nothing will end.
+
+        Without this, the buffers of frozen blocks would stay resident until the end of the pass.
         """
         self.join()
-        # Not from inside a pipeline, which the stages enter one after the other: dropping may
-        # reduce gradients over all ranks.
+        # Not from inside a pipeline: a drop may reduce gradients over all ranks, and the stages
+        # reach this point one after the other. The first would wait for ranks that wait for its
+        # gradients: deadlock.
         left = (
             []
             if use.is_repeated
@@ -217,7 +223,7 @@ class Backward:
             self._uses.remove(use)
 
     def add(self, gradient: Gradient, grads: Sequence[torch.Tensor | None]) -> None:
-        """Reduce one full gradient of a storage."""
+        """Reduce one full gradient of a storage; inside `deferring`, keep it on this rank."""
         self.join()
         if not gradient.is_open:
             gradient.open()
@@ -227,7 +233,7 @@ class Backward:
         gradient.add(grads, defer=self._deferring)
 
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
-        """Take the gradient of this rank's slice of slot `index`, summed over ranks already."""
+        """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self.join()
         if not gradient.is_open:
             gradient.open()
@@ -246,7 +252,7 @@ class Backward:
         self._on_finish()
 
     def flush(self) -> None:
-        """Reduce what `deferring` kept back, when no later backward pass did. Collective."""
+        """Reduce what `deferring` held back and no later backward pass has reduced. Collective."""
         self._host.refuse(
             "gradients were clipped or applied inside: call clip_grad_norm and step after "
             "the function"
@@ -267,11 +273,15 @@ class Backward:
         self._waiting.clear()
 
     def _note_reduction(self, gradient: Gradient) -> None:
-        """Ranks that reduce gradients in different orders must not mix them up."""
+        """Enter the reduction in the ledger.
+
+        Collectives of one size match whatever they carry: ranks that reduce in different orders
+        would add up gradients of different storages in silence.
+        """
         self._transport.ledger.note(gradient.axis, f"the gradient of {gradient.label.text}")
 
     def _close(self) -> None:
-        """Show the finished gradients, agreed by all ranks; those kept back stay hidden."""
+        """Show the finished gradients, as all ranks agree; deferred ones stay hidden."""
         self._waiting += [
             gradient
             for gradient in self._gradients
@@ -281,29 +291,35 @@ class Backward:
         for gradient in self._gradients:
             gradient.is_open = False
         touched = self._agree(done)
+        # `close` reads and writes the sums on the compute stream. Without this wait it would race
+        # with the reductions in flight, and so would the optimizer.
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
             self._host.now_and_again(functools.partial(gradient.close, flags))
+        # Collectives too: at this place on every rank.
         for participant in self.participants:
             participant.reduce()
         self._gradients.clear()
 
     def join(self) -> None:
-        """A gradient has arrived: the pass must end with `finish`."""
+        """A gradient has arrived: make sure that the pass ends with `finish`."""
         task = backward_pass()
         if task in (self.task, NO_PASS):
             return
         if self.task != NO_PASS:
             self._refuse_hooks()
-            # a pass inside a pass, as reentrant checkpointing makes them: what is there is shown
-            # now
+            # A pass inside a pass, as reentrant checkpointing runs one. Autograd tells only the
+            # number of the innermost, so what the outer pass has brought so far is shown now. So is
+            # what a pass that raised has left, unless a gather has abandoned it since.
             self.finish()
         self.task = task
         at_end_of_backward(self.finish)
 
     def _refuse_hooks(self) -> None:
-        """A hook would be called with a part of what the pass gives its parameter, and again with
-        the rest.
+        """ParameterError if hooks would see a gradient in two parts.
+
+        A nested pass ends the outer one early: a hook would be called with what had arrived by
+        then, and again with the rest.
         """
         if any(gradient.has_hooks for gradient in self._gradients):
             raise ParameterError(
@@ -314,7 +330,10 @@ class Backward:
             )
 
     def abandon(self) -> None:
-        """Forget a pass that an exception has ended."""
+        """Drop a pass that an exception has ended.
+
+        Nothing here is collective: other ranks may not have failed, and would not come.
+        """
         self.task = NO_PASS
         for use in self._uses:
             use.drop()
@@ -324,14 +343,17 @@ class Backward:
         self._gradients.clear()
         for participant in self.participants:
             participant.discard()
+        # The reductions in flight still write into the sums, which the next pass reads and writes
+        # on the compute stream.
         self._transport.wait_for_reductions()
         self._on_finish()
 
     def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:
         """For each slot of each gradient, whether any rank that shares it has touched it.
 
-        Ranks of one axis have the same gradients on it, in the same order; every rank takes the
-        axes in the same order.
+        All ranks of an axis bring the same gradients in the same order, and every rank goes through
+        the axes in the order of their names. Ranks that took them in different orders would wait
+        for each other: deadlock.
         """
         by_axis: dict[str, list[Gradient]] = {}
         for gradient in gradients:

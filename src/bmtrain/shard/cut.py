@@ -1,4 +1,4 @@
-"""How one tensor is cut into the slices of ranks, and how it is put together.
+"""How one tensor is cut into the slices of ranks, and how it is put together again.
 
 Collectives on plain tensors, outside autograd.
 """
@@ -23,16 +23,16 @@ from bmtrain.shard.placement import Placement
 class Cut:
     """The slices of one tensor: slot `index` of a layout.
 
-    Equal cuts give every rank the same elements, whichever storage they belong to; ranks agree on
-    whether two cuts are equal.
+    Equal cuts give every rank the same elements, whichever storage they belong to; all ranks find
+    the same two cuts equal.
 
     Attributes:
         shape: of the tensor; of a tensor-parallel one, of this tensor rank's part, with which
             programs compute.
-        whole_shape, split: of all parts, and which part this is.
+        whole_shape, split: of all parts together, and which part this is.
         pieces: what each rank of the axis owns of the flattened tensor.
-        placement: where the ranks that own slices are.
-        label, name: what its storage and the tensor are called in messages.
+        placement: which ranks own slices.
+        label, name: names of its storage and of the tensor in messages.
     """
 
     shape: torch.Size
@@ -46,7 +46,7 @@ class Cut:
 
     @classmethod
     def of(cls, layout: Layout, index: int, label: Label, placement: Placement, mesh: Mesh) -> Cut:
-        """That of slot `index`."""
+        """The cut of slot `index`."""
         slot = layout.slots[index]
         pieces = tuple(layout.piece(index, place) for place in range(layout.num_shards))
         return cls(
@@ -66,8 +66,10 @@ class Cut:
         return self.label.axis
 
     def note(self, what: str, axis: Axis) -> None:
-        """What comes next is `what` of this tensor: ranks that do the same with different ones have
-        parted.
+        """Enter `what` of this tensor in the ledger before it is done.
+
+        The collectives of two tensors may have equal sizes: without the name, ranks that take
+        different tensors would exchange their values in silence.
         """
         if axis.size > 1:
             world.current().service(Ledger).note(
@@ -85,7 +87,7 @@ class Cut:
         return self.mesh.shard_axis(tensor_parallel=self.placement.tensor_parallel, pipelined=False)
 
     def is_like(self, other: Cut) -> bool:
-        """Whether all ranks own the same elements of tensors cut in these two ways."""
+        """Whether every rank owns the same elements of tensors cut in these two ways."""
         return self is other or self._key == other._key
 
     @functools.cached_property
@@ -101,25 +103,25 @@ class Cut:
         )
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, 1-D, of a tensor of this shape.
+        """This rank's 1-D slice of a tensor of this shape.
 
-        Differentiable; a view where it can be one.
+        Differentiable; a view where possible.
         """
         return x.reshape(-1)[self.piece.start : self.piece.stop]
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """This tensor rank's part, a view, of a tensor of the whole shape."""
+        """This tensor rank's part of a tensor of the whole shape, as a view."""
         if self.split is None:
             return x
         length = self.shape[self.split.dim]
         return x.narrow(self.split.dim, self.split.index * length, length)
 
     def own_of_whole(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's slice, 1-D, of a tensor of the whole shape."""
+        """This rank's 1-D slice of a tensor of the whole shape."""
         return self.own(self.part(x))
 
     def gathered(self, local: torch.Tensor) -> torch.Tensor:
-        """The tensor, of which every rank brings its slice `local`. Collective over the run."""
+        """The tensor, gathered from the slices `local` of all ranks. Collective over the run."""
         self.note("gather", self.axis)
         out = self._of_axis(local)
         if self.placement.stage is not None:
@@ -143,7 +145,7 @@ class Cut:
         sizes = [piece.numel for piece in self.pieces]
         padded = local.new_zeros(max(1, *sizes))
         padded[: local.numel()] = local
-        # Bytes travel: not every backend moves every dtype.
+        # As bytes: not every backend supports every dtype.
         rows = collectives.all_gather(padded.view(torch.uint8), self.axis).view(local.dtype)
         return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(
             self.shape

@@ -32,14 +32,14 @@ _COPIES = (
     "type_as zeros_like"
 )
 
-# : An element of the result depends on the elements of the operands at its place only. In-place
-# ones have a "_" behind the name.
+#: Each element of the result depends only on the elements of the operands at the same place. The
+#: names of in-place variants end in "_".
 ELEMENTWISE = frozenset(f"{_ARITHMETIC} {_OPERATORS} {_COPIES}".split())
 
-#: Of lists of tensors: `_foreach_` and the name, as above.
+#: Functions of lists of tensors; so are those above with `_foreach_` before the name.
 FUSED = frozenset(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"))
 
-#: What a tensor is, apart from its values: true of the whole without having it.
+#: Metadata, not values: what they say of the whole tensor needs no memory of it.
 ABOUT = frozenset(
     [
         "__hash__",
@@ -77,7 +77,7 @@ ABOUT = frozenset(
     ]
 )
 
-#: Functions of another tensor, which ask this one for its shape, dtype or device only.
+#: Functions of another tensor that read only the shape, dtype or device of this one.
 SHAPED_LIKE = frozenset(
     [
         "expand_as",
@@ -91,7 +91,7 @@ SHAPED_LIKE = frozenset(
     ]
 )
 
-#: They draw random numbers into a tensor, or are the functions of torch.nn.init.
+#: They fill a tensor with random numbers.
 RANDOM = frozenset(
     [
         "bernoulli_",
@@ -107,7 +107,7 @@ RANDOM = frozenset(
     ]
 )
 
-#: They need memory that holds the whole, which there is not.
+#: They need memory that holds the whole tensor, which no rank has.
 OF_MEMORY = frozenset(
     [
         "__cuda_array_interface__",
@@ -132,7 +132,7 @@ OF_MEMORY = frozenset(
 
 
 def base(name: str) -> str:
-    """Of the name of a function that writes in place, that of the one which does not."""
+    """The name of a function, without the "_" of its in-place variant."""
     return name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
 
 

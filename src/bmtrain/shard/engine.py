@@ -1,6 +1,4 @@
-"""What all storages of a run share: streams, rings, the gather schedule and the current backward
-pass.
-"""
+"""What all storages of a run share: streams, rings, the gather schedule, the backward pass."""
 
 from __future__ import annotations
 
@@ -29,13 +27,14 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Schedule(Generic[Item]):
-    """Learns which item is gathered after which, per phase; before it knows, backward is forward
-    reversed.
+    """Learns which item is gathered after which, per phase, so that the next can be prefetched.
 
-    A wrong guess costs one gather, once: a successor that did not come is forgotten. Items met
-    again within one pass start a new pass, so that the last item of one forward is never followed
-    by the first of the next: parameters may change in between. Items are kept alive on purpose: all
-    ranks must guess alike, whenever each of them drops a model.
+    Before it has seen a backward pass, it expects forward in reverse. A wrong guess costs one
+    gather, once: what came instead is learned. An item that is met again within a pass starts a new
+    pass, and a pass has no successor in the next: parameters may change in between, so a gather
+    across that border would take old values. Items are kept alive on purpose: all ranks must guess
+    alike, whenever each of them collects the garbage of a model, or their gathers no longer match
+    and they hang.
     """
 
     def __init__(self) -> None:
@@ -46,16 +45,16 @@ class Schedule(Generic[Item]):
         self._phase = Phase.FORWARD
 
     def plan(self, order: Sequence[Item]) -> None:
-        """Tell the forward order of some items before the first pass."""
+        """Teach the forward order of some items before the first pass."""
         for item, following in itertools.pairwise(order):
             self._learn(Phase.FORWARD, item, following)
 
     def begins_pass(self, item: Item, phase: Phase) -> bool:
-        """True if gathering `item` now starts another pass over the model."""
+        """Whether gathering `item` now starts another pass over the model."""
         return phase is not self._phase or item in self._seen or not self._seen
 
     def observe(self, item: Item, phase: Phase) -> Item | None:
-        """`item` is gathered now: the item to gather next, if one is known."""
+        """Note that `item` is gathered now; returns the item to prefetch, if one is known."""
         if self.begins_pass(item, phase):
             self.restart(phase)
         if self._last is not None:
@@ -65,19 +64,20 @@ class Schedule(Generic[Item]):
         return self.following(item, phase)
 
     def following(self, item: Item, phase: Phase) -> Item | None:
-        """What `item` is expected to be followed by."""
+        """The expected successor of `item`."""
         known = self._next[phase].get(item)
         return self._previous.get(item) if known is None and phase is Phase.BACKWARD else known
 
     def interrupt(self) -> None:
-        """What is gathered next must not be gathered early: it does not follow what came last.
+        """The next item has no predecessor, so that it is never prefetched.
 
-        Other ranks may have to receive something from this one before they come to that gather.
+        Other ranks may need data from this one before they reach that gather: a prefetch would wait
+        for ranks that wait for this one, a deadlock.
         """
         self._last = None
 
     def restart(self, phase: Phase = Phase.FORWARD) -> None:
-        """The next item begins a pass; nothing came after the last of the pass before."""
+        """The next item begins a pass; the last item of the pass before has no successor."""
         if self._last is not None:
             following = self._next[self._phase].pop(self._last, None)
             if following is not None and self._previous.get(following) is self._last:
@@ -105,19 +105,21 @@ class Engine:
         self.host = HostSteps(self.transport.ledger)
         self.backward = Backward(self.transport, self.host, self._end_of_backward)
         self.replicated = Replicated(world.mesh.world, self.host, self.backward)
-        # Ties gathered views to the graph; every gather may share it because nothing is ever
-        # accumulated into it. On the CPU it belongs to no stream: a graph of an earlier pass that
-        # is still alive must not tie a captured pass to that one's stream.
+        # Ties gathered views to the graph. All gathers share it, because nothing is ever
+        # accumulated into it. It is on the CPU, where autograd attaches no stream to its node: a
+        # graph of an earlier pass that is still alive would otherwise make a captured pass
+        # synchronise with that pass's stream, which breaks the capture.
         self.leaf = torch.zeros((), device="cpu", requires_grad=True)
         self._rings: dict[tuple[int, torch.dtype], Ring] = {}
+        # Weak: the engine lives as long as the run and must not keep dropped models alive.
         self._residences: weakref.WeakSet[Residence] = weakref.WeakSet()
         self._gradients: weakref.WeakSet[Gradient] = weakref.WeakSet()
         self.num_registered = 0
-        world.service(Sameness)  # watches what takes over modules
+        world.service(Sameness)  # refuses wrappers that take over modules
         self._steps = Steps(
             self.transport.ledger, world.mesh.world, self.replicated, self._gradients
         )
-        self._with_grad = True  # of the forward pass that was last begun
+        self._with_grad = True  # grad mode of the last forward pass
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
         """The ring of all ZeRO-3 storages whose full buffer has this size."""
@@ -126,12 +128,12 @@ class Engine:
         return self._rings[numel, dtype]
 
     def new_label(self, axis: Axis, names: Sequence[str]) -> Label:
-        """What the next storage is called."""
+        """The label of the next storage."""
         self.num_registered += 1
         return Label(self.num_registered - 1, axis, names)
 
     def register(self, residence: Residence, gradient: Gradient) -> None:
-        """Take part in the schedule and in backward passes."""
+        """Enter a new storage into the schedule, the backward passes and the ledger."""
         self._residences.add(residence)
         self._gradients.add(gradient)
         residence.rename(gradient.label)
@@ -142,15 +144,15 @@ class Engine:
 
     @property
     def num_alive(self) -> int:
-        """Storages that are in use."""
+        """Number of storages in use."""
         return len(self._gradients)
 
     def acquire(self, residence: Residence, phase: Phase, *, with_grad: bool) -> torch.Tensor:
-        """The full buffer of `residence`, with the gather of its expected successor started behind
-        it.
+        """The full buffer of `residence`; starts the gather of its expected successor behind it.
 
-        Between forward passes with and without gradient parameters may change, as those of a
-        teacher that follows its student do: they are passes of their own (`with_grad`).
+        Parameters may change between a forward pass with gradients and one without, as those of a
+        teacher that follows its student do. So a change of `with_grad` starts a new pass, and
+        nothing is prefetched or kept across it.
         """
         self._abandon_dead_pass()
         if phase is Phase.FORWARD:
@@ -159,13 +161,13 @@ class Engine:
                 self._begin_forward()
                 self._compare_passes(residence)
             elif not residence.is_coming():
-                self.transport.fence()  # nobody expected it: the program may just have written it
+                self.transport.fence()  # not prefetched: the program may just have written it
             self._with_grad = with_grad
         following = self.schedule.observe(residence, phase)
         full = residence.acquire(phase)
-        # Backward seldom gathers inside a pipeline (a graph that was retained). What follows may be
-        # outside, where the ranks of other stages do not come before they have got gradients from
-        # this one.
+        # Backward gathers inside a pipeline only if a graph was retained. The successor may be
+        # outside of it: the ranks of other stages reach that gather only after they have got
+        # gradients from this rank, so a prefetch here would deadlock.
         if following is not None and not (residence.is_pipelined and phase is Phase.BACKWARD):
             following.prefetch(phase)
         return full
@@ -175,24 +177,23 @@ class Engine:
         self.replicated.add(params)
 
     def rest(self) -> None:
-        """Between passes: nothing is under way, and no gathered value counts as known.
+        """Between passes: nothing stays in flight, and gathered values are forgotten.
 
-        Called alike on all ranks.
+        Called at the same place on all ranks.
         """
         self._abandon_dead_pass()
+        # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()
         self._begin_forward()
 
     def settle_gradients(self) -> list[tuple[Gradient | Replicated, tuple[bool, ...]]]:
-        """Between passes: all gradients move to the fixed places where passes leave them; which
-        parameters have one.
-        """
+        """Between passes: move all gradients to fixed places; returns who has one, by parameter."""
         everything: list[Gradient | Replicated] = [self.replicated, *self._gradients]
         return [(gradient, gradient.settle()) for gradient in everything]
 
     def ring_buffers(self) -> list[torch.Tensor]:
-        """The memory of all rings, which a graph must keep."""
+        """The memory of all rings, which a captured graph must keep alive."""
         return [tensor for ring in self._rings.values() for tensor in ring.tensors]
 
     def num_ring_buffers(self) -> int:
@@ -200,19 +201,27 @@ class Engine:
         return sum(ring.num_buffers for ring in self._rings.values())
 
     def _compare_passes(self, residence: Residence) -> None:
-        """Where the host does not wait for gathers, hear at every pass what the other ranks have
-        done up to the one before.
+        """Compare ledgers with the other ranks in the background, once per forward pass.
+
+        On a GPU the host does not wait for gathers: without this, ranks that part in a forward pass
+        would hang with no message. Not on a tape: a capture does not run collectives.
         """
         ledger = self.transport.ledger
         if residence.label is not None and not ledger.is_immediate and self.host.tape is None:
             ledger.compare_later(residence.label.axis)
 
     def _abandon_dead_pass(self) -> None:
-        """Forget a backward pass that an exception has ended: outside of one none can be open."""
+        """Drop a backward pass that an exception has ended.
+
+        Autograd calls no `finish` for it. Outside of backward, a pass that is still open must be
+        one.
+        """
         if self.backward.task != NO_PASS and not in_backward():
             self.backward.abandon()
 
     def _begin_forward(self) -> None:
+        # Shards may be written between passes, on the compute stream: without the fence the next
+        # gather could read them before that, and without `forget` a block could use old values.
         self.transport.fence()
         for residence in self._residences:
             residence.forget()

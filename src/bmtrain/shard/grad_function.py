@@ -20,8 +20,13 @@ def gradients(  # noqa: PLR0913 (torch's arguments)
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """torch.autograd.grad with sharded parameters among the inputs: a backward pass that leaves
-    `.grad` as it was.
+    """torch.autograd.grad with sharded parameters among the inputs.
+
+    It runs a backward pass and puts `.grad` back.
+
+    Raises:
+        ParameterError: for create_graph and is_grads_batched, and for an input that the graph does
+            not use unless `allow_unused`.
     """
     if create_graph or is_grads_batched:
         raise ParameterError(

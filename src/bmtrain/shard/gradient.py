@@ -1,6 +1,4 @@
-"""The gradient of one storage: this rank's part of the sum over ranks, and its views in the
-parameters' `.grad`.
-"""
+"""One storage's gradient: this rank's shard of the sum over ranks, shown as views in `.grad`."""
 
 from __future__ import annotations
 
@@ -23,16 +21,14 @@ from bmtrain.shard.residence import num_references
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
 
-# Bytes. Smaller gradients stay where they are when they are cleared: making them anew costs the
-# host 50 us, and a small model waits for its host.
+# Bytes. Smaller gradients keep their memory when they are cleared: reallocating one costs the host
+# 50 us, and a small model is bound by its host.
 LEAST_FREED = 2**24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
-    """Dtypes of a storage's gradient: of the parameters, on the wire and in the sum over
-    micro-batches.
-    """
+    """Dtypes of a gradient: of the parameters, on the wire and of the sum over micro-batches."""
 
     dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -42,41 +38,42 @@ class GradientPolicy:
 class Content(enum.Enum):
     """What the memory of a sum holds.
 
-    A new sum is UNWRITTEN. `open` makes it CURRENT if a parameter has a gradient already, and turns
-    a CURRENT one into a STALE one if none has; the first reduction or slice makes it CURRENT.
+    A new sum is UNWRITTEN. `open` makes the sum CURRENT if any parameter has a gradient already; if
+    none has, it turns a CURRENT sum into a STALE one. The first reduction or slice of a pass makes
+    it CURRENT.
     """
 
-    #: what the allocator has left there
+    #: uninitialised memory
     UNWRITTEN = enum.auto()
-    #: the sum of an earlier pass, which counts as zero
+    #: the sum of an earlier pass, to be overwritten
     STALE = enum.auto()
-    #: the sum so far, zeros in padding
+    #: the sum so far, with zeros in the padding
     CURRENT = enum.auto()
 
 
 class Trained(Protocol):
-    """What a parameter is to its gradient."""
+    """What a gradient needs of its parameter."""
 
     shown_grad: Slices | None  # what `.grad` shows
     requires_grad: bool
-    grad_hooks: Mapping[int, object]  # that `hooked` calls
-    post_hooks: Mapping[int, object]  # that `run_post_hooks` calls
+    grad_hooks: Mapping[int, object]  # called by `hooked`
+    post_hooks: Mapping[int, object]  # called by `run_post_hooks`
 
     def hooked(self, grad: Slices) -> Slices:
-        """What its hooks make of the gradient of one pass."""
+        """The gradient of one pass after its hooks have run."""
 
     def run_post_hooks(self) -> None:
-        """`.grad` is complete."""
+        """Called when `.grad` is complete."""
 
 
 class Gradient:
-    """Collects full gradients of a storage during backward passes; afterwards each parameter's
-    `.grad` is its slice.
+    """Sums the full gradients of a storage over backward passes and shows each slice in `.grad`.
 
-    Life of one backward pass: `open` (look what the user left in `.grad`), `add` any number of
-    times, then `close`. Values of parameters whose `.grad` is None count as zero, so clearing
-    gradients is as cheap as the user's loop makes it. Memory of cleared gradients, if it is much,
-    is free in the next forward pass, where activations take it, until gradients are there again.
+    A backward pass calls `open`, which reads what the program left in `.grad`, then `add` or
+    `add_slice` any number of times, then `close`. The slice of a parameter whose `.grad` is None
+    counts as zero, so clearing gradients launches no kernel. The memory of a large gradient that
+    has been cleared is freed in the next forward pass, which needs it for activations; backward
+    allocates it again.
     """
 
     def __init__(
@@ -90,32 +87,32 @@ class Gradient:
         show: Callable[[torch.Tensor, int], Slices],
     ) -> None:
         self.layout, self.policy, self.axis, self.label = layout, policy, label.axis, label
-        self._params: Sequence[weakref.ref[Trained]] = params  # filled later, with parameters
+        self._params: Sequence[weakref.ref[Trained]] = params  # filled in by the storage later
         self._device, self._transport, self._show = device, transport, show
         self._total: torch.Tensor | None = None  # (shard_numel,) in accumulate_dtype
-        # the same in the parameters' dtype: what `.grad` shows
+        # The same in the parameters' dtype, shown in `.grad`; one tensor if the dtypes agree.
         self._public: torch.Tensor | None = None
-        self._slots: list[torch.Tensor] = []  # of it, 1-D
-        self._views: list[Slices] = []  # of those
-        # of parameters with hooks: what `.grad` showed before the pass
+        self._slots: list[torch.Tensor] = []  # 1-D views of `_public`
+        self._views: list[Slices] = []  # what `.grad` shows: `_slots` that look whole
+        # For parameters with hooks: what `.grad` held before the pass.
         self._before: dict[int, torch.Tensor] = {}
-        # gradients of this rank's slices, to be added
+        # By slot: gradients of slices, summed over ranks already, added at the end of the pass.
         self._slices: list[tuple[int, torch.Tensor]] = []
-        self._keeps_slices = False  # for a later reduction
+        self._keeps_slices = False  # `_slices` are deferred
         self._versions: list[int] = []
-        self._num_own = 0  # references, when no gradient is shown
+        self._num_own = 0  # references to the memory and its views if no one else holds any
         self._live = [False] * len(layout.slots)
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
         self._content = Content.UNWRITTEN
-        self._stays = False  # a graph knows where it is
+        self._stays = False  # a captured graph has its address baked in
         self.is_open = False
 
     @property
     def flat(self) -> torch.Tensor | None:
         """This rank's gradient of all slots, padding zero: (shard_numel,) in the parameters' dtype.
 
-        None where there is none.
+        None while no memory is allocated for it.
         """
         return self._public
 
@@ -126,21 +123,24 @@ class Gradient:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether a parameter has some."""
+        """Whether any parameter has hooks."""
         return bool(self._hooked())
 
     @property
     def has_deferred(self) -> bool:
-        """Whether gradients wait on this rank for a later reduction."""
+        """Whether this rank holds gradients back for a later reduction."""
         return self._deferred is not None or self._keeps_slices
 
     def expect(self) -> None:
-        """A backward pass may come. Collective the first time."""
+        """A backward pass may come: free cleared memory, prepare for the reduction.
+
+        Collective the first time.
+        """
         self._free_if_cleared()
         self._transport.expect(self.layout.numel, self.policy.reduce_dtype, self.axis)
 
     def open(self) -> None:
-        """Begin a backward pass: keep what lives in `.grad`, forget the rest."""
+        """Begin a backward pass: keep what is in `.grad`, drop the rest of the sum."""
         self.is_open = True
         grads = self._part_from_readers(self._grads())
         self._live = [grad is not None for grad in grads]
@@ -148,6 +148,7 @@ class Gradient:
         for index, grad in enumerate(grads):
             if grad is not None:
                 self._take_over(index, grad)
+        # The reduction adds to the sum: without this, a gradient that was cleared would count.
         if self._content is Content.CURRENT:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
@@ -157,9 +158,9 @@ class Gradient:
         self._set_aside(grads)
 
     def add(self, grads: Sequence[torch.Tensor | None], *, defer: bool) -> None:
-        """Add one full gradient, a tensor per slot or None for zeros.
+        """Add one full gradient: a tensor per slot, None for zeros.
 
-        `defer` keeps it on this rank until a later call.
+        `defer` holds it back on this rank until a later call, which reduces the sum of both.
         """
         self._touched = [t or g is not None for t, g in zip(self._touched, grads, strict=True)]
         self._check_deferring(defer)
@@ -177,16 +178,14 @@ class Gradient:
             self.flush()
 
     def add_slice(self, index: int, grad: torch.Tensor, *, defer: bool) -> None:
-        """Add the gradient of this rank's slice of slot `index`, which is summed over ranks
-        already.
-        """
+        """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self._check_deferring(defer)
         self._touched[index] = True
         self._slices.append((index, grad))
         self._keeps_slices = self._keeps_slices or defer
 
     def discard_deferred(self, index: int) -> None:
-        """Forget what was deferred for slot `index`: the program clears its gradient."""
+        """Drop what was deferred for slot `index`, because the program clears its gradient."""
         if not self.has_deferred:
             return
         self._touched[index] = False
@@ -199,7 +198,7 @@ class Gradient:
             self._deferred = None
 
     def abandon(self) -> None:
-        """Leave a pass that an exception has ended."""
+        """Leave a pass that has raised: `.grad` of hooked parameters is as it was."""
         self.is_open = False
         self._slices.clear()
         for index, before in self._before.items():
@@ -213,8 +212,11 @@ class Gradient:
             self._reduce(lambda: [_flat(deferred, self.policy.reduce_dtype)], [deferred])
 
     def close(self, touched: Sequence[bool]) -> None:
-        """End the pass: show the sum in `.grad` of parameters that got a gradient on any rank
-        (`touched`) or had one before.
+        """End the pass: show the sum in `.grad`.
+
+        It is shown for parameters that got a gradient on any rank (`touched`) or had one before.
+        All ranks must show the same: an optimizer steps on what it finds in `.grad`, and ranks that
+        find different ones step on different parameters.
         """
         self.is_open = False
         if self._total is None or self._public is None:
@@ -231,6 +233,9 @@ class Gradient:
                 param.shown_grad = self._views[index]
                 shown.append((index, param))
         for index, _ in shown:
+            # Tensors that were gathered from `.grad` are copies: counting the write makes the next
+            # use of an old one an error. The version tells `open` whether the program has written
+            # since.
             self._views[index].num_own_writes += 1
             self._versions[index] = self._slots[index]._version
         for index, param in shown:
@@ -246,9 +251,7 @@ class Gradient:
             )
 
     def _set_aside(self, grads: Sequence[Slices | None]) -> None:
-        """Hooks see what a pass adds, not the sum: of parameters that have some, the sum begins at
-        zero.
-        """
+        """Start the sum of hooked parameters at zero: hooks see what the pass adds, not the sum."""
         for index in self._hooked():
             grad = grads[index]
             if grad is not None and self._total is not None:
@@ -276,10 +279,10 @@ class Gradient:
                 self._slice(self._total, index).copy_(view)
 
     def _add_slices(self) -> None:
-        """What has come for slices joins what has been reduced."""
+        """Add the gradients of slices to what has been reduced."""
         if self._total is None or not self._slices or self._keeps_slices:
             return
-        if self._content is not Content.CURRENT:  # nothing was reduced
+        if self._content is not Content.CURRENT:  # no reduction has overwritten it
             self._total.zero_()
             self._content = Content.CURRENT
         for index, grad in self._slices:
@@ -287,10 +290,11 @@ class Gradient:
         self._slices.clear()
 
     def settle(self) -> tuple[bool, ...]:
-        """Between passes: `.grad` moves to where `close` leaves it, for good, whatever the user has
-        put there.
+        """Between passes, move `.grad` for good to where `close` leaves it.
 
-        Returns which parameters have one.
+        Returns which parameters have a gradient. A captured graph writes to fixed addresses: a
+        gradient that the program has put elsewhere, or memory that is freed and allocated again,
+        would not be where the replay writes.
         """
         self._stays = True
         self._live = given = [grad is not None for grad in self._grads()]
@@ -300,7 +304,7 @@ class Gradient:
         return tuple(given)
 
     def trainable(self) -> tuple[bool, ...]:
-        """Which parameters are trained."""
+        """Which parameters require grad."""
         with plain_functions():
             return tuple(
                 [
@@ -310,8 +314,9 @@ class Gradient:
             )
 
     def hide(self, given: Sequence[bool]) -> None:
-        """Take back what has been shown since `settle` returned `given`: no gradient was computed
-        after all.
+        """Clear the gradients that were None when `settle` returned `given`.
+
+        A capture that is given up has shown them, but has computed nothing.
         """
         for reference, had in zip(self._params, given, strict=True):
             param = reference()
@@ -319,29 +324,26 @@ class Gradient:
                 param.shown_grad = None
 
     def shows(self, grad: object, index: int) -> bool:
-        """True if `grad`, of the parameter of slot `index`, is the slice that this object wrote."""
+        """Whether `grad`, of the parameter of slot `index`, is the view that this object shows."""
         return bool(self._views) and grad is self._views[index]
 
     def _grads(self) -> list[Slices | None]:
-        """What `.grad` of the parameters shows."""
+        """The `.grad` of each parameter."""
         return [
             None if param is None else param.shown_grad
             for param in (reference() for reference in self._params)
         ]
 
     def _part_from_readers(self, grads: list[Slices | None]) -> list[Slices | None]:
-        """Leave the memory to a program that has cleared gradients and kept them, and go on in
-        other.
+        """Move to new memory if the program has cleared a gradient but still holds it.
 
-        Per-task gradients are taken so (`old = p.grad; p.grad = None`): the next pass would change
-        them in silence.
-
-        Returns what `.grad` shows afterwards, of what it has shown before.
+        Programs that take gradients per task do this (`old = p.grad; p.grad = None`): the next pass
+        would overwrite `old` in silence. Returns what `.grad` shows now.
         """
         shown = list(map(operator.is_, grads, self._views))
         if self._public is None or self._total is None or self._stays or all(shown):
             return grads
-        # `grads` and the parameters refer to what is shown
+        # Two references to each shown view are our own: one in `grads`, one in its parameter.
         if self._num_references() - 2 * sum(shown) <= self._num_own:
             return grads
         old, was = self._slots, self._versions
@@ -355,16 +357,18 @@ class Gradient:
             param = reference()
             if param is not None and shown[index]:
                 param.shown_grad = self._views[index]
+                # Without this, `_take_over` would mistake the copy for a write by the program.
                 if old[index]._version == was[index]:
                     self._versions[index] = self._slots[index]._version
         return self._grads()
 
     def _num_references(self) -> int:
-        """To the memory and to the views of it."""
+        """References to the memory and to its views."""
         views: int = sum(map(sys.getrefcount, self._views))
         return views + num_references(self._slots[0])
 
     def _free_if_cleared(self) -> None:
+        # The address is in a graph, or a pass is writing there: then it must not be freed.
         if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open:
             return
         if any(grad is not None for grad in self._grads()):
@@ -373,7 +377,7 @@ class Gradient:
         self._slots, self._views = [], []
 
     def _prepare_sum(self, *, is_continued: bool) -> None:
-        """Memory for the sum, unless there is some; it goes on from `.grad` or begins at zero."""
+        """Allocate the sum if it has no memory; continue it from `.grad` or start it at zero."""
         if self._total is None:
             with torch.inference_mode(False):
                 self._total = torch.empty(
@@ -389,7 +393,7 @@ class Gradient:
             self._content = Content.STALE
 
     def _show_total(self, total: torch.Tensor) -> None:
-        """Make what `.grad` shows of a new sum."""
+        """Make the views that `.grad` shows of a new sum."""
         with torch.inference_mode(False):
             same = total.dtype == self.policy.dtype
             self._public = public = (
@@ -405,9 +409,7 @@ class Gradient:
         return flat[piece.begin : piece.end]
 
     def _take_over(self, index: int, grad: Slices) -> None:
-        """Make the sum equal to what the user left in `.grad`, if that is not what `close` put
-        there.
-        """
+        """Make the sum equal to `.grad` where the program has written or replaced that."""
         view = self._slots[index]
         untouched = grad is self._views[index] and view._version == self._versions[index]
         if untouched or self._total is None:
@@ -418,8 +420,9 @@ class Gradient:
             self._slice(self._total, index).copy_(view)
 
     def _parts(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """One behind the other the full gradient (layout.numel,) in reduce_dtype, zeros in padding
-        and in place of missing ones.
+        """Flat pieces that make up the full gradient (layout.numel,) in reduce_dtype, in order.
+
+        Missing gradients and padding are zeros.
         """
         zeros = functools.partial(torch.zeros, dtype=self.policy.reduce_dtype, device=self._device)
         parts, end = [], 0
@@ -437,7 +440,7 @@ class Gradient:
     def _reduce(
         self, parts: Callable[[], list[torch.Tensor]], reads: Sequence[torch.Tensor]
     ) -> None:
-        """Reduce the full gradient that `parts` makes, out of the tensors that it `reads`."""
+        """Start to reduce the full gradient that `parts` makes from the tensors it `reads`."""
         if self._total is None:
             raise RuntimeError("a gradient was reduced before it was opened")
         outgoing = Outgoing(self.policy.reduce_dtype, parts, reads)

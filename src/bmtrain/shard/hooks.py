@@ -1,4 +1,4 @@
-"""Hooks of sharded parameters, which are called at the end of a backward pass."""
+"""Hooks of sharded parameters, called at the end of a backward pass."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class Hooked(Sharded):
-    """A sharded tensor whose gradient comes from the engine, not from autograd, and so do the calls
-    of its hooks.
-    """
+    """A sharded tensor whose gradient comes from the engine, which therefore runs its hooks."""
 
     grad_hooks: collections.OrderedDict[int, Hook]
     post_hooks: collections.OrderedDict[int, Callable[[Any], None]]
 
     def register_hook(self, hook: Hook) -> RemovableHandle:
-        """`hook(grad)` at the end of a backward pass, with the gradient of that pass, summed over
-        ranks; it may return another.
+        """Call `hook(grad)` at the end of each backward pass; it may return another gradient.
+
+        `grad` is the gradient of that pass alone, summed over ranks.
+
+        Raises:
+            ParameterError: if the parameter does not require grad.
         """
         if not self.requires_grad:
             raise ParameterError(
@@ -36,8 +38,10 @@ class Hooked(Sharded):
         return handle
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> RemovableHandle:
-        """`hook(param)` at the end of each backward pass that has given this parameter a gradient,
-        when `.grad` has it.
+        """Call `hook(param)` once `.grad` is complete, after each pass that gave it a gradient.
+
+        Raises:
+            ParameterError: if the parameter does not require grad.
         """
         if not self.requires_grad:
             raise ParameterError(
@@ -48,13 +52,13 @@ class Hooked(Sharded):
         return handle
 
     def hooked(self, grad: torch.Tensor) -> torch.Tensor:
-        """What the hooks make of the gradient of a pass, sharded as the parameter."""
+        """The gradient of a pass after its hooks have run, sharded as the parameter."""
         for hook in list(self.grad_hooks.values()):
             result = hook(grad)
             grad = grad if result is None else cut_like(result, self)
         return grad
 
     def run_post_hooks(self) -> None:
-        """`.grad` is complete."""
+        """Called when `.grad` is complete."""
         for hook in list(self.post_hooks.values()):
             hook(self)

@@ -16,8 +16,7 @@ from bmtrain.shard.whole import Whole
 
 
 def initialize(module: torch.nn.Module) -> None:
-    """Run every `init_method`, and `reset_parameters` of modules whose parameters were made on the
-    meta device.
+    """Run every `init_method`, and `reset_parameters` where parameters were on the meta device.
 
     Every rank draws the full values from rank 0's random state and keeps its slice.
 
@@ -26,7 +25,7 @@ def initialize(module: torch.nn.Module) -> None:
     """
     done: set[DistributedParameter] = set()
     with _same_random_state():
-        # children first, in the order of a plain constructor
+        # children first, as in a plain constructor
         module.apply(lambda owner: _reset(owner, done))
         for name, param in module.named_parameters():
             if isinstance(param, DistributedParameter) and param not in done:
@@ -48,10 +47,8 @@ def _run_init_method(name: str, param: DistributedParameter) -> None:
 
 
 def _reset(owner: torch.nn.Module, done: set[DistributedParameter]) -> None:
-    """Let `owner` reset itself on full tensors if any of its own parameters has no values and no
-    init_method.
-    """
-    # A block stands for the module it wraps.
+    """Let `owner` reset full tensors if a parameter of its own has no values and no init_method."""
+    # a block shares its module's parameters
     module = (
         next(iter(owner.sharded_modules()))[1] if isinstance(owner, DistributedModule) else owner
     )
@@ -78,8 +75,9 @@ def reset_method(owner: torch.nn.Module) -> Callable[[], object] | None:
 
 @contextlib.contextmanager
 def full_parameters(owner: torch.nn.Module, done: set[DistributedParameter]) -> Iterator[None]:
-    """Inside, the distributed parameters of `owner` and its children are full nn.Parameters: zeros
-    where there were no values.
+    """Inside, `owner` and its children have full nn.Parameters in place of distributed ones.
+
+    They are zeros where there were no values. At the end the values are copied back.
     """
     places = [
         (module._parameters, name, param)
@@ -108,9 +106,7 @@ def _full_copy(param: DistributedParameter) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _same_random_state() -> Iterator[None]:
-    """All ranks draw what rank 0 would; a rank that had its own random state before gets it
-    back.
-    """
+    """All ranks draw from rank 0's random state; a rank that had another gets it back."""
     current = world.current("init_parameters")
     own = seeding.get_random_state(current.device)
     shared = collectives.broadcast_object(own, 0, current.mesh.world)

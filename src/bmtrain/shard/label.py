@@ -1,4 +1,4 @@
-"""What storages are called in messages, and in what ranks compare; the phases of a step."""
+"""Names of storages in messages and in the ledger; the phases of a step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from bmtrain.runtime.mesh import Axis
 
 
 class Phase(enum.Enum):
-    """Forward passes and backward passes (with the recomputation inside them) have orders of their
-    own.
-    """
+    """Forward and backward (with its recomputation) each have their own order of gathers."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
 
 class Label:
-    """What a storage is called in messages, the same on all ranks.
+    """The name of a storage in messages, the same on all ranks.
 
     Args:
-        number: of the storage, in the order of their creation.
+        number: of the storage, in order of creation.
         axis: the ranks that share it.
         names: of its parameters.
     """
@@ -31,7 +29,7 @@ class Label:
         self.rename(names)
 
     def rename(self, names: Sequence[str]) -> None:
-        """The parameters have better names."""
+        """Set the names of the parameters."""
         shown = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
         self.text = f"storage {self.number} ({shown})"
         self.places = {phase: f"{self.text} in the {phase.value} pass" for phase in Phase}

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat buffer and which part of each a rank owns. Integers only."""
+"""Where parameters lie in a flat buffer, and which part of each a rank owns. Integers only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-# Slots start at multiples of this many elements: matrix kernels want 16-byte aligned operands, and
-# shard borders that are multiples of it keep every rank's slice aligned as well.
+# In elements. Slots and shards start at its multiples: matrix kernels need 16-byte aligned
+# operands, on every rank's slice too.
 ALIGNMENT = 64
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `value`."""
+    """The smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -26,15 +26,15 @@ class Split:
     count: int
 
     def whole(self, part: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole tensor, from that of a part."""
+        """The shape of the whole tensor, given that of a part."""
         return (*part[: self.dim], part[self.dim] * self.count, *part[self.dim + 1 :])
 
     def span(self, part: Sequence[int], start: int, stop: int) -> tuple[int, int, int]:
         """Where elements [start, stop) of the flattened part lie in the flattened whole.
 
-        Both are rows of a matrix, cut at `dim`. Returns (first, last, width): they lie in the rows
-        [first, last), and a row of the part has `width` elements, those from index * width on of a
-        row of count * width.
+        Both are seen as matrices whose rows are cut at `dim`. Returns (first, last, width): the
+        elements are in rows [first, last), and a row of the part has `width` elements, which start
+        at index * width in a row of count * width.
         """
         width = math.prod(part[self.dim :])
         return start // width, -(-stop // width), width
@@ -47,7 +47,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     offset: int
-    split: Split | None = None  # of a tensor-parallel parameter; `shape` is that of its part
+    split: Split | None = None  # of a tensor-parallel parameter: `shape` is its part's
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Slot:
 
     @functools.cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the parameter as a tensor: rows one after the other."""
+        """Of the parameter as a contiguous tensor."""
         return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
@@ -108,7 +108,7 @@ class Layout:
         num_shards: int,
         splits: Sequence[Split | None] | None = None,
     ) -> Layout:
-        """Place parameters one after another in the order given."""
+        """Place parameters one after another in the given order."""
         slots: list[Slot] = []
         used = 0
         for name, shape in shapes:
@@ -119,7 +119,7 @@ class Layout:
         return cls(tuple(slots), num_shards, round_up(used, num_shards * ALIGNMENT) // num_shards)
 
     def piece(self, index: int, shard: int) -> Piece:
-        """The part of slot `index` that lies in shard number `shard`; empty where it has none."""
+        """The part of slot `index` that lies in shard number `shard`; may be empty."""
         slot, base = self.slots[index], shard * self.shard_numel
         begin = min(max(slot.offset, base), base + self.shard_numel)
         end = min(max(slot.end, begin), base + self.shard_numel)

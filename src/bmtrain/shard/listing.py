@@ -14,7 +14,7 @@ from bmtrain.shard.whole import Whole
 def full_values(
     params: Iterator[tuple[str, torch.nn.Parameter]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor on the CPU) for each parameter, one storage gathered at a time.
+    """Yield (name, whole tensor on the CPU) per parameter, gathering one storage at a time.
 
     Collective.
     """
@@ -29,15 +29,13 @@ def full_values(
         for name, index in members:
             value = whole[index]
             yield name, value.clone() if value.device.type == "cpu" else value.cpu()
-        del whole, value  # before the next is gathered
+        del whole, value  # or two full buffers would be resident at a time
 
 
 def grouped_parameters(
     module: torch.nn.Module,
 ) -> Iterator[tuple[str | None, list[torch.nn.Parameter]]]:
-    """(group name, parameters) for each `group` given to the DistributedParameters of `module`;
-    others are under None.
-    """
+    """Yield (name, parameters) for each `group` of parameters in `module`; None names the rest."""
     groups: dict[str | None, list[torch.nn.Parameter]] = {}
     for param in module.parameters():
         name = param.group if isinstance(param, DistributedParameter) else None

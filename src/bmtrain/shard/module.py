@@ -1,6 +1,4 @@
-"""DistributedModule: a module whose distributed parameters read as full tensors and save and load
-as such.
-"""
+"""DistributedModule: a module with distributed parameters that saves and loads full tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ from bmtrain.shard.window import Gathered, Window
 class DistributedModule(torch.nn.Module):
     """An nn.Module with distributed parameters that saves and loads them as full tensors.
 
-    Its attributes are the parameters: they can be frozen, written, hooked and tied, and are
-    gathered by functions that compute with them; inside a running Block they are the block's
-    gathered views. `state_dict()` is collective and returns full tensors on the CPU on every rank
-    (`config["save_param_to_cpu"] = False`: on its device): copies, but what is written into one in
-    place is written into the model. `load_state_dict` takes full tensors.
+    Its attributes are the parameters: they can be frozen, written, hooked and tied, and functions
+    that compute with them gather them; inside a running Block they are the block's gathered views.
+    `state_dict()` is collective and returns full tensors on the CPU on every rank
+    (`config["save_param_to_cpu"] = False`: on the rank's device). They are copies, but an in-place
+    write to one is written to the model. `load_state_dict` takes full tensors.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -42,13 +40,11 @@ class DistributedModule(torch.nn.Module):
         super().__setattr__(name, value)
 
     def sharded_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """(prefix, module) of the modules whose distributed parameters this one saves and loads:
-        itself.
-        """
+        """(prefix, module) of the modules whose parameters this one saves and loads: itself."""
         yield "", self
 
     def settle_buffers(self) -> None:
-        """Make this module's buffers ready to be saved by rank 0. Collective."""
+        """Make this module's buffers ready for rank 0 to save. Collective."""
         return None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch's overloads
@@ -78,7 +74,8 @@ class DistributedModule(torch.nn.Module):
     ) -> Any:
         """Load full tensors; each rank copies its slices.
 
-        `assign=True` cannot work: the shards must stay where they are.
+        Raises:
+            ParameterError: for `assign=True`, which would replace the shards.
         """
         if assign:
             raise ParameterError(
@@ -98,7 +95,7 @@ class DistributedModule(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         own = {prefix + name: param for name, param in self._own_parameters()}
-        check_same_state(state_dict, own)
+        check_same_state(state_dict, own)  # before any slice is copied
         for key, param in own.items():
             value = state_dict.get(key)
             if param.cut.split is not None and isinstance(value, torch.Tensor):
@@ -109,7 +106,7 @@ class DistributedModule(torch.nn.Module):
                         f"size mismatch for {key}: the state has {tuple(value.shape)}, "
                         f"the model {tuple(param.cut.whole_shape)}."
                     )
-                    state_dict[key] = param.detach()  # reported above
+                    state_dict[key] = param.detach()  # already reported above
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -123,8 +120,10 @@ class DistributedModule(torch.nn.Module):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> DistributedModule:
-        """Move or cast everything but the shards, which stay in their storage: a cast of those is
-        an error.
+        """Move or cast everything but the shards, which stay in their storage.
+
+        Raises:
+            ParameterError: for a cast or a move of a sharded parameter.
         """
         hidden: list[tuple[torch.nn.Module, dict[str, Any]]] = []
         for _, module in self.sharded_modules():

@@ -1,6 +1,4 @@
-"""What a block takes and returns: tensors in containers and dataclasses of any depth, and where
-backward goes from them.
-"""
+"""A block's arguments and outputs: their tensors at any depth, and their path in backward."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _PLAIN = _NO_TENSORS | {torch.Tensor}
 
 
 def tensors_of(out: Any) -> list[torch.Tensor]:
-    """The tensors of `out`."""
+    """The tensors in `out`."""
     found: list[torch.Tensor] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +29,7 @@ def tensors_of(out: Any) -> list[torch.Tensor]:
 
 
 def has_plain_tensors(values: Iterable[Any]) -> bool:
-    """Whether these are ordinary tensors and values without tensors, and nothing else."""
+    """Whether all values are ordinary tensors or values that contain none."""
     return _PLAIN.issuperset(map(type, values))
 
 
@@ -42,7 +40,7 @@ def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
         return fn(out)
     if kind in _NO_TENSORS:
         return out
-    # every call of a block meets these: torch's trees take ten times as long
+    # Every call of a block comes here, and torch's pytree takes ten times as long.
     if kind in (tuple, list, dict):
         values = out.values() if kind is dict else out
         mapped = [map_tensors(fn, value) for value in values]
@@ -66,8 +64,9 @@ def map_tensors(fn: Callable[[Any], Any], out: Any) -> Any:
 
 
 def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
-    """`do` whenever backward comes to a tensor of `out` whose node has a number from `since` on: it
-    is no argument passed on.
+    """Run `do` each time backward reaches a tensor of `out` that this call has computed.
+
+    Its node has a number from `since` on; that of an argument which is passed on is older.
     """
 
     def watch(x: torch.Tensor) -> torch.Tensor:
@@ -79,11 +78,10 @@ def before_backward_of(out: Any, since: int, do: Callable[[], None]) -> None:
 
 
 class _Tie(torch.autograd.Function):
-    """A copy of `x` whose backward pass goes on to the node that made `end` too, with no gradient
-    for it.
+    """A copy of `x` whose backward leads to the node of `end` too, with no gradient for it.
 
-    A copy, because torch refuses to write into views that a Function has made, and programs write
-    into what a block returns.
+    A copy, because torch refuses in-place writes to views that a Function returns, and programs
+    write to what a block returns.
     """
 
     @staticmethod
@@ -99,30 +97,29 @@ class _Tie(torch.autograd.Function):
 def tied_to(
     views: Sequence[torch.Tensor], out: Any, arguments: Any, since: int, *, is_gathered_again: bool
 ) -> Any:
-    """`out`, from where backward finds the way to the gathers and the reductions of this call, as
-    it does on the other ranks.
+    """`out`, tied to the graph so that backward reaches this call's gathers and reductions.
 
-    On some ranks the outputs of a block may have been computed without its parameters: `return x if
-    x.sum() > 0 else layer(x)`. There nothing would gather for the backward pass or reduce, and the
-    other ranks would wait.
+    On some ranks the outputs may have been computed without the block's parameters: `return x if
+    x.sum() > 0 else layer(x)`. Backward would gather and reduce nothing there, and the other ranks
+    would hang.
 
     Args:
         views: the gathered parameters of the call.
         arguments: what the block was called with.
         since: number of the first node of the call.
-        is_gathered_again: whether backward gathers what forward has gathered already.
+        is_gathered_again: whether backward gathers again what forward has gathered.
     """
     tensors = tensors_of(out)
     end = next((view for view in views if view.requires_grad), None)
     roots = [x.grad_fn for x in tensors if x.grad_fn is not None]
     if end is None:
-        # Frozen parameters are gathered in backward by whatever node of the call it comes to.
+        # Frozen parameters are gathered by the first node of the call that backward reaches.
         if not is_gathered_again or any(node_number(root) >= since for root in roots):
             return out
     elif end.grad_fn is None or _leads_to(end.grad_fn, roots, since):
         return out
     wanted = {id(x) for x in tensors if x.requires_grad}
-    if not wanted and end is not None:  # an argument that needs no gradient here has been passed on
+    if not wanted and end is not None:  # passed on: an argument without gradient
         given = {id(x) for x in tensors_of(arguments)}
         wanted = {id(x) for x in tensors if id(x) in given and x.is_floating_point()}
     return map_tensors(lambda x: _Tie.apply(x, end) if id(x) in wanted else x, out)
@@ -131,9 +128,9 @@ def tied_to(
 def _leads_to(
     end: torch.autograd.graph.Node, roots: Sequence[torch.autograd.graph.Node], since: int
 ) -> bool:
-    """Whether backward from `roots` comes to `end`.
+    """Whether backward from `roots` reaches `end`.
 
-    What was there before the call, and before `end`, cannot lead there.
+    Nodes older than both the call and `end` cannot lead there, so the search stops at them.
     """
     oldest = min(since, node_number(end))
     seen, waiting = set(roots), collections.deque(roots)
@@ -149,9 +146,7 @@ def _leads_to(
 
 
 def detached_from(owns: Callable[[torch.Tensor], bool], out: Any) -> Any:
-    """Copies in place of outputs of which it `owns` the memory: a full buffer, which other blocks
-    will overwrite.
-    """
+    """`out` with copies of tensors in memory that `owns` is true of: a full buffer is refilled."""
 
     def copy(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) and owns(value) else value

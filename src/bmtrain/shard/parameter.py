@@ -1,6 +1,4 @@
-"""DistributedParameter: a parameter of which this rank stores a slice of the flattened tensor, and
-which looks whole.
-"""
+"""DistributedParameter: looks whole; this rank stores a slice of the flattened tensor."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ _NATIVE_GRAD: Any = torch.Tensor.grad  # torch's descriptor
 
 
 class ParameterInitializer:
-    """An initialisation to run later: calling it with the full tensor runs `fn(tensor, *args,
-    **kwargs)`.
-    """
+    """An initialisation to run later: called with the full tensor, runs `fn(tensor, ...)`."""
 
     def __init__(self, fn: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         self.fn, self.args, self.kwargs = fn, args, kwargs
@@ -42,8 +38,7 @@ class ParameterInitializer:
 
 
 class DistributedParameter(Hooked, torch.nn.Parameter):
-    """An nn.Parameter of which this rank stores a slice of the flattened tensor, and which looks
-    whole.
+    """An nn.Parameter that looks whole; this rank stores a slice of the flattened tensor.
 
     Shape, dim and numel are the whole's (with `tp_mode`, of this tensor rank's part), `local` is
     the slice. What a program does with it is right or refused (see `Sharded`). `.grad` is of the
@@ -96,7 +91,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         tp_mode: bool = False,
         tp_split_dim: int = -1,
     ) -> DistributedParameter:
-        """A parameter in a storage of its own, which does not know it yet: to be attached there."""
+        """A parameter in a new storage of its own, which does not know it before `attach`."""
         current = world.current("DistributedParameter")
         if not isinstance(data, torch.Tensor):
             raise ParameterError(
@@ -140,11 +135,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return param
 
     def take_the_place_of(self, old: torch.nn.Parameter) -> DistributedParameter:
-        """`old` lives on as a sharded parameter, with its attributes and hooks.
+        """Turn `old` into a sharded parameter, with its attributes and hooks.
 
-        Returns the object that is to be used: `old` itself, which optimizers, lists and other
-        modules may know, unless something that cannot follow holds it (a graph, a weak reference);
-        then this one.
+        Returns the object to use: `old` itself, which optimizers, lists and other modules may refer
+        to, unless a graph or a weak reference holds it: then the two cannot be swapped, and it is
+        this one.
         """
         for name, value in vars(old).items():
             if name not in vars(type(self)) and name not in vars(self):
@@ -175,10 +170,10 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        """The values outside of any graph: what is written there is written here.
+        """The values outside of any graph; a write to them is a write to the parameter.
 
-        Another tensor may be put there, whole or sharded: its values are taken, and tensors that
-        were `.data` before keep theirs.
+        Another tensor may be assigned, whole or sharded: its values are copied. Tensors that were
+        `.data` before keep their own.
         """
         return self.alias()
 
@@ -208,7 +203,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 "the values, param.data.copy_(param.grad)."
             )
         values = cut_like(value, self)
-        for alias in self._living_aliases():  # in one process they keep the memory that they had
+        for alias in self._living_aliases():  # in one process they keep their memory
             alias._local = alias._local.clone()
         self._aliases.clear()
         self._local.copy_(values.local)
@@ -221,7 +216,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def grad(self) -> torch.Tensor | None:
         """The gradient, summed over ranks: sharded as the parameter.
 
-        Collective where `reduce_gradients=False` kept some back.
+        Collective if `reduce_gradients=False` held gradients back.
         """
         if self._storage.gradient.has_deferred:
             self._storage.engine.backward.flush()
@@ -241,22 +236,22 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     @property
     def storage_of(self) -> Storage:
-        """The storage this parameter lives in."""
+        """The storage of this parameter."""
         return self._storage
 
     @property
     def index_in_storage(self) -> int:
-        """Its slot there."""
+        """Its slot in the storage."""
         return self._index
 
     @property
     def init_method(self) -> Initializer | None:
-        """What `init_parameters` calls with the full tensor."""
+        """Called by `init_parameters` with the full tensor."""
         return self._init_method
 
     @property
     def never_set(self) -> bool:
-        """True while a parameter made from a meta tensor has no values yet."""
+        """Whether a parameter made from a meta tensor has no values yet."""
         return self._never_set
 
     def alias(self) -> Slices:
@@ -277,7 +272,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def differentiable_whole(self) -> torch.Tensor:
         if self._storage.placement.stage is None and len(self._storage.layout.slots) == 1:
             return self.gather()
-        # without the rest of its storage, which only some ranks may have
+        # Only this tensor: not the rest of its storage, which only some ranks may have.
         return super().differentiable_whole()
 
     def read(self) -> torch.Tensor:
@@ -303,9 +298,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             return view if self._storage.residence.survives_forward else view.clone()
 
     def gather_all(self) -> torch.Tensor:
-        """The whole tensor, `_tp_original_shape`: gathered, with the tensor-parallel split undone
-        too. As `gather` otherwise.
-        """
+        """The whole tensor, `_tp_original_shape`: as `gather`, the tensor-parallel split undone."""
         split = self._storage.layout.slots[self._index].split
         full = self.gather()
         return (
@@ -315,8 +308,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         )
 
     def tp_gather(self) -> torch.Tensor:
-        """The slices of all tensor-parallel ranks, one after the other, 1-D: the split undone, the
-        sharding kept. Collective.
+        """The slices of all tensor-parallel ranks in one 1-D tensor: split undone, still sharded.
+
+        Collective.
         """
         split = self._storage.layout.slots[self._index].split
         local = self.differentiable_local()
@@ -327,7 +321,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         )
 
     def set_full(self, value: torch.Tensor) -> None:
-        """Take this rank's slice of the whole tensor `value`."""
+        """Take this rank's slice of the whole tensor `value`.
+
+        Raises:
+            ParameterError: for another shape.
+        """
         if tuple(value.shape) != tuple(self._tp_original_shape):
             raise ParameterError(
                 f"a parameter of shape {tuple(self._tp_original_shape)} got values of "
@@ -336,7 +334,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self.set_slice(self._cut.own_of_whole(value))
 
     def set_slice(self, values: torch.Tensor) -> None:
-        """Take the values of this rank's slice, (numel of the slice,)."""
+        """Set the values of this rank's slice, (numel of the slice,)."""
         with torch.no_grad():
             self._local.copy_(values)
         self.mark_written()
@@ -346,15 +344,15 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         self._never_set = True
 
     def mark_written(self) -> None:
-        """The parameter has other values now.
+        """The parameter was written: values gathered before are stale.
 
-        To be called by all who write it between gathers, alike on all ranks.
+        Call it after every write between gathers, at the same place on all ranks.
         """
         self.count_write()
         self._storage.mark_written()
 
     def count_write(self) -> None:
-        """The same, for those who write at the end of a pass, when nothing is gathered."""
+        """`mark_written` for writes at the end of a pass, when no gather has to be forgotten."""
         self._never_set = False
         self.num_own_writes += 1
 
@@ -375,13 +373,15 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return run(func, args, kwargs or {})
 
     def _expect_whole_gradients(self) -> None:
-        """A custom function, or TorchScript, may be reading the parameter itself: its whole
-        gradient, at torch's own `.grad`, is to be summed over ranks.
+        """Take whole gradients from torch's own `.grad` and reduce them.
+
+        A custom function, or TorchScript, may be reading the parameter itself: autograd then
+        accumulates a whole gradient, of this rank alone, on the native leaf.
         """
         if self._takes_whole_gradients or torch.is_grad_enabled() or not self.requires_grad:
             return
         self._takes_whole_gradients = True
-        reference = weakref.ref(self)
+        reference = weakref.ref(self)  # the hook is the parameter's: no cycle
 
         def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
             param = reference()
@@ -409,7 +409,7 @@ class ParameterAlias(Sharded):
 
     @property
     def owner(self) -> Slices:
-        # the parameter may have left this memory
+        # the parameter may have moved to another storage
         return self.param if self._local is self.param.local else self
 
     def mark_written(self) -> None:
@@ -422,7 +422,8 @@ class ParameterAlias(Sharded):
 class _LocalOfParameter(torch.autograd.Function):
     """The slice of a parameter.
 
-    Its gradient joins those that come over all ranks; autograd adds nothing to `.grad`.
+    Its gradient is summed over ranks already and joins those of the storage; autograd accumulates
+    nothing into `.grad`.
     """
 
     @staticmethod
@@ -440,7 +441,7 @@ class _LocalOfParameter(torch.autograd.Function):
 
 
 def _forget_native_gradient(param: torch.Tensor) -> None:
-    _NATIVE_GRAD.__set__(param, None)  # zeros, in the place of what has been collected
+    _NATIVE_GRAD.__set__(param, None)  # the zeros that `collect` returned
 
 
 def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
@@ -471,11 +472,12 @@ def _copy_storage(source: Storage, memo: dict[int, Any]) -> None:
             memo[id(old)] = new
         params.append(new)
     target.attach(params)
-    memo[id(target)] = params  # keeps all alive until the copy is complete
+    memo[id(target)] = params  # storages hold parameters weakly: keeps them alive
 
 
 def computed_with(x: torch.Tensor) -> torch.Tensor:
-    """What a layer computes with: the gathered tensor of a distributed parameter, this rank's part
-    of a tensor-parallel one.
+    """The tensor that a layer computes with: gathered if the parameter is distributed.
+
+    Of a tensor-parallel parameter it is this rank's part.
     """
     return x.gather() if isinstance(x, DistributedParameter) else x

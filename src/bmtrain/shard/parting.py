@@ -1,4 +1,4 @@
-"""Ranks that bring different models, values or steps are told before anything is changed."""
+"""Errors on all ranks, before anything changes, if they bring different models or values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
-# Elements of a tensor that are looked at; all of smaller ones. More would cost seconds with large
+# Elements of a tensor that are compared; all of smaller ones. More would cost seconds with large
 # models on the CPU.
 NUM_SAMPLED = 2**16
 _SEED = (
@@ -29,8 +29,7 @@ _SEED = (
 )
 
 
-# Modules of torch's that take over the parameters of the module that they hold, and what this
-# library does instead.
+# torch's modules that take over the parameters of the module they hold, and what to do instead.
 _ITSELF = (
     "the model is sharded and its gradients are summed over the ranks already "
     "(OptimManager divides by their number): use it as it "
@@ -55,13 +54,14 @@ class Sameness:
     def __init__(self, world: World) -> None:
         self._axis = world.mesh.world
         self._is_known = False
-        # Torch keeps the hook for ever: it must not keep the run.
+        # torch keeps the hook until it is removed: it must not keep the run alive.
         weakref.finalize(self, register_module_module_registration_hook(_refuse_strangers).remove)
 
     @contextlib.contextmanager
     def known(self) -> Iterator[None]:
-        """Parameters that are sharded inside have been compared, or will get values that are the
-        same everywhere.
+        """What is sharded inside needs no comparison.
+
+        It has been compared, or will get the same values everywhere.
         """
         before, self._is_known = self._is_known, True
         try:
@@ -70,11 +70,10 @@ class Sameness:
             self._is_known = before
 
     def check(self, params: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """RanksPartedError on all ranks unless these have the same names, shapes, dtypes and values
-        everywhere. Collective.
+        """RanksPartedError on all ranks unless all bring the same names, shapes, dtypes and values.
 
-        Values are compared by a checksum, of large tensors (above 65536 elements) of a sample: it
-        finds another seed or another file, not one element.
+        Collective. Values are compared by a checksum, for tensors above 65536 elements of a sample:
+        it finds another seed or another file, not one element.
         """
         if not self._is_known and self._axis.size > 1:
             check_same(
@@ -86,8 +85,9 @@ class Sameness:
 
 
 def watch_calls(model: torch.nn.Module) -> None:
-    """Ranks compare at every call of `model`: one that has gathered nothing in the last would not
-    notice that others have.
+    """Compare the ledgers at every call of `model`.
+
+    A rank whose last call gathered nothing would otherwise not notice that others have gathered.
     """
     if _note_call not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_note_call)
@@ -101,10 +101,10 @@ def _note_call(model: torch.nn.Module, args: Any) -> None:
 
 
 def check_same_state(state: Mapping[str, Any], names: Iterable[str]) -> None:
-    """RanksPartedError on all ranks unless the entries `names` of a state dict are the same
-    everywhere. Collective.
+    """RanksPartedError on all ranks unless entries `names` of a state dict are the same everywhere.
 
-    To be called before anything of `state` is copied into the model, on all ranks.
+    Collective. Call it on all ranks before anything of `state` is copied into the model: ranks that
+    load different files would hold slices of different models.
     """
     if world.is_initialized() and world.world_size() > 1:
         axis = world.current().mesh.world
@@ -154,7 +154,7 @@ def _described(value: Any) -> str:
 
 
 def _checksum(x: torch.Tensor) -> str:
-    """Of the bits of evenly spaced elements; what has no values says so."""
+    """Checksum of the bits of evenly spaced elements, or a note that there are no values."""
     x = x.detach()
     if x.is_meta or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized:
         return f"of a {type(x).__name__} on {x.device.type}"
@@ -167,8 +167,9 @@ def _checksum(x: torch.Tensor) -> str:
 
 
 def _refuse_strangers(holder: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """ParameterError where a module that is sharded is given to one that would broadcast, shard or
-    trace it as if it were whole.
+    """ParameterError if a sharded module is given to one that would treat it as whole.
+
+    These modules broadcast, shard or trace the parameters.
     """
     for kind in type(holder).__mro__:
         cure = _STRANGERS.get(f"{kind.__module__}.{kind.__qualname__}")

@@ -1,4 +1,4 @@
-"""Where the shards of a storage live: which ranks own its elements, each exactly one of them."""
+"""Which ranks own the shards of a storage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bmtrain.shard.layout import Split
 class Placement:
     """Every element of every storage is owned by exactly one rank of the run.
 
-    tensor_parallel: each tensor rank has another part of the parameters, sharded over the ranks
-    that have the same part.
-        Other parameters are sharded over tensor ranks too.
-    stage: the pipeline stage that holds the storage; None for one that all stages use.
+    Attributes:
+        tensor_parallel: each tensor rank has a different part of the parameters, sharded over the
+            ranks that have the same part. Other parameters are sharded over tensor ranks too.
+        stage: the pipeline stage that holds the storage; None if all stages use it.
     """
 
     tensor_parallel: bool = False
@@ -39,7 +39,11 @@ EVERYWHERE = Placement()
 
 
 def split_of(data: torch.Tensor, dim: int, tp: Axis) -> Split | None:
-    """How `data` is a part of the whole; None where there is nothing to split."""
+    """Which part of the whole `data` is; None if nothing is split.
+
+    Raises:
+        ParameterError: for a dim that `data` does not have.
+    """
     if dim == -1 or tp.size == 1:
         return None
     if not 0 <= dim < data.dim():

@@ -1,4 +1,4 @@
-"""Where recorded tensors go: the meeting point of model code, pipelines and whoever looks on."""
+"""Where recorded tensors go: from model code and pipelines to listeners."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ EnterMicroBatch = Callable[[int], contextlib.AbstractContextManager[None]]
 class Position:
     """Which part of a run records a tensor.
 
-    segment: the run is cut where a pipelined pass begins and where it ends, so passes are the odd
-    segments. stage: place of the recording layers in the pipeline; 0 outside of passes.
-    micro_batch: which rows of the pass; 0 outside of passes.
+    Attributes:
+        segment: the run is cut where a pipelined pass begins and ends, so passes are the odd
+            segments.
+        stage: place of the recording layers in the pipeline; 0 outside of passes.
+        micro_batch: which rows of the pass; 0 outside of passes.
     """
 
     segment: int = 0
@@ -30,10 +32,10 @@ class Position:
 
 
 class Listener(Protocol):
-    """Whoever wants to know of recorded tensors."""
+    """Receives recorded tensors."""
 
     def record(self, x: torch.Tensor, name: str, group: str | None, position: Position) -> None:
-        """Take note of `x`, which is part of the graph of the running forward pass."""
+        """Receive `x`, which is part of the graph of the running forward pass."""
 
 
 class Recorder:
@@ -48,12 +50,12 @@ class Recorder:
 
     @property
     def is_listening(self) -> bool:
-        """Whether anybody wants to know."""
+        """Whether there is a listener."""
         return bool(self._listeners)
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """Inside, `listener` hears of every recorded tensor."""
+        """Inside, `listener` receives every recorded tensor."""
         self._listeners.append(listener)
         try:
             yield
@@ -61,26 +63,24 @@ class Recorder:
             self._listeners.remove(listener)
 
     def record(self, x: torch.Tensor, name: str, group: str | None) -> None:
-        """Tell the listeners. What runs inside a backward pass is recomputation: its forward pass
-        has told them already.
-        """
+        """Hand `x` to the listeners, but not in backward: recomputation would record it twice."""
         if self.is_listening and not in_backward():
             for listener in self._listeners:
                 listener.record(x, name, group, self.position)
 
     @contextlib.contextmanager
     def pipelined_pass(self, stage: int) -> Iterator[EnterMicroBatch]:
-        """Inside, the layers of `stage` run once per micro-batch, and what they record counts as
-        one pass over all rows.
+        """Inside, what `stage` records once per micro-batch counts as one pass over all rows.
 
-        Gives a function to be called for each piece of work, in any order and as often as needed:
+        Yields a function to be called for each piece of work, in any order and as often as needed:
 
             with recorder.pipelined_pass(stage) as micro_batch:
                 for number, rows in enumerate(parts):
                     with micro_batch(number):
                         outputs.append(run_layers(rows))
 
-        Every rank of the pipeline enters every pass, whether it records anything or not.
+        Every rank of the pipeline enters every pass, whether it records anything or not: segments
+        would otherwise have different numbers on different ranks.
         """
         if in_backward():
             yield lambda number: contextlib.nullcontext()

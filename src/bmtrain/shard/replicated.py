@@ -1,6 +1,4 @@
-"""Ordinary parameters, which every rank has whole: their gradients are summed over ranks at the end
-of a backward pass.
-"""
+"""Ordinary parameters, whole on every rank: backward ends with a sum of their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ class Replicated:
 
     Args:
         world: the axis of all ranks.
-        host: lets the ranks agree which gradients there are.
+        host: lets the ranks agree on which gradients exist.
         backward: joined when a gradient arrives.
     """
 
@@ -29,7 +27,7 @@ class Replicated:
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
         self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-        self._places: list[torch.Tensor] = []  # of gradients that graphs write, one per parameter
+        self._places: list[torch.Tensor] = []  # fixed memory of gradients, one per parameter
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         return (param for reference in self._params if (param := reference()) is not None)
@@ -38,20 +36,17 @@ class Replicated:
         return any(known is param for known in self)
 
     def is_summed(self, param: torch.nn.Parameter) -> bool:
-        """Whether the gradient of an ordinary parameter is that of all ranks."""
+        """Whether the gradient of an ordinary parameter is summed over ranks."""
         return self._world.size == 1 or param in self
 
     def retire(self, param: torch.nn.Parameter) -> None:
-        """`param` has been replaced by a sharded parameter: whoever trains it from now on trains
-        nothing.
-        """
+        """`param` was replaced by a sharded parameter: an optimizer of it would train nothing."""
         key = id(param)
+        # Python reuses ids: without the callback, a new parameter could be taken for this one.
         self._retired[key] = weakref.ref(param, lambda _: self._retired.pop(key, None) and None)
 
     def refuse_retired(self, params: Iterable[torch.Tensor]) -> None:
-        """ParameterError if sharded parameters have taken the place of some of `params`, which an
-        optimizer trains.
-        """
+        """ParameterError if an optimizer trains `params` that sharded parameters have replaced."""
         for param in params if self._retired else ():
             if id(param) in self._retired:
                 raise ParameterError(
@@ -61,7 +56,10 @@ class Replicated:
                 )
 
     def add(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Sum the gradients of these too from now on, and start all ranks from rank 0's values."""
+        """Sum the gradients of these from now on; all ranks start from rank 0's values.
+
+        Collective.
+        """
         if self not in self._backward.participants:
             self._backward.participants.append(self)
         known = {id(param) for param in self}
@@ -74,17 +72,18 @@ class Replicated:
             if self._world.size > 1:
                 collectives.broadcast_(param.data, 0, self._world)
                 trainable = param.requires_grad
-                # a frozen parameter takes no hook, and may be trained later
+                # torch puts no hook on a frozen parameter, but this one may be trained later
                 param.requires_grad_(True)
+                # Weak: the hook is the parameter's, and would keep it alive in a cycle.
                 param.register_hook(self._collector(weakref.ref(param)))
                 param.requires_grad_(trainable)
 
     def reduce(self) -> None:
-        """Add the sums over ranks of what has arrived to `.grad`.
+        """Add the sums over ranks of what has arrived to `.grad`. Collective.
 
         Raises:
-            ParameterError: if one of the parameters has hooks, which have seen this rank's part
-                only.
+            ParameterError: if a parameter has hooks of the program, which have seen this rank's
+                gradient only.
         """
         params = [reference() for reference in self._params]
         for param in params if self._world.size > 1 else ():
@@ -94,6 +93,8 @@ class Replicated:
             (grad is not None and not grad.is_sparse, grad is not None and grad.is_sparse)
             for grad in incoming
         ]
+        # A rank whose rows did not use a parameter has no gradient, but must take part in its sum:
+        # the others would hang.
         flags = iter(self._host.any_rank([flag for kind in kinds for flag in kind], self._world))
         for param, grad, (is_dense, is_sparse) in zip(
             params, incoming, zip(flags, flags, strict=True), strict=True
@@ -108,7 +109,7 @@ class Replicated:
         self._incoming.clear()
 
     def _total(self, grad: torch.Tensor, *, keeps_rows: bool) -> torch.Tensor:
-        """The sum over ranks; with `keeps_rows` sparse, of the rows that any rank has."""
+        """The sum over ranks; with `keeps_rows` sparse, with the rows that any rank has."""
         total = collectives.all_reduce(
             grad.to_dense().contiguous() if grad.is_sparse else grad.contiguous(),
             "sum",
@@ -125,13 +126,11 @@ class Replicated:
         )
 
     def discard(self) -> None:
-        """Forget what a pass that failed has left."""
+        """Drop what a failed pass has left."""
         self._incoming.clear()
 
     def settle(self) -> tuple[bool, ...]:
-        """Between passes: each `.grad` moves to a place of its own that stays the same; which
-        parameters have one.
-        """
+        """Between passes, move each `.grad` to fixed memory; returns which parameters have one."""
         for reference in self._params[len(self._places) :]:
             param = reference()
             self._places.append(
@@ -143,21 +142,20 @@ class Replicated:
         return tuple(param.grad is not None for param in self)
 
     def trainable(self) -> tuple[bool, ...]:
-        """Which parameters are trained."""
+        """Which parameters require grad."""
         return tuple(param.requires_grad for param in self)
 
     def hide(self, given: Sequence[bool]) -> None:
-        """Take back what has been shown since `settle` returned `given`: no gradient was computed
-        after all.
+        """Clear the gradients that were None when `settle` returned `given`.
+
+        A capture that is given up has shown them, but has computed nothing.
         """
         for param, had in zip(self, given, strict=True):
             if not had:
                 param.grad = None
 
     def fix(self) -> None:
-        """After a pass: gradients that autograd has put elsewhere move to the places that `settle`
-        made.
-        """
+        """After a pass, move gradients that autograd has put elsewhere back to fixed memory."""
         for reference, place in zip(self._params, self._places, strict=False):
             param = reference()
             if param is not None and param.grad is not None and param.grad is not place:
@@ -165,9 +163,7 @@ class Replicated:
                 param.grad = place
 
     def show(self) -> None:
-        """Make every gradient that a replay has written visible again: those that are visible now,
-        whenever it is called.
-        """
+        """Show the gradients that exist now, also after each replay, which has written them."""
         shown = [(param, param.grad) for param in self if param.grad is not None]
         self._host.now_and_again(lambda: _show(shown))
 
@@ -175,7 +171,7 @@ class Replicated:
         self, reference: weakref.ref[torch.nn.Parameter]
     ) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
         def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
-            if grad is None:  # the node was passed, but nothing on this rank used the parameter
+            if grad is None:  # reached, but this rank's loss does not depend on it
                 return None
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
             # the same on every rank.
@@ -189,12 +185,15 @@ class Replicated:
 
 
 def _plus_(grad: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-    """In place, unless a sparse gradient becomes a dense one."""
+    """`grad + more`, in place unless a sparse gradient becomes dense."""
     return more + grad if grad.is_sparse else grad.add_(more)
 
 
 def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
-    """A hook of the optimizers' own collects gradients: that is the first."""
+    """ParameterError for a hook of the program.
+
+    The first hook is `_collector`'s.
+    """
     hooks = getattr(param, "_backward_hooks", None) or ()
     post_hooks = getattr(param, "_post_accumulate_grad_hooks", None) or ()
     if param is not None and (len(hooks) > 1 or post_hooks):

@@ -1,6 +1,4 @@
-"""Where the full values of a storage are resident while they are needed: one class per ZeRO stage,
-and the ring of buffers that ZeRO-3 storages of one size take turns in.
-"""
+"""Where the full values of a storage are resident: one class per ZeRO stage, and ZeRO-3's ring."""
 
 from __future__ import annotations
 
@@ -15,13 +13,17 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.label import Label, Phase
 from bmtrain.torch_internals import num_users
 
-# Changes when a parameter is written in place on this rank.
+# Returns a number that changes when a parameter is written in place on this rank.
 Version = Callable[[], int]
 
 
 class RingBuffer:
-    """One full buffer. `owner` is the token of the storage whose values it holds; `free` is the
-    event of its last reader.
+    """One full buffer of a ring.
+
+    Attributes:
+        owner: token of the storage whose values it holds; None when it holds none.
+        free: event after the last read; None for new memory.
+        held: whether a gather fills it or a holder reads it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -32,51 +34,48 @@ class RingBuffer:
         self.held = False
 
     def part_from_readers(self) -> None:
-        """Leave the memory to those who have kept views of the old values, and get other.
+        """Replace the memory if anything but the ring still refers to it.
 
         A custom function may have kept a weight, a program may hold what a block returned, a graph
-        made with create_graph=True holds what backward read: filling the buffer under them would
-        change their values in silence. Which memory a buffer has is nobody's business on other
-        ranks.
+        made with create_graph=True holds what backward read: filling the buffer again would change
+        their values in silence. The replacement is invisible to other ranks: it changes no
+        collective.
         """
         if num_references(self.tensor) > self._num_own:
             with torch.inference_mode(False):
                 self.tensor = torch.empty_like(self.tensor)
+            # The old event says nothing about new memory: without None, the gather could fill it
+            # while kernels that used it before still run.
             self.free, self._num_own = None, num_references(self.tensor)
 
     def alias(self) -> torch.Tensor:
-        """The same memory as a tensor with a version counter of its own: refilling it is not an
-        in-place change to autograd.
-        """
+        """The same memory with its own version counter: to autograd a refill changes nothing."""
         return alias(self.tensor)
 
 
 def num_references(tensor: torch.Tensor) -> int:
-    """Tensors, and what else, that share the memory of this one."""
+    """Tensors and other objects that share the memory of this one."""
     count: int = num_users(tensor.untyped_storage())
     return count
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory as the contiguous `tensor`, unknown to its version counter and
-    graph.
-    """
+    """A tensor over the memory of the contiguous `tensor`, apart from its version and graph."""
     out = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     out.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     return out
 
 
 class Ring:
-    """Up to `capacity` buffers of one size, taken least-recently-released first among those nobody
-    holds.
+    """Up to `capacity` buffers of one size, reused least recently released first.
 
-    When all are held (nested blocks, say), one more is made and dropped again when given back. A
-    size that only one storage has ever had keeps no buffer between uses: it would hold memory that
-    no other block can share.
+    When all are held, by nested blocks for example, `take` allocates one more, and `give_back`
+    drops it. A size that only one storage has ever had keeps no buffer between uses: no other block
+    could use the memory.
 
-    Storages join at the same places of the program on all ranks, but garbage is collected when each
-    rank pleases. So a storage that is gone still counts: which buffers are kept, and with them what
-    need not be gathered, must be the same everywhere.
+    Storages join at the same places of the program on all ranks, but Python collects garbage at
+    different times on each. A storage that is gone therefore still counts: which buffers are kept,
+    and so which gathers are skipped, must be the same on all ranks, or they hang.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
@@ -92,34 +91,32 @@ class Ring:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Their memory."""
+        """The memory of the buffers."""
         return [buffer.tensor for buffer in self._buffers]
 
     @property
     def num_kept(self) -> int:
-        """Buffers that stay allocated when nobody holds them."""
+        """Buffers that stay allocated while they are not held."""
         return min(self.capacity, self._num_joined) if self._num_joined > 1 else 0
 
     def join(self) -> None:
-        """One more storage has this size."""
+        """A storage of this size was made."""
         self._num_joined += 1
         self._num_present += 1
 
     def leave(self) -> None:
-        """One storage of this size is gone; the memory goes with the last, when nobody is left
-        whose values it could hold.
-        """
+        """A storage of this size is gone; with the last, the buffers that are not held go too."""
         self._num_present -= 1
         if self._num_present == 0:
             self._buffers = [buffer for buffer in self._buffers if buffer.held]
 
     def take(self, owner: object) -> RingBuffer:
-        """A buffer for `owner` to fill once its `free` event has passed; held until given back."""
+        """A buffer for `owner`, to be filled after its `free` event; held until given back."""
         free = [b for b in self._buffers if not b.held]
         if free and (len(self._buffers) >= self.num_kept):
             buffer = free[0]
         else:
-            # memory that outlives this call must be usable in training too
+            # The buffer outlives this call: an inference tensor could not be used in training.
             with torch.inference_mode(False):
                 buffer = RingBuffer(
                     torch.empty(self._numel, dtype=self._dtype, device=self._device)
@@ -145,21 +142,21 @@ class Ring:
 class Residence(ABC):
     """Gathers one shard on demand.
 
-    `acquire` and `release` come in pairs; several holders share one full buffer.
+    Every `acquire` is matched by a `release`; several holders share one full buffer.
     """
 
-    # : whether the full buffer stays from forward to backward; otherwise saved tensors must be
-    # packed and gathered again
+    #: whether the full buffer stays from forward to backward; if not, saved views are packed and
+    #: looked up after another gather
     survives_forward: bool = True
-    #: whether only the ranks of one pipeline stage have it
+    #: whether only the ranks of one pipeline stage have the storage
     is_pipelined: bool = False
-    #: what a gather is called in messages
+    #: what the storage is called in messages
     label: Label | None = None
-    #: the version of the parameters that the last gather has taken; None where nothing is gathered
+    #: version of the parameters when the last gather was started; None where nothing is gathered
     version: int | None = None
 
     def rename(self, label: Label) -> None:
-        """Be called this in messages."""
+        """Set the name in messages."""
         self.label = label
 
     def place(self, phase: Phase) -> str:
@@ -168,10 +165,10 @@ class Residence(ABC):
 
     @abstractmethod
     def prefetch(self, phase: Phase) -> None:
-        """Start the gather, if the values are not here."""
+        """Start the gather, unless the values are resident or in flight."""
 
     def is_coming(self) -> bool:
-        """Whether the values are here, or on their way."""
+        """Whether the values are resident or in flight."""
         return True
 
     @abstractmethod
@@ -180,15 +177,15 @@ class Residence(ABC):
 
     @abstractmethod
     def release(self, full: torch.Tensor) -> None:
-        """The holder that was given `full` has issued its last read."""
+        """The holder of `full` has issued its last read."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Parameters may change now: values that nobody holds are worth nothing.
+        """Parameters may change now: drop values that have no holder.
 
         Called at the same places of the program on every rank. Whether to gather must never depend
         on what can differ between ranks: versions of parameters (a rank whose slice is empty sees
-        no change), or which old graphs are still alive.
+        no change), or which old graphs are still alive. Ranks that decide differently hang.
         """
 
 
@@ -212,7 +209,7 @@ class Alias(Residence):
 
 
 class Absent(Residence):
-    """A block of another pipeline stage: nothing of it is here, and nothing may ask for it."""
+    """A block of another pipeline stage: this rank has no values and takes part in no gather."""
 
     def prefetch(self, phase: Phase) -> None:
         raise RuntimeError("a block of another pipeline stage was scheduled here")
@@ -252,19 +249,21 @@ class Kept(Residence):
     def acquire(self, phase: Phase) -> torch.Tensor:
         full = self._load(phase)
         self._num_holders += 1
+        # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._ready)
         return full
 
     def release(self, full: torch.Tensor) -> None:
         if full is not self._full:
-            return  # forgotten since
+            return  # a holder from before `forget`
         self._num_holders -= 1
         if self._num_holders == 0:
-            self._full = None
+            self._full = None  # back to the allocator, behind the last read on the compute stream
 
     def forget(self) -> None:
-        # Holders keep the tensor itself; here it must not be found again. Nobody may have waited
-        # for its gather yet.
+        # Holders keep the tensor itself; the next `acquire` must gather anew. A prefetched buffer
+        # may have no holder at all: without this wait, the allocator could hand its memory to
+        # compute kernels while the gather still writes it.
         self._transport.streams.compute_waits(self._ready)
         self._full, self._num_holders = None, 0
 
@@ -280,7 +279,7 @@ class Kept(Residence):
 class Ringed(Residence):
     """ZeRO-3: a turn in a ring of buffers.
 
-    After release the values stay until another storage takes the buffer.
+    After release, the values stay until another storage takes the buffer.
     """
 
     survives_forward = False
@@ -310,7 +309,8 @@ class Ringed(Residence):
             return
         buffer = self._own_buffer()
         if buffer is not None and (buffer.held or phase is Phase.BACKWARD):
-            # Only backward may take back what forward left: between two forwards parameters change.
+            # Only backward may reuse what forward has left: between two forward passes parameters
+            # change.
             buffer.held = True
             return
         self._buffer, self.version = self._ring.take(self), self._version()
@@ -321,6 +321,7 @@ class Ringed(Residence):
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)
         self._num_holders += 1
+        # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._ready)
         if self._buffer is None:
             raise RuntimeError("a gather left no buffer")
@@ -333,7 +334,9 @@ class Ringed(Residence):
 
     def forget(self) -> None:
         if self._num_holders == 0:
-            # nobody else may have, and the memory may go
+            # A prefetched buffer may have had no reader, so that nothing has waited for its gather:
+            # without this wait, the ring or the allocator could reuse its memory while the gather
+            # still writes it.
             self._transport.streams.compute_waits(self._ready)
             self._give_back()
             self._buffer = None
@@ -345,4 +348,6 @@ class Ringed(Residence):
     def _give_back(self) -> None:
         buffer = self._own_buffer()
         if buffer is not None and buffer.held:
+            # The next gather into this buffer waits for this event: without it, the gather would
+            # overwrite values that kernels on the compute stream still read.
             self._ring.give_back(buffer, self._transport.streams.mark_compute())

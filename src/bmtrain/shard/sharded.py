@@ -1,6 +1,4 @@
-"""What torch's functions do with sharded tensors: on slices where that is all it takes, else on
-gathered whole tensors.
-"""
+"""torch's functions on sharded tensors: on slices where those suffice, else on gathered ones."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ Kwargs = dict[str, Any]
 
 
 class Sharded(Slices):
-    """This rank's slice of the flattened tensor that looks whole: shape, dim, numel, dtype and
-    device are the whole's.
+    """This rank's slice of a flattened tensor, with the whole's shape, dtype and device.
 
     Element-wise functions run on the slices; norms and sums are a local reduction and one
     collective; every other function gathers its sharded arguments, differentiably, and runs on
@@ -53,9 +50,12 @@ class Sharded(Slices):
 
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`func(*args, **kwargs)`, some of whose tensors are sharded, as one process computes it.
+    """`func(*args, **kwargs)` with sharded tensors among them, as one process computes it.
 
     Collective if it needs values.
+
+    Raises:
+        ParameterError: for a function that needs memory that holds the whole tensor.
     """
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
@@ -86,7 +86,7 @@ def _natively(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _access(func: Any, name: str, args: Args) -> Any:
-    """Attributes: those of values are gathered, the others are the whole's already."""
+    """Attributes: those made of values need a gather, the others are the whole's already."""
     attribute = func.__self__.__name__
     if name == "__get__" and attribute in ("T", "mT", "H", "mH", "real", "imag"):
         return on_wholes(func, args, {})
@@ -103,8 +103,9 @@ def _access(func: Any, name: str, args: Args) -> Any:
 
 
 def cut_like(value: torch.Tensor, like: Slices) -> Slices:
-    """This rank's slice of `value`, a whole tensor or one that is sharded in another way, cut as
-    `like`; without a graph.
+    """This rank's slice of `value`, cut as `like`, without a graph.
+
+    Collective unless `value` is cut like this already.
 
     Raises:
         ParameterError: for another shape, and for values that differ between ranks.
@@ -137,8 +138,9 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_leaf(x: torch.Tensor) -> None:
-    """ParameterError where autograd would raise in one process: `x` is about to be changed in
-    place.
+    """ParameterError if `x`, about to be changed in place, is a leaf as autograd sees it.
+
+    In one process autograd would raise here.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise ParameterError(
@@ -152,14 +154,15 @@ def refuse_leaf(x: torch.Tensor) -> None:
 
 
 def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """An element-wise function; NotImplemented if its operands do not lie alike."""
+    """An element-wise function; NotImplemented if its operands are not cut alike."""
     tensors = tensors_of((args, kwargs))
     writes = elementwise.writes(name)
     like = args[0] if writes and args else next(x for x in tensors if isinstance(x, Slices))
     if not isinstance(like, Slices) or "out" in kwargs or not all(_fits(x, like) for x in tensors):
         return NotImplemented
     if not writes and not all(isinstance(x, Slices) for x in tensors):
-        # an ordinary operand may come from this rank's rows: slices would be of different results
+        # An ordinary operand may depend on this rank's rows: the slices would be of different
+        # results.
         return NotImplemented
     if writes:
         refuse_leaf(like)
@@ -171,18 +174,18 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         return like
     for x in tensors:
         if out is own[id(x)]:
-            return x  # nothing was to be done
+            return x  # the function had nothing to do
     if name in ("detach", "alias"):
         return like.alias()
     return look_whole(out, like.cut, Sharded) if isinstance(out, torch.Tensor) else NotImplemented
 
 
 def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
-    """What sharded tensors are computed with on slices is the same on all ranks, or they hear of
-    it.
+    """Check that all ranks compute on slices with the same ordinary operands.
 
-    Tensors are compared at once. Numbers are noted, and compared with what comes next; one that
-    lies on a GPU is not looked at, since the host would wait for it.
+    Slices of results that differ between ranks would not be one tensor. Tensors are compared at
+    once. Numbers are noted in the ledger and compared with the next collective; a number on a GPU
+    is not looked at, since the host would have to wait for it.
     """
     if cut.axis.size == 1:
         return
@@ -199,12 +202,11 @@ def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
 def _fits(x: torch.Tensor, like: Slices) -> bool:
     """Whether this rank has what it needs of `x`, an operand beside `like`.
 
-    The same on all ranks.
+    The same answer on all ranks, as it decides whether they gather: ranks that differ would hang.
     """
     if isinstance(x, Slices):
         return x.shape == like.shape
-    # A 0-dim parameter is stored as a slice of one dim, which counts for more in the choice of the
-    # result's dtype.
+    # A 0-dim parameter is stored as a 1-D slice, which ranks higher in type promotion.
     same_dtype = like.dim() > 0 or x.dtype == like.dtype or not x.is_floating_point()
     return same_dtype and not x.is_sparse and _broadcasts(x.shape, like.shape)
 
@@ -288,7 +290,7 @@ def _on_lists(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         )
         for x in {id(x.owner): x for x in written if isinstance(x, Slices)}.values():
             x.mark_written()
-        if name == _UNSCALE:  # every rank hears of what one has found
+        if name == _UNSCALE:  # an overflow is found on one rank: all must skip the step
             collectives.all_reduce_(
                 args[1], "max", next(x for x in likes if isinstance(x, Slices)).cut.mesh.world
             )
@@ -303,7 +305,7 @@ _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 def _likes(args: Args) -> Sequence[Any]:
-    """The first list: what the others go with."""
+    """The first list, to which the others correspond element by element."""
     return next((x for x in args if isinstance(x, list | tuple)), ())
 
 
@@ -322,13 +324,15 @@ def gathered(x: Slices) -> torch.Tensor:
 
 
 def ordinary(x: torch.Tensor) -> torch.Tensor:
-    """`x` itself if it is an ordinary tensor; else the whole of it, in the graph."""
+    """`x` itself if it is an ordinary tensor; else all of it, gathered, in the graph."""
     return gathered(x) if isinstance(x, Slices) else _plain(x)
 
 
 def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = False) -> Any:
-    """Any function, on gathered tensors. What it writes into one is copied back; results that share
-    its memory are windows.
+    """Any function, on gathered tensors.
+
+    Its writes are copied back to the slices; results that share memory with a gathered tensor are
+    windows.
 
     Args:
         same_on_all: it draws random numbers into a tensor: all ranks take rank 0's.
@@ -336,7 +340,7 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
     tensors = tensors_of((args, kwargs))
     sharded = {id(x): x for x in tensors if isinstance(x, Slices)}
     wholes = {key: x.whole_of_parts() if same_on_all else gathered(x) for key, x in sharded.items()}
-    # Functions of lists do not count what they write.
+    # Functions of lists do not increase version counters.
     writes_lists = getattr(func, "__name__", "").startswith(
         ("_foreach_", "_fused_", "_amp_")
     ) and func.__name__.endswith("_")
@@ -348,6 +352,7 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
         if whole._version != before[key] or key in uncounted:
             refuse_leaf(sharded[key])
             if same_on_all:
+                # Ranks may have different random states: each would keep a slice of other draws.
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
                 sharded[key].take_same(whole.detach())
             else:
@@ -398,7 +403,7 @@ def _sum(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _shaped_like(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The sharded tensor lends its shape, dtype and device: nothing needs to be gathered."""
+    """Only shape, dtype and device of the sharded tensor are needed: nothing is gathered."""
 
     def stand_in(x: Slices) -> torch.Tensor:
         return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)
@@ -422,7 +427,7 @@ def _initial(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """One dim stays one dim."""
+    """Flattening a 1-D tensor changes nothing."""
     x = args[0] if args else None
     is_flat = (
         isinstance(x, Slices) and x.dim() == 1 and args[1:] in ((), (-1,), ((-1,),)) and not kwargs
@@ -431,9 +436,12 @@ def _flat(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _as_itself(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """`x.view_as(x)`: how torch finds the node that adds up a leaf's gradient, to hang hooks there.
+    """`x.view_as(x)`, with which programs find the AccumulateGrad node of a leaf to hook it.
 
-    A sharded leaf's never runs.
+    That node of a sharded leaf never runs.
+
+    Raises:
+        ParameterError: for such a leaf.
     """
     x = args[0]
     if (
@@ -457,7 +465,7 @@ def _numpy(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _embedding(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """With `max_norm` rows of the weight are shortened before they are looked up: in the slices."""
+    """With `max_norm` rows of the weight are shortened before the look-up: in the slices."""
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type")
     if func is torch.nn.functional.embedding_bag:
         names = ("input", "weight", "offsets", "max_norm", "norm_type")

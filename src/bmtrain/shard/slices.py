@@ -1,4 +1,4 @@
-"""A tensor of which this rank stores a slice, and which looks whole; its place in autograd's graph.
+"""A tensor that looks whole, of which this rank stores a slice; its place in autograd's graph.
 
 Gradients follow the rule of differentiable collectives: the loss of the run is the sum of all
 ranks' losses.
@@ -28,24 +28,24 @@ from bmtrain.torch_internals import (
 
 
 class Slices(torch.Tensor):
-    """This rank's slice of the flattened tensor, with the shape of the whole. `Sharded` says what
-    functions do with it.
+    """This rank's slice of a flattened tensor, with the whole's shape.
 
-    To torch it is a tensor without memory: code that does not know of slices cannot read or write
-    one by mistake.
+    `Sharded` says what functions do with it. To torch it is a tensor without memory: code that does
+    not know of slices cannot read or write one by mistake.
     """
 
     _local: torch.Tensor  # (numel of the slice,), without a graph
     _cut: Cut
-    #: how often this object was written through; see `num_written`
+    #: how often the tensor was written through this object; see `num_written`
     num_own_writes: int = 0
-    #: whether the engine sums gradients in its memory
+    #: whether it is a gradient that the engine shows
     is_gradient: bool = False
-    #: what `.grad` shows now, without waiting for what is kept back; None of what is no parameter
+    #: what `.grad` shows, without the collective that deferred gradients need; None if it is no
+    #: parameter
     shown_grad: Any = None
 
     def __new__(cls, local: torch.Tensor, cut: Cut) -> Slices:
-        """The slices `local`, cut like this."""
+        """A tensor that looks whole over `local`, this rank's slice in `cut`."""
         out = without_memory(cls, cut.shape, local)
         out._local, out._cut = local, cut
         return out
@@ -59,18 +59,18 @@ class Slices(torch.Tensor):
     def local(self) -> torch.Tensor:
         """This rank's slice of the flattened tensor, 1-D, without a graph.
 
-        What is written into it is written into the tensor.
+        A write to it is a write to the tensor.
         """
         return self._local
 
     @property
     def cut(self) -> Cut:
-        """Which slice that is."""
+        """How the tensor is cut."""
         return self._cut
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values outside of any graph: what is written there is written here."""
+        """The same values outside of any graph; a write to them is a write to this tensor."""
         return self.alias()
 
     @data.setter
@@ -86,26 +86,25 @@ class Slices(torch.Tensor):
         return self.kind()(self._local, self._cut)
 
     def differentiable_local(self) -> torch.Tensor:
-        """The slice as part of the graph: its gradient is that of the slice, summed over the ranks'
-        losses.
-        """
+        """The slice in the graph: its gradient is that of the sum of the ranks' losses."""
         out: torch.Tensor = _LocalOf.apply(self)
         return out
 
     def differentiable_whole(self) -> torch.Tensor:
-        """The whole tensor as part of the graph. Collective."""
+        """The whole tensor in the graph. Collective."""
         out: torch.Tensor = _Gather.apply(self.differentiable_local(), self._cut)
         return out
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor, a copy outside of any graph; of a tensor-parallel one, this tensor
-        rank's part. Collective.
+        """The whole tensor, a copy outside of any graph. Collective.
+
+        Of a tensor-parallel one, this tensor rank's part.
         """
         with torch.inference_mode(False), torch.no_grad():
             return self._cut.gathered(self._local)
 
     def expect_gradients_of_torch(self) -> None:
-        """Code of torch's has this tensor itself in its graph."""
+        """Torch's own code has put this tensor itself into its graph."""
 
     def whole_of_parts(self) -> torch.Tensor:
         """The same with a tensor-parallel split undone. Collective."""
@@ -113,7 +112,7 @@ class Slices(torch.Tensor):
             return self._cut.whole(self._local)
 
     def mark_written(self) -> None:
-        """The tensor has other values than it had.
+        """The tensor was written.
 
         Called alike on all ranks, whether they own elements of it or not.
         """
@@ -121,7 +120,7 @@ class Slices(torch.Tensor):
 
     @property
     def owner(self) -> Slices:
-        """Who counts writes into this memory."""
+        """The object that counts writes to this memory."""
         return self
 
     @property
@@ -130,8 +129,7 @@ class Slices(torch.Tensor):
         return self.owner.num_own_writes
 
     def take_whole(self, whole: torch.Tensor) -> None:
-        """Take this rank's slice of `whole`, of this tensor's shape or that of all its parts.
-        Collective.
+        """Take this rank's slice of `whole`, of this tensor's shape or its whole shape. Collective.
 
         Raises:
             ParameterError: for another shape, and for values that differ between ranks.
@@ -140,7 +138,11 @@ class Slices(torch.Tensor):
         self.take_same(whole)
 
     def take_same(self, whole: torch.Tensor) -> None:
-        """`take_whole` of what is known to be the same on all ranks."""
+        """`take_whole` of values that are known to be the same on all ranks.
+
+        Raises:
+            ParameterError: for another shape.
+        """
         is_part = whole.shape == self._cut.shape
         if not is_part and whole.shape != self._cut.whole_shape:
             raise ParameterError(
@@ -152,7 +154,7 @@ class Slices(torch.Tensor):
         self.mark_written()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch says no more than Any
-        """Needs no other rank."""
+        """Not collective: a debugger on one rank must not hang."""
         piece = self._cut.piece
         return (
             f"{type(self).__name__}(shape={tuple(self._cut.shape)}, "
@@ -179,9 +181,7 @@ class Slices(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """What torch's own C++ code does with one, below `__torch_function__`: autograd adds up
-        gradients, and little else.
-        """
+        """Torch's C++ code below `__torch_function__`: autograd's accumulation and TorchScript."""
         if is_collective(func):
             return communicate(func, args, kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -190,8 +190,8 @@ class Slices(torch.Tensor):
             for x in sharded:
                 x.expect_gradients_of_torch()
         cut = sharded[0].cut
-        # A number may come of this rank's rows, in backward of its loss: what that makes of slices
-        # is of different results.
+        # In backward, a 0-dim operand may depend on this rank's rows: the slices would be of
+        # different results.
         is_backward, writes = in_backward(), is_mutable(func)
         fits = all(
             x.cut.is_like(cut)
@@ -205,16 +205,15 @@ class Slices(torch.Tensor):
                     f"{func} was called with a sharded tensor by code that cannot take "
                     "one: pass param.gather()."
                 )
-            if func in _SUMS and is_backward:  # of a rank's own gradient and one of all ranks
+            if func in _SUMS and is_backward:  # one is this rank's, the other of all ranks
                 raise ParameterError(
                     "a sharded tensor was used by TorchScript and by Python: give one of "
                     "them param.gather()."
                 )
-            # later calls are fused: they would read its memory
+            # TorchScript fuses later calls into kernels that would read its memory
             if sharded[0].is_cuda and not is_backward:
                 raise _cannot_be_fused(func)
-            # TorchScript, and what else does not ask `__torch_function__`: it computes with whole
-            # tensors.
+            # TorchScript and other callers below `__torch_function__` compute with whole tensors.
             wholes = tree_map_only(Slices, lambda x: x.whole(), (args, kwargs or {}))
             return func(*wholes[0], **wholes[1])
         locals_ = tree_map_only(Slices, lambda x: x.local, (args, kwargs or {}))
@@ -224,12 +223,11 @@ class Slices(torch.Tensor):
 
 
 def communicate(func: Any, args: Any, kwargs: Any) -> Any:
-    """A collective of torch.distributed, on whole tensors. What it leaves in them is written into
-    the slices.
+    """A collective of torch.distributed, on whole tensors; results are copied back to the slices.
 
     Raises:
-        ParameterError: for messages from rank to rank, and for results that differ between ranks,
-            of which each would keep its slice.
+        ParameterError: for point-to-point messages, and for results that differ between ranks, of
+            which each would keep its slice.
     """
     name = func.__name__
     if any(word in name for word in ("send", "recv", "p2p")):
@@ -246,7 +244,7 @@ def communicate(func: Any, args: Any, kwargs: Any) -> Any:
         wholes[id(x)] = x.whole()
     args, kwargs = tree_map_only(Slices, lambda x: wholes[id(x)], (args, kwargs))
     out = func(*args, **kwargs)
-    wait_for(out)
+    wait_for(out)  # an asynchronous one may still be writing `wholes`
     for x in sharded:
         x.take_whole(wholes[id(x)])
     return out
@@ -261,10 +259,8 @@ _COPIES = (
 
 
 def check_alike(whole: torch.Tensor, cut: Cut) -> None:
-    """ParameterError on all ranks unless they bring the same `whole`, of which each takes its
-    slice. Collective.
-    """
-    if any(differ([whole], cut.axis)):  # not all stages of a pipeline write what one of them does
+    """ParameterError on all ranks unless `whole`, to be cut, is the same on all. Collective."""
+    if any(differ([whole], cut.axis)):  # other stages of a pipeline may not come here
         raise ParameterError(
             f"a sharded tensor of shape {tuple(cut.shape)} was given values that "
             "differ between ranks, of which each would keep "
@@ -276,9 +272,10 @@ def check_alike(whole: torch.Tensor, cut: Cut) -> None:
 def without_memory(
     kind: type[Any], shape: torch.Size, like: torch.Tensor, *, requires_grad: bool = False
 ) -> Any:
-    """A tensor of class `kind`.
+    """A tensor of class `kind` without memory.
 
-    Kernels that read its memory get a RuntimeError: on a GPU a null pointer ends the process.
+    Kernels that ask for its address get a RuntimeError; a null pointer would crash a GPU's kernel,
+    and with it the process.
     """
     out = make_wrapper_subclass(
         kind, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
@@ -293,17 +290,17 @@ def _cannot_be_fused(func: Any) -> ParameterError:
         "C++ code, whose kernels on a GPU cannot take "
         "one: pass param.gather(), or make the module a block."
     )
-    warn(text)  # TorchScript says where an error came from, but not what it said
+    warn(text)  # TorchScript reports where an error came from, but drops its message
     return ParameterError(text)
 
 
 def local_of(x: torch.Tensor) -> torch.Tensor:
-    """This rank's values: the slice, 1-D, of a tensor that is sharded, else the tensor itself."""
+    """This rank's values: the 1-D slice of a sharded tensor, else the tensor itself."""
     return x.local if isinstance(x, Slices) else x
 
 
 def look_whole(local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
-    """The sharded tensor of these slices, in the graph if they are."""
+    """The sharded tensor over these slices, in the graph if they are."""
     out: Slices = (
         _Look.apply(local, cut, kind)
         if local.requires_grad and torch.is_grad_enabled()
@@ -317,7 +314,7 @@ def _without_graph(local: torch.Tensor) -> torch.Tensor:
 
 
 class _Look(torch.autograd.Function):
-    """A slice with a graph as a sharded tensor with a graph."""
+    """From a slice to a sharded tensor, in the graph."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, cut: Cut, kind: type[Slices]) -> Slices:
@@ -331,13 +328,13 @@ class _Look(torch.autograd.Function):
             return None, None, None
         if isinstance(grad, Slices):
             return grad.differentiable_local() if grad.requires_grad else grad.local, None, None
-        # Code that knows nothing of slices has computed with this tensor: the gradient is whole, of
-        # this rank's loss alone.
+        # Code that knows nothing of slices has computed with this tensor: the gradient is whole,
+        # and of this rank's loss alone.
         return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None, None
 
 
 class _LocalOf(torch.autograd.Function):
-    """The other way."""
+    """From a sharded tensor to its slice, in the graph."""
 
     @staticmethod
     def forward(ctx: Any, sharded: Slices) -> torch.Tensor:
@@ -353,7 +350,7 @@ class _LocalOf(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """The whole tensor of slices.
 
-    Every rank computes with all of it: gradients are summed over ranks, and cut.
+    Every rank computes with all of it, so gradients are summed over ranks and cut.
     """
 
     @staticmethod
@@ -365,8 +362,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        # Stages of a pipeline may have a gradient where others have none: all take part in the sum,
-        # or none does.
+        # Stages of a pipeline may have a gradient where others have none. All ranks take part in
+        # the sum, or none does: else those that do would hang.
         ctx.cut.note("gradient", ctx.cut.users)
         if not any(largest([float(grad is not None)], ctx.cut.users)):
             return None, None
@@ -382,7 +379,7 @@ def norm(x: Slices, order: float) -> torch.Tensor:
     local = x.local.to(wide)
     own = torch.linalg.vector_norm(local, order) if local.numel() else local.new_zeros(())
     x.cut.note("norm", x.cut.mesh.world)
-    # every element is owned by exactly one rank of the run
+    # over the whole run, where every element is owned by exactly one rank
     everyone = collectives.all_gather(own, x.cut.mesh.world)
     return torch.linalg.vector_norm(everyone, order).to(x.dtype)
 
@@ -396,5 +393,5 @@ def total(x: Slices) -> torch.Tensor:
 
 
 def is_vector_order(order: object) -> bool:
-    """Whether norms of slices of this order add up to that of the whole."""
+    """Whether the norm of the slices' norms, of this order, is that of the whole."""
     return isinstance(order, int | float) and order > 0

@@ -1,6 +1,4 @@
-"""Steps of optimizers, torch's too: all ranks take the same, and none with gradients that nobody
-has summed.
-"""
+"""Optimizer steps, of torch's optimizers too: the same on all ranks, with summed gradients."""
 
 from __future__ import annotations
 
@@ -24,15 +22,15 @@ from bmtrain.torch_internals import plain_functions
 
 
 class Steps:
-    """Watches the steps of all optimizers of this process, for as long as it is alive.
+    """Watches the steps of all optimizers of this process for as long as it is alive.
 
     Args:
         ledger: gets a note of each step: ranks that do not all take one have different parameters
             from then on.
         axis: of all ranks.
         replicated: the ordinary parameters whose gradients are summed over ranks.
-        sharded: all that is sharded in this run; while there is nothing, ordinary parameters are
-            nobody's business.
+        sharded: everything that is sharded in this run; while it is empty, ordinary parameters are
+            not checked.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class Steps:
         self._alone: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Alone] = (
             weakref.WeakKeyDictionary()
         )
-        own = weakref.ref(self)  # torch keeps the hook for ever: it must not keep the run
+        own = weakref.ref(self)  # torch keeps the hook: it must not keep the run alive
 
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             steps = own()
@@ -60,9 +58,9 @@ class Steps:
         """A step is about to be taken.
 
         Raises:
-            ParameterError: if beside sharded parameters the optimizer has ordinary ones that every
-                rank would train by itself, or some that were replaced when their model was sharded:
-                it would train nothing.
+            ParameterError: if the optimizer has, beside sharded parameters, ordinary ones whose
+                gradients are not summed over ranks; or parameters that were replaced when their
+                model was sharded, which it would train in vain.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
@@ -80,13 +78,12 @@ class Steps:
             self._compare(optimizer, alone)
 
     def _compare(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
-        """Gradients of ordinary parameters are alike on all ranks, if all train the same model;
-        settings too.
+        """Check that ordinary parameters have the same gradients and settings on all ranks.
 
-        They are where DistributedDataParallel has summed them, and where a model beside is trained
-        on the same rows everywhere. To compare them the host waits: in steps 1, 2, 4, 8, ..., and
-        each until it was not zero. Where a layer behind it begins with zeros, the first gradients
-        of a parameter say nothing.
+        They do where DistributedDataParallel has summed the gradients, and where a second model is
+        trained on the same rows everywhere. The host has to wait for the gradients, so this is done
+        in steps 1, 2, 4, 8, ..., and for each parameter until its gradient has once not been zero:
+        first gradients behind a layer that begins with zeros are zero, and say nothing.
         """
         state = self._alone.setdefault(optimizer, _Alone())
         state.num_steps += 1
@@ -117,8 +114,11 @@ class Steps:
 
 @dataclasses.dataclass
 class _Alone:
-    """An optimizer of ordinary parameters alone: its steps, and by identity those that had a
-    gradient which was not zero.
+    """An optimizer of ordinary parameters only.
+
+    Attributes:
+        num_steps: steps so far.
+        seen: ids of the parameters that have had a gradient other than zero.
     """
 
     num_steps: int = 0
@@ -126,16 +126,12 @@ class _Alone:
 
 
 def _is_ordinary(x: torch.Tensor) -> bool:
-    """No sharded parameter, and none of another library that computes with it in its own way, as
-    FSDP2 does with DTensors.
-    """
+    """Whether `x` is a plain tensor: not sharded here, nor by another library (FSDP2's DTensor)."""
     return type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def _described(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> str:
-    """What all ranks must have in common: each updates slices of the same parameters by its own
-    settings.
-    """
+    """What must be the same on all ranks: each updates its slices by its own settings."""
     settings = [
         [(name, value) for name, value in group.items() if isinstance(value, _PLAIN)]
         for group in optimizer.param_groups
@@ -145,7 +141,7 @@ def _described(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor])
     )
     with plain_functions():
         trained = [x.requires_grad for x in params]
-    # The stages of a pipeline have gradients of their own.
+    # the stages of a pipeline have gradients of their own
     given = [
         x.shown_grad is not None
         for x in params

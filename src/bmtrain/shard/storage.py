@@ -25,9 +25,7 @@ from bmtrain.shard.slices import Slices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardPolicy:
-    """How a storage is sharded and in which dtypes its gradient travels; None means the parameters'
-    dtype.
-    """
+    """How a storage is sharded, and the dtypes of its gradient; None is the parameters' dtype."""
 
     zero_level: int = 3
     reduce_dtype: torch.dtype | None = None
@@ -38,7 +36,7 @@ class ShardPolicy:
 
 
 class Storage:
-    """Owner of a shard, its gradient, and the residence of the full buffer.
+    """Owner of a shard, its gradient and the residence of the full buffer.
 
     Args:
         engine: of the run.
@@ -47,8 +45,11 @@ class Storage:
         dtype: of all of them.
         policy, placement: how and where they are sharded.
         splits: of tensor-parallel parameters, one per shape.
-        adoptable: whether it was made for one parameter by itself, which a block may move into a
-            storage of its own.
+        adoptable: whether it was made for a single parameter, which a block may move into a storage
+            of its own.
+
+    Raises:
+        ParameterError: for a dtype that is not floating point.
     """
 
     def __init__(
@@ -79,12 +80,14 @@ class Storage:
             Cut.of(self.layout, i, label, placement, engine.mesh)
             for i in range(len(self.layout.slots))
         ]
-        # Where nothing of the storage is, or a block may take it over, there is nothing for other
-        # ranks to read.
+        # Mapping memory of other ranks costs whole pages and milliseconds: not for storages of
+        # other stages, which are empty here, nor for those that a block will soon replace.
         numel = self.layout.shard_numel if self.is_here else 0
         self.shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
+        # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
+        # Python's collector finds the cycle, at different times on different ranks.
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._leaves: list[torch.Tensor] | None = None
         wire = GradientPolicy(
@@ -107,7 +110,7 @@ class Storage:
 
     def _make_residence(self, source: ShardSource) -> Residence:
         engine, axis = self.engine, self.axis
-        # a residence may outlive its storage
+        # Weak: the schedule keeps residences, and would keep the shards of dropped models too.
         version = functools.partial(_version_of, weakref.ref(self))
         if not self.is_here:
             return Absent()
@@ -120,7 +123,7 @@ class Storage:
         )
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Name the parameter objects of all slots, in order. They live here."""
+        """Set the parameter objects of all slots, in order."""
         self._params.extend(weakref.ref(param) for param in params)
 
     @property
@@ -138,8 +141,9 @@ class Storage:
         return self.shard[piece.begin : piece.end]
 
     def fill(self, index: int, value: torch.Tensor) -> None:
-        """Copy this rank's part of the full tensor `value` into the shard; a meta tensor leaves
-        NaN, to be seen if never set.
+        """Copy this rank's slice of the full tensor `value` into the shard.
+
+        For a meta tensor the slice becomes NaN, which shows if it is never set.
         """
         if value.is_meta:
             self.local(index).fill_(float("nan"))
@@ -147,26 +151,24 @@ class Storage:
             self.local(index).copy_(self.slice_of(index, value))
 
     def mark_written(self) -> None:
-        """Parameters have other values than they had: what has been gathered early is old.
+        """Parameters were written: forget gathered values; the next gather waits for the writes.
 
-        To be called alike on all ranks.
+        Called at the same place on all ranks: forgetting decides which gathers there are.
         """
         self.residence.forget()
         self.engine.transport.fence()
 
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part, 1-D, of a full tensor of slot `index`'s shape."""
+        """This rank's 1-D slice of a full tensor of slot `index`'s shape."""
         piece = self.piece(index)
         return value.detach().reshape(-1)[piece.start : piece.stop]
 
     def slice_of_whole(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part, 1-D, of a tensor of slot `index`'s whole shape, tensor-parallel split
-        undone.
-        """
+        """This rank's 1-D slice of a tensor of slot `index`'s whole shape (split undone)."""
         return self.cut(index).own_of_whole(value.detach())
 
     def version(self) -> int:
-        """A number that changes when a parameter is written in place."""
+        """A number that changes when a parameter is written in place on this rank."""
         return 0 if self.shard.is_inference() else self.shard._version
 
     def cut(self, index: int) -> Cut:
@@ -174,7 +176,7 @@ class Storage:
         return self._cuts[index]
 
     def views(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The full buffer's tensors, one per slot."""
+        """One view of the full buffer per slot."""
         start = full.storage_offset()
         return [
             full.as_strided(slot.shape, slot.stride, start + slot.offset)
@@ -182,9 +184,9 @@ class Storage:
         ]
 
     def leaves(self, full: torch.Tensor) -> list[torch.Tensor]:
-        """The same, as leaves of any graph.
+        """The same as leaves of any graph.
 
-        One rank keeps them: its full buffer is always the shard.
+        On one rank they are made once: the full buffer is always the shard.
         """
         if self.axis.size > 1:
             return self.views(full)
@@ -206,6 +208,8 @@ class Storage:
             full.copy_(shard)
         elif self.is_here:
             transport = self.engine.transport
+            # The caller may just have computed `shard`: the gather waits for it, and the caller's
+            # kernels for the gather.
             transport.fence()
             transport.streams.compute_waits(
                 transport.gather(

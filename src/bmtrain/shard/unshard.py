@@ -1,6 +1,4 @@
-"""The spine: full parameters out of shards going forward, full gradients into shards coming
-back.
-"""
+"""The spine: full parameters out of shards in forward, full gradients into shards in backward."""
 
 from __future__ import annotations
 
@@ -30,12 +28,11 @@ from bmtrain.torch_internals import (
 
 
 class Unshard(torch.autograd.Function):
-    """Gathered views of the slots of some storages. Backward reduces the gradients of all of them
-    at once.
+    """Gathered views of the slots of some storages; backward reduces all their gradients at once.
 
-    Full parameters are not leaves of the graph: autograd has nothing to accumulate and nothing
-    keeps a full buffer alive. The sharded parameters are inputs, so that
-    `backward(inputs=[parameter])` finds its way here; they get no gradient from autograd.
+    Full parameters are not leaves of the graph: autograd accumulates nothing into them, and no
+    AccumulateGrad node keeps a full buffer alive. The sharded parameters are inputs, so that
+    `backward(inputs=[parameter])` reaches this node; autograd gets no gradient for them.
     """
 
     @staticmethod
@@ -54,7 +51,7 @@ class Unshard(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
         refuse_create_graph()
         leaf, *nodes = [node for node, _ in ctx.next_functions]
-        if nodes and not will_run(leaf):  # a pass for some inputs: the leaf is none of them
+        if nodes and not will_run(leaf):  # backward(inputs=...): the leaf is not among them
             found = iter(nodes)
             owners = [next(found) if is_given else None for is_given in ctx.params_given]
             wanted = [node is not None and will_run(node) for node in owners]
@@ -66,9 +63,7 @@ class Unshard(torch.autograd.Function):
 
 
 def refuse_transforms() -> None:
-    """ParameterError inside of torch.func's transforms, which cannot take the gathers of sharded
-    parameters along.
-    """
+    """ParameterError inside a transform of torch.func: gathers do not follow a transform."""
     if in_transform():
         raise ParameterError(
             "a sharded parameter was used inside of a transform of torch.func (grad, "
@@ -80,9 +75,7 @@ def refuse_transforms() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A saved tensor that is part of a full buffer: where to find it once the buffer is gathered
-    again.
-    """
+    """A saved tensor in a full buffer: where to find it after the next gather."""
 
     storage: Storage
     dtype: torch.dtype
@@ -91,22 +84,21 @@ class Packed:
     offset: int
 
 
-# Gives a module the tensors of a use, one per slot of all storages, and returns what takes them
-# back.
+# Gives a module the tensors of a use, one per slot of all storages; returns a function that takes
+# them back.
 Bind = Callable[[Sequence[torch.Tensor]], Callable[[], None]]
 
 
 def _nothing() -> None:
-    """There is nothing to give back."""
+    """The tensors were given back already."""
 
 
 class Loan:
-    """Full tensors of a use in the hands of code that runs during backward: recomputation inside a
-    module, hooks of the user.
+    """Full tensors of a use, lent to code that runs in backward: recomputation and user hooks.
 
-    They are leaves: a backward pass inside the pass, as reentrant checkpointing runs one, leaves
-    its gradients on them. The pass alone keeps the loan alive, which therefore ends with the pass
-    however that ends.
+    The tensors are leaves: a nested backward pass, as reentrant checkpointing runs one, leaves its
+    gradients on them. Only autograd's queue of callbacks for the pass keeps the loan alive. The
+    loan therefore ends with the pass, also when the pass raises.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], give_back: Callable[[], None]) -> None:
@@ -115,15 +107,15 @@ class Loan:
 
     @property
     def is_open(self) -> bool:
-        """Until `end`."""
+        """True until `end`."""
         return bool(self._tensors)
 
     def end(self) -> list[torch.Tensor | None]:
         """Take the tensors back; returns the gradients that were left on them."""
         tensors, self._tensors = self._tensors, ()
         if tensors:
-            # The pass keeps this object to its end: what gives back knows the tensors, and would
-            # keep their memory as long.
+            # The pass keeps this object until its end, and `give_back` holds the tensors: without
+            # the exchange, their memory would stay allocated as long.
             give_back, self._give_back = self._give_back, _nothing
             give_back()
         grads = [tensor.grad for tensor in tensors]
@@ -137,23 +129,22 @@ class Loan:
 
 
 class Calls(enum.Enum):
-    """Which calls a use serves: from ONE it becomes OPEN in `together`, and SEVERAL when that
-    ends.
+    """Which calls a use serves.
+
+    A use starts with ONE; `together` makes it OPEN, and SEVERAL when its body ends.
     """
 
     ONE = enum.auto()
-    #: more may come, and are one to the graph
+    #: more calls may join; to the graph they are one
     OPEN = enum.auto()
-    #: backward comes to it again and again
+    #: backward reaches it once per call
     SEVERAL = enum.auto()
 
 
 class Use:
-    """One call of a module that reads some storages: holds their full buffers while anything may
-    read them.
+    """One call of a module: holds the full buffers of its storages while anything may read them.
 
-    The same object serves the forward pass, its recomputation and its backward pass, and dies with
-    the graph.
+    The same object serves forward, recomputation and backward, and dies with the graph.
     """
 
     def __init__(self, storages: Sequence[Storage]) -> None:
@@ -167,9 +158,9 @@ class Use:
         self._has_end = True
         self._ended_in = -1
         self._calls = Calls.ONE
-        self._tied: list[torch.Tensor] | None = None  # views that all calls made together share
+        self._tied: list[torch.Tensor] | None = None  # views shared by calls made together
         self._versions = [storage.version() for storage in storages]
-        with plain_functions():  # a tenth of the time, for each parameter at each call
+        with plain_functions():  # ten times as fast, at every call
             self.trainable = [
                 param is not None and param.requires_grad
                 for storage in storages
@@ -178,15 +169,14 @@ class Use:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether backward comes to it again and again, for the micro-batches of a pipelined
-        pass.
-        """
+        """Whether backward reaches it once per micro-batch of a pipelined pass."""
         return self._calls is not Calls.ONE
 
     @property
     def is_droppable(self) -> bool:
-        """Backward has left this use for good, no gradient will end it, and no module is running in
-        it.
+        """Whether no gradient will end this use and no module is running in it.
+
+        Backward can then drop it once it has left it behind.
         """
         return (
             not (any(self.trainable) and self._has_end)
@@ -196,18 +186,16 @@ class Use:
 
     @property
     def is_shared_by_ranks(self) -> bool:
-        """Whether other ranks gather and reduce with this one."""
+        """Whether other ranks take part in its gathers and reductions."""
         return any(storage.axis.size > 1 for storage in self._storages)
 
     @property
     def is_gathered_again(self) -> bool:
-        """Whether backward gathers what forward has gathered already."""
+        """Whether backward gathers again what forward has gathered (ZeRO-3)."""
         return any(not storage.residence.survives_forward for storage in self._storages)
 
     def open(self) -> list[torch.Tensor]:
-        """Gather and return one view per slot of all storages, tied to the graph where gradients
-        are wanted.
-        """
+        """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
         if not self._storages:
             return []
         if not (torch.is_grad_enabled() and any(self.trainable)):
@@ -218,8 +206,9 @@ class Use:
         for storage, _ in self._trained():
             storage.gradient.expect()
         engine = self._storages[0].engine
-        # A captured pass must not meet the streams that autograd remembers of parameters which are
-        # in older graphs.
+        # The AccumulateGrad node of a parameter that is in an older graph remembers that graph's
+        # stream. Autograd would synchronise a captured pass with that stream, which breaks the
+        # capture.
         params = (
             []
             if engine.host.tape is not None
@@ -231,9 +220,7 @@ class Use:
         return views
 
     def open_apart(self) -> list[torch.Tensor]:
-        """The same as leaves of a graph of their own, for a recomputation that takes their
-        gradients itself.
-        """
+        """The same as leaves of their own graph: recomputation takes their gradients itself."""
         return [
             view.detach().requires_grad_(flag)
             for view, flag in zip(self.views(), self.trainable, strict=True)
@@ -242,10 +229,8 @@ class Use:
     def select(
         self, views: Sequence[torch.Tensor], storages: Sequence[Storage], positions: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Those of the views that are at `positions` among the slots of `storages`, which are this
-        use's.
-        """
-        if storages is not self._storages:  # a use that several calls share
+        """The views at `positions` among the slots of `storages`, which must be this use's."""
+        if storages is not self._storages:  # several calls share this use
             raise RuntimeError(
                 "the parameters of a block changed while its calls were made together"
             )
@@ -257,7 +242,7 @@ class Use:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """While a module computes with the views."""
+        """A module computes with the views inside."""
         self._running += 1
         try:
             yield
@@ -267,19 +252,18 @@ class Use:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Calls inside are one to the graph: autograd adds up their gradients and ends the use
-        once.
-        """
+        """Calls inside are one to autograd, which sums their gradients and ends the use once."""
         self._calls = Calls.OPEN
         try:
             with self.running():
                 yield
         finally:
-            # The views know this use through their graph: keeping them would keep both for ever.
+            # The graph of the views refers to this use: a cycle that Python's collector cannot see,
+            # since autograd holds one of its edges. Keeping the views would leak both.
             self._calls, self._tied = Calls.SEVERAL, None
 
     def hold(self, storage: Storage) -> torch.Tensor:
-        """The full buffer of `storage`, gathered if need be."""
+        """The full buffer of `storage`, gathered if this use does not hold it."""
         full = self._full.get(storage)
         if full is None:
             backward = in_backward()
@@ -293,6 +277,7 @@ class Use:
             )
             gathered = storage.residence.version
             if gathered is not None and gathered != storage.version():
+                # A holder that is never released would pin the buffer.
                 storage.residence.release(full)
                 raise StaleParameterError(
                     f"parameters ({_names(storage)}) were written in place in the "
@@ -305,8 +290,9 @@ class Use:
         return full
 
     def lend(self, bind: Bind, end: torch.autograd.graph.Node | None) -> None:
-        """Backward has come to this call: its module gets full parameters until all its gradients
-        are computed.
+        """Backward has reached this call: lend its module full parameters.
+
+        They are lent until all gradients of the call are computed or the pass ends.
 
         Args:
             bind: gives the module the tensors.
@@ -316,8 +302,8 @@ class Use:
             return
         self._check_versions()
         self._storages[0].engine.backward.begin_use(self)
-        # No gradient gets past a checkpoint that runs a backward pass of its own: then nothing may
-        # lead to the end.
+        # No gradient gets past a checkpoint that runs a nested backward pass: then this pass may
+        # have no path to the node that ends the use.
         self._has_end = end is not None and will_run(end)
         tensors = [
             leaf for storage in self._storages for leaf in storage.leaves(self.hold(storage))
@@ -326,6 +312,8 @@ class Use:
             if tensor.requires_grad is not trainable:
                 tensor.requires_grad_(trainable)
         loan = Loan(tensors, bind(tensors))
+        # Weak: after a pass that raised, a strong reference would keep the loan open for as long as
+        # the graph lives, and full tensors in the module.
         self._loan = weakref.ref(loan)
         at_end_of_backward(lambda: self.drop() if loan.is_open else None)
 
@@ -334,11 +322,11 @@ class Use:
         return loan if loan is not None and loan.is_open else None
 
     def drop(self) -> None:
-        """Let go of all full buffers. Gradients that only a loan has brought are reduced now."""
+        """Release all full buffers, and reduce gradients that only the loan has collected."""
         loan = self._open_loan()
         if loan is not None:
             if backward_pass() not in (-1, loan.task):
-                return  # a pass inside the pass is over
+                return  # only a nested pass is over: the outer one still needs the tensors
             late = loan.end()
             if in_backward():
                 self._reduce(late)
@@ -348,7 +336,9 @@ class Use:
             storage.residence.release(full)
 
     def _after_run(self) -> None:
-        """Forward is over: what backward will read is kept (ZeRO-2) or gathered again (ZeRO-3)."""
+        """Forward is over: release all but what backward will read from here (ZeRO-2)."""
+        # In backward, `end` and `drop` release; while a run is nested in another, the outer still
+        # reads.
         if in_backward() or self._running:
             return
         for storage in list(self._full):
@@ -356,7 +346,10 @@ class Use:
                 storage.residence.release(self._full.pop(storage))
 
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Backward has computed the gradients of all slots: give the buffers back and reduce."""
+        """Backward has computed the gradients of all slots: release the buffers, then reduce.
+
+        In this order: the memory of the parameters can then serve the full gradient.
+        """
         self._check_versions()
         loan = self._open_loan()
         if loan is not None:
@@ -367,7 +360,7 @@ class Use:
 
     def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
         for storage, own in self._trained():
-            # frozen since the forward pass: autograd adds no gradient then, either
+            # Frozen since the forward pass: autograd would add no gradient either.
             with plain_functions():
                 wanted = [param is None or param.requires_grad for param in storage.params]
             found = [
@@ -377,7 +370,7 @@ class Use:
             storage.engine.backward.add(storage.gradient, found)
 
     def _trained(self) -> Iterator[tuple[Storage, slice]]:
-        """The storages of which something is trained, and the places of their slots among all."""
+        """The storages with something to train, each with its range of slots among those of all."""
         end = 0
         for storage in self._storages:
             own = slice(end, end := end + len(storage.layout.slots))
@@ -385,9 +378,7 @@ class Use:
                 yield storage, own
 
     def check_unchanged(self) -> None:
-        """ParameterError if a full buffer has been written to: it is a copy, and what was written
-        would be lost.
-        """
+        """ParameterError if a full buffer was written: it is a copy, the write would be lost."""
         for storage, full in self._full.items():
             if _version(full) != self._written[storage]:
                 raise ParameterError(
@@ -398,8 +389,9 @@ class Use:
                 )
 
     def packing(self) -> contextlib.AbstractContextManager[object]:
-        """Saved tensors inside the body do not keep released buffers alive: they are found again by
-        place.
+        """Inside, autograd saves places in buffers that will be released, not views of them.
+
+        A saved view would keep the memory of the ring buffer, which then could not be filled again.
         """
         if all(storage.residence.survives_forward for storage in self._storages):
             return contextlib.nullcontext()
@@ -428,7 +420,7 @@ class Use:
         return full.as_strided(saved.size, saved.stride, saved.offset)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a buffer that is taken from this use when it ends."""
+        """Whether `tensor` lies in a buffer that this use will release."""
         address = _memory_of(tensor)
         return any(full.untyped_storage().data_ptr() == address for full in self._full.values())
 
@@ -442,7 +434,7 @@ class Use:
                 )
 
 
-# Later calls have later numbers; backward comes to them earlier.
+# Numbers of calls. Backward reaches later calls first.
 _ORDER = itertools.count()
 
 
@@ -462,9 +454,7 @@ def _names(storage: Storage) -> str:
 
 
 def _memory_of(x: torch.Tensor) -> int:
-    """The address of the memory that `x` is a view of; 0 for a sharded tensor, which has none of
-    its own, and a sparse one.
-    """
+    """The address of the memory of `x`; 0 for sharded and sparse tensors, which have none."""
     return (
         0
         if isinstance(x, Slices) or x.layout is not torch.strided

@@ -1,6 +1,4 @@
-"""Whole tensors out of all ranks that own parts of them, outside autograd: for files, inspection
-and initial values.
-"""
+"""Whole tensors from all ranks' slices, outside autograd: for files, inspection, initial values."""
 
 from __future__ import annotations
 
@@ -12,12 +10,11 @@ from bmtrain.shard.storage import Storage
 
 
 def gather_result(result: torch.Tensor) -> torch.Tensor:
-    """The tensors of all ranks, concatenated along dim 0 in rank order, on the device of `result`.
-    Collective.
+    """The tensors of all ranks, concatenated along dim 0 in rank order, on `result`'s device.
 
-    Of a distributed parameter, its gradient or another tensor that is sharded: the whole tensor.
-    Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim tensors
-    give one row each.
+    Collective. For a distributed parameter, its gradient or another sharded tensor: the whole
+    tensor. Ranks may have different numbers of rows; the other dims and the dtype must agree. 0-dim
+    tensors give one row each.
 
     Raises:
         ConfigurationError: on every rank, naming the shapes and dtypes that do not fit together.
@@ -26,8 +23,7 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
 
 
 class Whole:
-    """The tensors of all slots of a storage: gathered over ranks, tensor-parallel splits undone, on
-    every rank.
+    """The whole tensors of all slots of a storage on every rank, tensor-parallel splits undone.
 
     Collective over the run, wherever the storage lives.
 

@@ -1,6 +1,4 @@
-"""Window: a gathered tensor, or a view of one, through which a program may write into the sharded
-tensor behind it.
-"""
+"""Window: a gathered tensor, or a view of one, whose writes reach the sharded tensor behind it."""
 
 from __future__ import annotations
 
@@ -29,19 +27,19 @@ class Behind(Protocol):
 
     @property
     def num_written(self) -> int:
-        """Changes, alike on all ranks, when it is written."""
+        """Counts writes, alike on all ranks."""
 
     def take_whole(self, whole: torch.Tensor) -> None:
         """Take this rank's slice of `whole`."""
 
 
 class Gathered:
-    """A gathered whole tensor, of which there are windows.
+    """A gathered whole tensor that has windows.
 
     Args:
         whole: all of it, without a graph.
-        behind: where it comes from.
-        is_snapshot: whether its values may be read when those behind it have changed.
+        behind: the sharded tensor it was gathered from.
+        is_snapshot: whether it may still be read after `behind` has changed.
     """
 
     def __init__(self, whole: torch.Tensor, behind: Behind, *, is_snapshot: bool = False) -> None:
@@ -49,14 +47,15 @@ class Gathered:
         self._num_written = behind.num_written
 
     def check_read(self) -> None:
-        """StaleParameterError for old values."""
+        """StaleParameterError if `behind` has changed since, unless this is a snapshot."""
         if not self._is_snapshot and self._behind.num_written != self._num_written:
             raise _stale("was read")
 
     def write_back(self) -> None:
-        """Copy what was written into `whole` to where it comes from.
+        """Copy what was written into `whole` to the slices behind it. Collective.
 
-        StaleParameterError for old values.
+        Raises:
+            StaleParameterError: if `behind` has changed since: the copy would undo that change.
         """
         if self._behind.num_written != self._num_written:
             raise _stale("was written to")
@@ -65,12 +64,11 @@ class Gathered:
 
 
 class Window(torch.Tensor):
-    """Whole values of a sharded tensor. What is computed from them is an ordinary tensor; views of
-    them are windows too.
+    """Whole values of a sharded tensor. Views of it are windows too, other results are ordinary.
 
-    In one process a view of a parameter shares its memory. Here the whole is a copy: what is
-    written into a window is copied to the slice behind it, and a window onto values that have
-    changed since is refused.
+    In one process a view of a parameter shares its memory. Here the whole is a copy: a write to a
+    window is copied to the slice behind it, and a window whose values have changed since is
+    refused.
 
     Raises:
         StaleParameterError: when the values behind it have been changed in other ways since it was
@@ -79,11 +77,11 @@ class Window(torch.Tensor):
             itself could not be.
     """
 
-    _gathered: Gathered  # this is a view of it
+    _gathered: Gathered  # the tensor this is a view of
 
     @classmethod
     def onto(cls, view: torch.Tensor, gathered: Gathered) -> Window:
-        """The window `view`, which shares memory with what was gathered."""
+        """The window `view`, which shares memory with the gathered tensor."""
         with plain_functions():
             window = view.as_subclass(cls)
         window._gathered = gathered
@@ -102,7 +100,7 @@ class Window(torch.Tensor):
             for kind in types
             if kind is not torch.Tensor
         ):
-            # Another class has its say, with ordinary tensors in the place of these.
+            # Another subclass takes part: its `__torch_function__` gets ordinary tensors.
             with plain_functions():
                 plain = {id(window): window.as_subclass(torch.Tensor) for window in windows}
                 before = [version_of(window) for window in windows]
@@ -122,7 +120,7 @@ class Window(torch.Tensor):
             uncounted = written_uncounted(func, args, kwargs)
             written += [window for window in windows if any(window is x for x in uncounted)]
         if may_write:
-            wait_for(out)
+            wait_for(out)  # an asynchronous collective may still be writing the window
         for window in written:
             window._write_back()
         if getattr(func, "__name__", "") in ("numpy", "__array__"):
@@ -130,13 +128,13 @@ class Window(torch.Tensor):
         return tree_map_only(torch.Tensor, functools.partial(_shown, windows), out)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy of the values, with nothing behind it."""
+        """A copy of the values, not tied to the parameter."""
         with plain_functions():
             memo[id(self)] = copied = self.detach().as_subclass(torch.Tensor).clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a file it is an ordinary tensor."""
+        """Pickled as an ordinary tensor."""
         with plain_functions():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
@@ -156,8 +154,9 @@ class Window(torch.Tensor):
 
 
 def written_uncounted(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What a function writes in inference mode, where no version counter says so: by its name, and
-    its `out`.
+    """What a function writes in inference mode, where version counters stand still.
+
+    Found by the function's name and its `out`.
     """
     if not torch.is_inference_mode_enabled():
         return []
@@ -167,10 +166,10 @@ def written_uncounted(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def as_copy(array: Any) -> Any:
-    """A numpy array of gathered values. On a CPU it would share memory with the tensor: whoever
-    writes into it gets an error.
+    """A numpy array of gathered values, read-only on the CPU.
 
-    From a GPU it would come as a copy in one process too, to be written as the program likes.
+    There it would share memory with the gathered copy, and writes would not reach the parameter.
+    From a GPU it is a copy in one process too, and may be written.
     """
     if world.is_initialized() and world.device().type == "cpu":
         array.flags.writeable = False
@@ -186,9 +185,7 @@ def _stale(what: str) -> StaleParameterError:
 
 
 def _shown(windows: Sequence[Window], out: torch.Tensor) -> torch.Tensor:
-    """What the program gets in place of the result `out`: a window, if it shares memory with
-    one.
-    """
+    """What the program gets for the result `out`: a window if it shares memory with one."""
     with plain_functions():
         if isinstance(out, Window) and any(out is window for window in windows):
             return out
@@ -203,5 +200,5 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two ordinary tensors are views of the same memory."""
     try:
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0
-    except (RuntimeError, NotImplementedError):  # a layout that has no storage: sparse
+    except (RuntimeError, NotImplementedError):  # no storage: a sparse layout
         return False
