@@ -6,7 +6,6 @@ Decoder-only models are Encoders with a causal mask.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,20 @@ import torch
 from model_center.layer.blocks import Mask
 from model_center.layer.cache import KeyValueCache, KeyValues, LayerCache
 from model_center.layer.dense_attention import PositionBias
-from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask, last_queries
+from model_center.layer.options import (
+    ATTENTION,
+    DTYPE,
+    FFN,
+    NORM,
+    SCALES,
+    SPARSE,
+    StackOptions,
+    takes,
+)
 from model_center.layer.scaled_dot_product import biased
-from model_center.layer.stack import ShardingPolicy, StackOutput, Wanted, layer_list, run_layers
+from model_center.layer.stack import StackOutput, Wanted, layer_list, run_layers
 from model_center.layer.transformer_block import TransformerBlock
-from model_center.layer.variant import PLAIN, LayerVariant
 
 Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 
@@ -28,92 +35,27 @@ Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 class Encoder(torch.nn.Module):
     """`num_layers` layers without cross-attention, and `output_layernorm`.
 
-    Args:
-        num_layers, dim_model, dim_ff, num_heads, dim_head: sizes.
-        mask_modules: for each layer (leave attention out, leave the feed-forward network out).
-        variant: what no argument of ModelCenter says.
-        sharding: how the layers are sharded in a process group.
-        Others: as in `TransformerBlock`.
+    Args: see `StackOptions`.
     """
 
-    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
-        self,
-        num_layers: int,
-        dim_model: int,
-        dim_ff: int,
-        num_heads: int,
-        dim_head: int,
-        dtype: torch.dtype = torch.half,
-        int8: bool = False,
-        norm_init_var: float = 1.0,
-        norm_bias: bool = False,
-        norm_eps: float = 1e-5,
-        att_init_mean: float = 0.0,
-        att_init_std: float = 0.02,
-        att_bias: bool = False,
-        att_mask_value: float = -math.inf,
-        ffn_init_mean: float = 0.0,
-        ffn_init_std: float = 0.02,
-        ffn_bias: bool = False,
-        ffn_activate_fn: str = "gated_gelu",
-        pos_bias_type: str = "none",
-        post_layer_norm: bool = False,
-        length_scale: bool = False,
-        attn_scale: bool = False,
-        dropout_p: float = 0,
-        parallel_ffn: bool = False,
-        sparse_attention: bool = False,
-        attention_window: int = 512,
-        mask_modules: Sequence[tuple[bool, bool]] | None = None,
-        num_heads_kv: int = -1,
-        *,
-        variant: LayerVariant = PLAIN,
-        sharding: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (it is frozen)
-    ) -> None:
+    @takes(
+        "num_layers dim_model dim_ff num_heads dim_head",
+        *(DTYPE, NORM, ATTENTION, FFN, "pos_bias_type post_layer_norm", SCALES),
+        *("parallel_ffn", SPARSE, "mask_modules num_heads_kv"),
+        by_name="variant sharding",
+        kind=StackOptions,
+    )
+    def __init__(self, options: StackOptions) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "int8": int8,
-            "norm_init_var": norm_init_var,
-            "norm_bias": norm_bias,
-            "norm_eps": norm_eps,
-            "att_init_mean": att_init_mean,
-            "att_init_std": att_init_std,
-            "att_bias": att_bias,
-            "att_mask_value": att_mask_value,
-            "ffn_init_mean": ffn_init_mean,
-            "ffn_init_std": ffn_init_std,
-            "ffn_bias": ffn_bias,
-            "ffn_activate_fn": ffn_activate_fn,
-            "pos_bias_type": pos_bias_type,
-            "post_layer_norm": post_layer_norm,
-            "length_scale": length_scale,
-            "attn_scale": attn_scale,
-            "dropout_p": dropout_p,
-            "parallel_ffn": parallel_ffn,
-            "sparse_attention": sparse_attention,
-            "attention_window": attention_window,
-            "num_heads_kv": num_heads_kv,
-        }
-        self.post_layer_norm = post_layer_norm
-        left_out = [(False, False)] * num_layers if mask_modules is None else mask_modules
+        self.post_layer_norm = options.post_layer_norm
         self.layers = layer_list(
             (
-                TransformerBlock(
-                    dim_model,
-                    dim_ff,
-                    num_heads,
-                    dim_head,
-                    mask_att=bool(att),
-                    mask_ffn=bool(ffn),
-                    variant=variant.of_layer(place),
-                    **options,
-                )
-                for place, (att, ffn) in enumerate(left_out)
+                TransformerBlock(options.layer(place, "mask_att", "mask_ffn"))
+                for place in range(options.num_layers)
             ),
-            sharding,
+            options.sharding,
         )
-        self.output_layernorm = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.output_layernorm = options.norm()
 
     def forward(
         self,
@@ -153,79 +95,26 @@ class Encoder(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """`num_layers` layers with cross-attention, and `output_layernorm`.
 
-    Args: as in `Encoder`; `mask_modules` has for each layer (attention, cross-attention,
-    feed-forward network) to leave out.
+    Args: see `StackOptions`.
     """
 
-    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
-        self,
-        num_layers: int,
-        dim_model: int,
-        dim_ff: int,
-        num_heads: int,
-        dim_head: int,
-        dtype: torch.dtype = torch.half,
-        int8: bool = False,
-        norm_init_var: float = 1.0,
-        norm_bias: bool = False,
-        norm_eps: float = 1e-5,
-        att_init_mean: float = 0.0,
-        att_init_std: float = 0.02,
-        att_bias: bool = False,
-        att_mask_value: float = -math.inf,
-        ffn_init_mean: float = 0.0,
-        ffn_init_std: float = 0.02,
-        ffn_bias: bool = False,
-        ffn_activate_fn: str = "gated_gelu",
-        pos_bias_type: str = "none",
-        length_scale: bool = False,
-        attn_scale: bool = False,
-        dropout_p: float = 0,
-        parallel_ffn: bool = False,
-        mask_modules: Sequence[tuple[bool, bool, bool]] | None = None,
-        *,
-        sharding: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (it is frozen)
-    ) -> None:
+    @takes(
+        "num_layers dim_model dim_ff num_heads dim_head",
+        *(DTYPE, NORM, ATTENTION, FFN, "pos_bias_type", SCALES, "parallel_ffn mask_modules"),
+        by_name="sharding",
+        kind=StackOptions,
+    )
+    def __init__(self, options: StackOptions) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "is_decoder": True,
-            "dtype": dtype,
-            "int8": int8,
-            "norm_init_var": norm_init_var,
-            "norm_bias": norm_bias,
-            "norm_eps": norm_eps,
-            "att_init_mean": att_init_mean,
-            "att_init_std": att_init_std,
-            "att_bias": att_bias,
-            "att_mask_value": att_mask_value,
-            "ffn_init_mean": ffn_init_mean,
-            "ffn_init_std": ffn_init_std,
-            "ffn_bias": ffn_bias,
-            "ffn_activate_fn": ffn_activate_fn,
-            "pos_bias_type": pos_bias_type,
-            "length_scale": length_scale,
-            "attn_scale": attn_scale,
-            "dropout_p": dropout_p,
-            "parallel_ffn": parallel_ffn,
-        }
-        left_out = [(False, False, False)] * num_layers if mask_modules is None else mask_modules
+        options = dataclasses.replace(options, is_decoder=True)
         self.layers = layer_list(
             (
-                TransformerBlock(
-                    dim_model,
-                    dim_ff,
-                    num_heads,
-                    dim_head,
-                    mask_att=bool(att),
-                    mask_cross=bool(cross),
-                    mask_ffn=bool(ffn),
-                    **options,
-                )
-                for att, cross, ffn in left_out
+                TransformerBlock(options.layer(place, "mask_att", "mask_cross", "mask_ffn"))
+                for place in range(options.num_layers)
             ),
-            sharding,
+            options.sharding,
         )
-        self.output_layernorm = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.output_layernorm = options.norm()
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
         self,
