@@ -1,9 +1,8 @@
-"""The parts of a transformer layer, each with its norm and residual, and the layer that they
-make.
-"""
+"""The parts of a transformer layer, each with its norm and residual."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -48,14 +47,17 @@ class SelfAttentionBlock(torch.nn.Module):
         self.layernorm_before_attention: torch.nn.Module = (
             options.norm() if options.variant.norms_input else torch.nn.Identity()
         )
+        attention = options.attention()
         self.self_attention: Attention | SparseSelfAttention
         if options.sparse_attention:
             self.self_attention = SparseSelfAttention(
-                options.attention_window, **options.attention()
+                dataclasses.replace(attention, attention_window=options.attention_window)
             )
         else:
             self.self_attention = Attention(
-                **options.attention(), num_heads_kv=options.num_heads_kv, variant=options.variant
+                dataclasses.replace(
+                    attention, num_heads_kv=options.num_heads_kv, variant=options.variant
+                )
             )
         self.post_layer_norm = options.post_layer_norm
         self.dropout = torch.nn.Dropout(options.dropout_p)
@@ -70,9 +72,7 @@ class SelfAttentionBlock(torch.nn.Module):
         output_attentions: bool = False,
         output_normed: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, followed by the cache, probabilities and normalised
-        input where asked for.
-        """
+        """(batch, seq, dim_model) to the same, then cache, probabilities, normed input if asked."""
         normed = self.layernorm_before_attention(hidden_states)
         states = (
             (normed,) if isinstance(self.self_attention, SparseSelfAttention) else (normed, normed)
@@ -96,7 +96,7 @@ class CrossAttentionBlock(torch.nn.Module):
     def __init__(self, options: LayerOptions) -> None:
         super().__init__()
         self.layernorm_before_attention = options.norm()
-        self.self_attention = Attention(**options.attention())
+        self.self_attention = Attention(options.attention())
         self.dropout = torch.nn.Dropout(options.dropout_p)
 
     def forward(

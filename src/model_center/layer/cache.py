@@ -1,6 +1,4 @@
-"""Keys and values of tokens that went through the model before, in memory that is allocated
-once.
-"""
+"""Keys and values of tokens that went through the model before, allocated once."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerCache(Sequence[torch.Tensor]):
-    """The cache of one attention layer: reads as the pair (keys, values), each (batch, heads,
-    length, dim_head).
+    """The cache of a layer: a pair (keys, values), each (batch, heads, length, dim_head).
 
     Keys are kept as the attention used them: rotary positions are applied already, heads are those
     of keys, not of queries.
@@ -41,8 +38,7 @@ class LayerCache(Sequence[torch.Tensor]):
         return cache
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
-        """Add tokens (batch, heads, new, dim_head); returns all (keys, values) so far, which are
-        views of the memory.
+        """Add tokens (batch, heads, new, dim_head); returns all so far, as views of the memory.
 
         Raises:
             InputError: for another number of rows than that of the tokens before.
@@ -66,9 +62,7 @@ class LayerCache(Sequence[torch.Tensor]):
         return self._valid(self.length)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows (new batch,) of the batch, in this order: beams that go on, or samples
-        that are not done.
-        """
+        """Keep these rows (new batch,) of the batch, in this order."""
         if self._memory is not None:
             keys, values = self._memory
             self._memory, self._is_kept = (
@@ -79,9 +73,7 @@ class LayerCache(Sequence[torch.Tensor]):
             self.cross.select(rows)
 
     def reorder(self, rows: torch.Tensor, start: int) -> None:
-        """Give each row the tokens from `start` on of one of `rows` (batch,), in place; those
-        before are the same in both.
-        """
+        """Give each row the tokens from `start` on of one of `rows` (batch,), in place."""
         if self._memory is not None and self.length > start:
             for place in self._memory:
                 place[:, :, start : self.length] = place[:, :, start : self.length].index_select(
@@ -148,8 +140,7 @@ class KeyValueCache(Sequence[LayerCache]):
     def of(
         cls, pairs: Sequence[LayerCache | KeyValues | None] | KeyValueCache, num_layers: int
     ) -> KeyValueCache:
-        """What a program passes as `past_key_values`: a cache, or a (keys, values) pair or None per
-        layer.
+        """What a program passes as `past_key_values`: a cache, or a pair or None per layer.
 
         Raises:
             ValueError: for another number of layers.
@@ -173,8 +164,7 @@ class KeyValueCache(Sequence[LayerCache]):
             layer.select(rows)
 
     def reorder(self, rows: torch.Tensor, start: int) -> None:
-        """Give each row the tokens from `start` on of one of `rows` (batch,), in place: one whose
-        earlier tokens are the same.
+        """Give each row the tokens from `start` on of one of `rows` (batch,), in place.
 
         So beams of one prompt change places without new memory, and without a copy of the prompt or
         of the encoder's keys.

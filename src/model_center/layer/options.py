@@ -1,6 +1,4 @@
-"""What a transformer layer is made with: ModelCenter's arguments as one value, handed from a stack
-down to its parts.
-"""
+"""ModelCenter's arguments of a transformer layer as one value, handed down to its parts."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from model_center.layer.layernorm import LayerNorm
+from model_center.layer.linear import Linear
 from model_center.layer.stack import ShardingPolicy
 from model_center.layer.variant import PLAIN, LayerVariant
 
@@ -24,6 +23,60 @@ ATTENTION = "att_init_mean att_init_std att_bias att_mask_value"
 FFN = "ffn_init_mean ffn_init_std ffn_bias ffn_activate_fn"
 SCALES = "length_scale attn_scale dropout_p"
 SPARSE = "sparse_attention attention_window"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Arguments of an attention.
+
+    Attributes:
+        dim_in, dim_out: widths in and out; `dim_out` is `dim_in` if None.
+        dim_head, num_heads: of queries.
+        dtype: of parameters and computation.
+        int8: an error if true.
+        init_mean, init_std: of the first weights.
+        bias: whether the linear maps have one.
+        mask_value: accepted; hidden keys always have the weight 0.
+        pos_bias_type: "none", "relative" (a bias added to scores) or "rotary".
+        length_scale: divide products by the square root of their length, as in `Linear`.
+        attn_scale: divide scores by sqrt(dim_head).
+        dropout_p: of the attention probabilities.
+        num_heads_kv: heads of keys and values, each shared by num_heads / num_heads_kv query heads;
+            -1 for num_heads.
+        variant: what no argument of ModelCenter says.
+        attention_window: of a SparseSelfAttention.
+    """
+
+    dim_in: int
+    dim_head: int
+    num_heads: int
+    dim_out: int | None = None
+    dtype: torch.dtype = torch.half
+    int8: bool = False
+    init_mean: float = 0.0
+    init_std: float = 0.02
+    bias: bool = False
+    mask_value: float = -math.inf
+    pos_bias_type: str = "none"
+    length_scale: bool = False
+    attn_scale: bool = False
+    dropout_p: float = 0
+    num_heads_kv: int = -1
+    variant: LayerVariant = PLAIN
+    attention_window: int = 512
+
+    def linear(self, dim_in: int, dim_out: int, bias: bool | None = None) -> Linear:
+        """One of the maps."""
+        return Linear(
+            dim_in,
+            dim_out,
+            length_scale=self.length_scale,
+            dtype=self.dtype,
+            int8=self.int8,
+            init_mean=self.init_mean,
+            init_std=self.init_std,
+            bias=self.bias if bias is None else bias,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,23 +141,26 @@ class LayerOptions:
             self.dim_model, self.dtype, self.norm_bias, self.norm_eps, self.norm_init_var
         )
 
-    def attention(self) -> dict[str, Any]:
-        """Arguments that all kinds of Attention have in common."""
-        return {
-            "dim_in": self.dim_model,
-            "dim_head": self.dim_head,
-            "num_heads": self.num_heads,
-            "dtype": self.dtype,
-            "int8": self.int8,
-            "init_mean": self.att_init_mean,
-            "init_std": self.att_init_std,
-            "bias": self.att_bias,
-            "mask_value": self.att_mask_value,
-            "pos_bias_type": self.pos_bias_type,
-            "length_scale": self.length_scale,
-            "attn_scale": self.attn_scale,
-            "dropout_p": self.dropout_p,
-        }
+    def attention(self) -> AttentionOptions:
+        """Those of a cross-attention; a self-attention has more."""
+        return AttentionOptions(
+            dim_in=self.dim_model,
+            dim_head=self.dim_head,
+            num_heads=self.num_heads,
+            dtype=self.dtype,
+            int8=self.int8,
+            init_mean=self.att_init_mean,
+            init_std=self.att_init_std,
+            bias=self.att_bias,
+            mask_value=self.att_mask_value,
+            pos_bias_type=self.pos_bias_type,
+            length_scale=self.length_scale,
+            attn_scale=self.attn_scale,
+            dropout_p=self.dropout_p,
+        )
+
+
+READY = (AttentionOptions, LayerOptions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,24 +180,21 @@ class StackOptions(LayerOptions):
     sharding: ShardingPolicy = ShardingPolicy()  # noqa: RUF009 (it is frozen)
 
     def layer(self, place: int, *parts: str) -> LayerOptions:
-        """The options of the layer at this place; `parts` are names of the flags that
-        `mask_modules` gives.
-        """
+        """The options of the layer at this place; `parts` names the flags in `mask_modules`."""
         given = [False] * len(parts) if self.mask_modules is None else self.mask_modules[place]
         flags: dict[str, Any] = dict(zip(parts, map(bool, given), strict=True))
         return dataclasses.replace(self, variant=self.variant.of_layer(place), **flags)
 
 
 def takes(
-    required: str, *optional: str, by_name: str = "", kind: type[LayerOptions] = LayerOptions
+    required: str, *optional: str, by_name: str = "", kind: type[Any] = LayerOptions
 ) -> Callable[[Callable[[Any, Any], None]], Callable[..., None]]:
-    """Make `__init__(self, options)` a constructor that is called with ModelCenter's arguments, or
-    with options that are ready.
+    """Make `__init__(self, options)` take ModelCenter's arguments, or options that are ready.
 
     Args:
-        required: names of fields without default, in order, between blanks.
+        required: names of fields that must be given, in order, between blanks.
         optional: those with the default of the field, which can be given by position too.
-        by_name: those that can be given by name only.
+        by_name: those that can be given by name only, with the default of the field if it has one.
         kind: the options that are made of them.
 
     The constructor raises a TypeError for arguments that it does not take, and for missing ones.
@@ -150,7 +203,8 @@ def takes(
 
     def parameter(name: str, where: Any, needed: bool = False) -> inspect.Parameter:
         default, annotation = defaults[name]
-        default = inspect.Parameter.empty if needed else default
+        if needed or default is dataclasses.MISSING:
+            default = inspect.Parameter.empty
         return inspect.Parameter(name, where, default=default, annotation=annotation)
 
     anyhow, named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -165,7 +219,7 @@ def takes(
     def decorate(init: Callable[[Any, Any], None]) -> Callable[..., None]:
         @functools.wraps(init)
         def constructor(self: Any, *args: Any, **given: Any) -> None:
-            if len(args) == 1 and not given and isinstance(args[0], LayerOptions):
+            if len(args) == 1 and not given and isinstance(args[0], READY):
                 return init(self, args[0])
             try:
                 values = own.bind(*args, **given).arguments

@@ -86,9 +86,7 @@ def run_layers(
     args: tuple[Any, ...],
     wanted: Wanted,
 ) -> StackOutput:
-    """Run all layers on `hidden` (batch, seq, dim_model), each with the further arguments `args`,
-    and then the last norm.
-    """
+    """Run all layers on `hidden` (batch, seq, dim_model), each with `args`, and the last norm."""
     entered: list[torch.Tensor] = []
     probabilities: list[tuple[torch.Tensor, ...]] = []
     cache = wanted.cache

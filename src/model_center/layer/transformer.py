@@ -82,12 +82,8 @@ class Encoder(torch.nn.Module):
             len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )
         wanted = dataclasses.replace(wanted, normed=self.post_layer_norm)
-        args = once_for_all(
-            attention_mask,
-            position_bias,
-            hidden_states,
-            wanted.past_length + hidden_states.shape[1],
-        )
+        end = wanted.past_length + hidden_states.shape[1]
+        args = once_for_all(attention_mask, position_bias, hidden_states, end)
         out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
         return as_asked(out, use_cache, return_dict)
 
@@ -130,9 +126,7 @@ class Decoder(torch.nn.Module):
         output_hidden_states: bool = False,
         return_dict: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, over encoder states (batch, keys, dim_model);
-        otherwise as in `Encoder`.
-        """
+        """As in `Encoder`, over encoder states (batch, keys, dim_model)."""
         wanted = wanted_from(
             len(self.layers),
             use_cache,
@@ -141,35 +135,20 @@ class Decoder(torch.nn.Module):
             output_hidden_states,
             cross=True,
         )
-        args: tuple[Any, ...] = once_for_all(
-            attention_mask,
-            position_bias,
-            hidden_states,
-            wanted.past_length + hidden_states.shape[1],
-        )
+        end = wanted.past_length + hidden_states.shape[1]
+        own = once_for_all(attention_mask, position_bias, hidden_states, end)
+        of_cross = cross_attention_mask, cross_position_bias
         if cross_hidden_states is not None:
-            of_cross = once_for_all(
-                cross_attention_mask,
-                cross_position_bias,
-                hidden_states,
-                cross_hidden_states.shape[1],
-            )
-            args = (*args, cross_hidden_states, *of_cross)
-        else:
-            args = (*args, None, cross_attention_mask, cross_position_bias)
-        return as_asked(
-            run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted),
-            use_cache,
-            return_dict,
-        )
+            of_cross = once_for_all(*of_cross, hidden_states, cross_hidden_states.shape[1])
+        args = (*own, cross_hidden_states, *of_cross)
+        out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
+        return as_asked(out, use_cache, return_dict)
 
 
 def once_for_all(
     mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, num_keys: int
 ) -> tuple[Mask, PositionBias | None]:
-    """Mask and bias for all layers of a pass, with what each of them would else make of them again
-    (and keep for backward).
-    """
+    """Mask and bias made once for all layers of a pass, which would each make them again."""
     if not isinstance(mask, AttentionMask):
         return mask, bias
     mask = last_queries(mask, hidden.shape[1]).settled(hidden.shape[1], num_keys, hidden.device)

@@ -29,8 +29,7 @@ from model_center.layer.options import (
 
 
 class TransformerBlock(torch.nn.Module):
-    """Self-attention, in decoders cross-attention, and a feed-forward network, each with its norm
-    and residual.
+    """Self-attention, in decoders cross-attention, and a feed-forward network, with their norms.
 
     Args: see `LayerOptions`.
     """

@@ -137,8 +137,7 @@ def positions_after_padding(
     valid: torch.Tensor | None,
     config: Any,
 ) -> torch.Tensor:
-    """Positions of the new tokens as RoBERTa counts them, (seq,) or (batch, seq): padding does not
-    count.
+    """Positions of new tokens as RoBERTa counts them, without padding, (seq,) or (batch, seq).
 
     The first token has position `pad_token_id` + 1, padding itself has `pad_token_id`. Without ids
     all tokens count.

@@ -15,9 +15,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclasses.dataclass
 class ModelOutput:
-    """Fields of tensors. `output.name` and `output["name"]` read one; positions, slices and
-    `to_tuple` skip None.
-    """
+    """Fields, read as `output.name` or `output["name"]`; positions and slices skip None."""
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in order."""
@@ -73,9 +71,7 @@ class BaseModelOutput(ModelOutput):
 
 @dataclasses.dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """Output of an encoder: as BaseModelOutput, and `pooler_output` (batch, dim_model), made of the
-    first token.
-    """
+    """As BaseModelOutput, and `pooler_output` (batch, dim_model), of the first token."""
 
     last_hidden_state: torch.Tensor | None = None
     pooler_output: torch.Tensor | None = None
