@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.cache import KeyValues, LayerCache
+from model_center.layer.cache import KeyValues, LayerCache, layer_of
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask, last_queries, mask_from
 from model_center.layer.options import DTYPE, SCALES, AttentionOptions, takes
@@ -74,15 +74,16 @@ class Attention(torch.nn.Module):
             position_bias: with "relative", numbers broadcastable to (batch, heads, queries, keys)
                 or (heads, queries, keys); with "rotary", the tables of the new positions, or the
                 module, which counts them from the past keys on.
-            use_cache: whether to return the keys and values.
-            past_key_value: those of earlier tokens.
+            use_cache: whether to return the keys and values, as a pair.
+            past_key_value: those of earlier tokens: a pair, which is not changed, or a LayerCache,
+                to which the new ones are added, and which is returned.
             output_attentions: whether to return the probabilities, for which the slower, explicit
                 computation is used.
 
         Returns (batch, queries, dim_out), followed by the cache and the probabilities (batch,
         heads, queries, keys) where asked.
         """
-        cache = _cache_from(past_key_value) if use_cache or past_key_value is not None else None
+        cache = layer_of(past_key_value) if use_cache or past_key_value is not None else None
         q, key, value = self._project(query, key_value, cache)
         tables = self._tables(position_bias, q, cache)
         if tables is not None:
@@ -98,7 +99,9 @@ class Attention(torch.nn.Module):
         mixed = compute(q, key, value, mask, bias, scale=self.scale, dropout_p=dropout_p)
         mixed, probabilities = mixed if isinstance(mixed, tuple) else (mixed, None)
         out = self.attention_out(mixed.transpose(1, 2).flatten(2))
-        extras = ((cache,) if use_cache else ()) + ((probabilities,) if output_attentions else ())
+        extras: tuple[Any, ...] = (probabilities,) if output_attentions else ()
+        if use_cache and cache is not None:
+            extras = (cache if cache is past_key_value else cache.pair, *extras)
         return (out, *extras) if extras else out
 
     def _split(self, x: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -149,12 +152,6 @@ class Attention(torch.nn.Module):
     def _queries(self, projected: torch.Tensor) -> torch.Tensor:
         q = self._split(projected, self.num_heads)
         return q if self.norm_q is None else self.norm_q(q)
-
-
-def _cache_from(past: LayerCache | KeyValues | None) -> LayerCache:
-    if past is None:
-        return LayerCache()
-    return past if isinstance(past, LayerCache) else LayerCache.of(past[0], past[1])
 
 
 def check_heads(num_heads: int, num_heads_kv: int, pos_bias_type: str) -> None:

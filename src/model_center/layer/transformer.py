@@ -128,12 +128,7 @@ class Decoder(torch.nn.Module):
     ) -> Any:
         """As in `Encoder`, over encoder states (batch, keys, dim_model)."""
         wanted = wanted_from(
-            len(self.layers),
-            use_cache,
-            past_key_values,
-            output_attentions,
-            output_hidden_states,
-            cross=True,
+            len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )
         end = wanted.past_length + hidden_states.shape[1]
         own = once_for_all(attention_mask, position_bias, hidden_states, end)
@@ -163,16 +158,17 @@ def wanted_from(
     past: Past,
     output_attentions: bool,
     output_hidden_states: bool,
-    *,
-    cross: bool = False,
 ) -> Wanted:
     """What to return of a pass, with the cache that it goes on with."""
     cache = None
-    if past is not None:
-        cache = KeyValueCache.of(past, num_layers)
-    elif use_cache:
-        cache = KeyValueCache(num_layers, cross_attention=cross)
-    return Wanted(cache=cache, hidden_states=output_hidden_states, attentions=output_attentions)
+    if past is not None or use_cache:
+        cache = KeyValueCache.of([None] * num_layers if past is None else past, num_layers)
+    return Wanted(
+        cache=cache,
+        pairs=not isinstance(past, KeyValueCache),
+        hidden_states=output_hidden_states,
+        attentions=output_attentions,
+    )
 
 
 def as_asked(out: StackOutput, use_cache: bool, return_dict: bool) -> Any:
