@@ -1,6 +1,4 @@
-"""`python -m model_center COMMAND`: prepare what training reads, and pass on what it has
-written.
-"""
+"""`python -m model_center COMMAND`: prepare data for training, and pass on what it has written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Command-line flags of training programs: ModelCenter's, with a meaning for every one of them, and
-some more.
+"""Command-line flags of training programs: ModelCenter's, all with a meaning, and more.
 
 `get_args()` reads them all. A program with flags of its own adds them to `make_parser()` and calls
 `parse_args`.
@@ -9,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 DECAY_STYLES = ("constant", "linear", "cosine", "exponential", "noam")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -17,9 +17,7 @@ OPTIMIZERS = ("adam", "adam-offload")
 
 
 def get_args() -> argparse.Namespace:
-    """The values of all flags on the command line; explains itself and exits on `--help` or on
-    values that do not fit.
-    """
+    """The values of all flags on the command line; exits on `--help` or unfit values."""
     return parse_args(make_parser())
 
 
@@ -64,213 +62,95 @@ def parse_args(
 
 def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags that say which model, and how it is computed."""
-    group = parser.add_argument_group("model")
-    add = group.add_argument
-    add(
-        "--model-config",
-        metavar="MODEL",
-        help="folder or name of the model: its configuration, and its weights where needed",
-    )
-    add(
-        "--load",
-        metavar="PATH",
-        help="weights to start from in place of those of --model-config: a file or folder",
-    )
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="bf16",
-        help="of weights and computation; the optimizer is exact (default: bf16)",
-    )
+    add = _adder(parser.add_argument_group("model"))
+    where = "folder or name of the model: its configuration, and its weights where needed"
+    add("--model-config", None, where, metavar="MODEL")
+    instead = "weights to start from in place of those of --model-config: a file or folder"
+    add("--load", None, instead, metavar="PATH")
+    exact = "of weights and computation; the optimizer is exact"
+    add("--dtype", "bf16", exact, choices=DTYPES)
     add(
         "--use-checkpoint",
+        True,
+        "recompute activations in the backward pass: less memory, about a third more work",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="recompute activations in the backward pass: less memory, about a third more work",
     )
-    add(
-        "--zero-level",
-        type=int,
-        choices=(2, 3),
-        default=3,
-        help="2 keeps gathered weights until the backward pass, 3 gathers them again (default: 3)",
-    )
+    keeps = "2 keeps gathered weights until the backward pass, 3 gathers them again"
+    add("--zero-level", 3, keeps, type=int, choices=(2, 3))
     return parser
 
 
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags that say what is learned from, how, and what is kept of it."""
-    _add_data_flags(parser.add_argument_group("data"))
-    _add_length_flags(
-        parser.add_argument_group("length of training; a step is one update of the weights")
-    )
-    _add_optimizer_flags(parser.add_argument_group("optimizer and learning rate"))
-    _add_file_flags(parser.add_argument_group("checkpoints and log"))
+    _add_data_flags(_adder(parser.add_argument_group("data")))
+    length = "length of training; a step is one update of the weights"
+    _add_length_flags(_adder(parser.add_argument_group(length)))
+    _add_optimizer_flags(_adder(parser.add_argument_group("optimizer and learning rate")))
+    _add_file_flags(_adder(parser.add_argument_group("checkpoints and log")))
     return parser
 
 
-def _add_data_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--base-path",
-        metavar="FOLDER",
-        help="where the data are: FOLDER/down_data/superglue/BoolQ, for example",
-    )
-    add(
-        "--dataset_name",
-        "--dataset-name",
-        "--dataset",
-        dest="dataset_name",
-        metavar="NAME",
-        help="task or data set",
-    )
-    add(
-        "--batch-size",
-        type=_positive,
-        default=32,
-        help="rows per process and micro-batch (default: 32)",
-    )
-    add("--max-length", type=_positive, default=512, help="tokens of a row at most (default: 512)")
-    add(
-        "--max-encoder-length",
-        type=_positive,
-        default=512,
-        help="the same for what an encoder reads (default: 512)",
-    )
-    add(
-        "--max-decoder-length",
-        type=_positive,
-        default=256,
-        help="the same for a decoder (default: 256)",
-    )
-    add(
-        "--num-workers",
-        type=_count,
-        default=0,
-        help="processes that prepare data, for each rank (default: 0, none)",
-    )
+def _adder(group: argparse._ArgumentGroup) -> Callable[..., object]:
+    """A function that adds a flag to the group, and its default to what is said of it."""
+
+    def add(flags: str, default: Any, text: str, **options: Any) -> object:
+        if default is not None and default is not True and default is not False:
+            text += f" (default: {default})"
+        return group.add_argument(*flags.split(), default=default, help=text, **options)
+
+    return add
 
 
-def _add_length_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--epochs", type=_positive, default=1, help="passes over the training data (default: 1)")
-    add(
-        "--train-iters",
-        type=_positive,
-        default=1000000,
-        help="stop after this step even if epochs are left (default: 1000000)",
-    )
-    add(
-        "--start-step",
-        type=_count,
-        default=0,
-        help="number of steps done before, when only weights are loaded (default: 0)",
-    )
-    add(
-        "--gradient-accumulation",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="micro-batches per step (default: 1)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1234,
-        help="of first values, dropout and the order of the data (default: 1234)",
-    )
+def _add_data_flags(add: Callable[..., object]) -> None:
+    where = "where the data are: FOLDER/down_data/superglue/BoolQ, for example"
+    add("--base-path", None, where, metavar="FOLDER")
+    names = "--dataset_name --dataset-name --dataset"
+    add(names, None, "task or data set", dest="dataset_name", metavar="NAME")
+    add("--batch-size", 32, "rows per process and micro-batch", type=_positive)
+    add("--max-length", 512, "tokens of a row at most", type=_positive)
+    add("--max-encoder-length", 512, "the same for what an encoder reads", type=_positive)
+    add("--max-decoder-length", 256, "the same for a decoder", type=_positive)
+    workers = "processes that prepare data, for each rank; 0 for none"
+    add("--num-workers", 0, workers, type=_count)
+
+
+def _add_length_flags(add: Callable[..., object]) -> None:
+    add("--epochs", 1, "passes over the training data", type=_positive)
+    add("--train-iters", 1000000, "stop after this step even if epochs are left", type=_positive)
+    done = "number of steps done before, when only weights are loaded"
+    add("--start-step", 0, done, type=_count)
+    add("--gradient-accumulation", 1, "micro-batches per step", type=_positive, metavar="N")
+    add("--seed", 1234, "of first values, dropout and the order of the data", type=int)
     # Launchers of old pass it; the rank comes from the environment.
-    add("--local_rank", "--local-rank", dest="local_rank", type=int, help=argparse.SUPPRESS)
+    add("--local_rank --local-rank", None, argparse.SUPPRESS, dest="local_rank", type=int)
 
 
-def _add_optimizer_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--optimizer",
-        choices=OPTIMIZERS,
-        default="adam",
-        help="adam-offload keeps its states in host memory (default: adam)",
-    )
-    add(
-        "--lr",
-        type=_amount,
-        default=1e-4,
-        help="learning rate that the schedule starts from (default: 1e-4)",
-    )
-    add(
-        "--weight-decay",
-        type=_amount,
-        default=1e-2,
-        help="of all but norms and biases (default: 1e-2)",
-    )
-    add(
-        "--clip-grad",
-        type=_amount,
-        default=1.0,
-        help="largest norm of the gradient; 0 for no limit (default: 1.0)",
-    )
-    add(
-        "--loss-scale",
-        type=_amount,
-        default=65536,
-        help="the first one, with fp16 only; 0 for none (default: 65536)",
-    )
-    add(
-        "--warmup-iters",
-        type=_amount,
-        default=0.01,
-        help="steps in which the learning rate rises; below 1 a share of all steps (default: 0.01)",
-    )
-    add(
-        "--lr-decay-iters",
-        type=_positive,
-        help="step at which the learning rate has fallen (default: the last one)",
-    )
-    add(
-        "--lr-decay-style",
-        choices=DECAY_STYLES,
-        default="noam",
-        help="how the learning rate falls (default: noam)",
-    )
+def _add_optimizer_flags(add: Callable[..., object]) -> None:
+    add("--optimizer", "adam", "adam-offload keeps its states in host memory", choices=OPTIMIZERS)
+    add("--lr", 1e-4, "learning rate that the schedule starts from", type=_amount)
+    add("--weight-decay", 1e-2, "of all but norms and biases", type=_amount)
+    add("--clip-grad", 1.0, "largest norm of the gradient; 0 for no limit", type=_amount)
+    add("--loss-scale", 65536, "the first one, with fp16 only; 0 for none", type=_amount)
+    rises = "steps in which the learning rate rises; below 1 a share of all steps"
+    add("--warmup-iters", 0.01, rises, type=_amount)
+    fallen = "step at which the learning rate has fallen (default: the last one)"
+    add("--lr-decay-iters", None, fallen, type=_positive)
+    add("--lr-decay-style", "noam", "how the learning rate falls", choices=DECAY_STYLES)
 
 
-def _add_file_flags(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--save",
-        metavar="FOLDER",
-        help="where checkpoints and, at the end, the model go (default: nothing is kept)",
-    )
-    add("--save-name", metavar="NAME", help="of the model's folder in --save (default: model)")
-    add(
-        "--save-iters",
-        type=_positive,
-        default=1000,
-        help="steps between checkpoints (default: 1000)",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in --save, if there is one",
-    )
-    add(
-        "--inspect-iters",
-        type=_positive,
-        default=1000,
-        help="steps between tables of weights and gradients (default: 1000)",
-    )
-    add(
-        "--log-iters",
-        type=_positive,
-        default=10,
-        help="steps between lines where the output is no terminal (default: 10)",
-    )
-    add("--log-dir", metavar="FOLDER", help="where metrics.jsonl goes (default: --save)")
-    add(
-        "--tensorboard",
-        action="store_true",
-        help="write curves for TensorBoard beside metrics.jsonl",
-    )
+def _add_file_flags(add: Callable[..., object]) -> None:
+    kept = "where checkpoints and, at the end, the model go (default: nothing is kept)"
+    add("--save", None, kept, metavar="FOLDER")
+    add("--save-name", None, "of the model's folder in --save (default: model)", metavar="NAME")
+    add("--save-iters", 1000, "steps between checkpoints", type=_positive)
+    newest = "go on from the newest checkpoint in --save, if there is one"
+    add("--resume", False, newest, action="store_true")
+    add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=_positive)
+    lines = "steps between lines where the output is no terminal"
+    add("--log-iters", 10, lines, type=_positive)
+    add("--log-dir", None, "where metrics.jsonl goes (default: --save)", metavar="FOLDER")
+    curves = "write curves for TensorBoard beside metrics.jsonl"
+    add("--tensorboard", False, curves, action="store_true")
 
 
 def _positive(text: str) -> int:

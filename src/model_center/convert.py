@@ -1,6 +1,4 @@
-"""`python -m model_center convert`: a folder of Hugging Face made one of ModelCenter, or the other
-way round.
-"""
+"""`python -m model_center convert`: a Hugging Face folder made one of ModelCenter, or back."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _class_of(content: Mapping[str, Any], wanted: str | None) -> type[BaseModel]:
-    """The class named by the configuration, or else by the user, as Hugging Face or ModelCenter
-    call it.
-    """
+    """The class that the configuration or else the user names, Hugging Face's name or ours."""
     if wanted is None and "model_type" not in content:
         raise ConfigError(
             f"config.json names no model_type: give --model, one of {', '.join(sorted(CLASSES))}."
@@ -145,9 +141,7 @@ def _to_hugging_face(
 
 
 def _lean(values: torch.Tensor) -> torch.Tensor:
-    """The values by themselves: as the file is mapped where it holds them so, else a copy in
-    memory.
-    """
+    """The values alone: mapped, where the file holds them so; else a copy in memory."""
     is_alone = values.is_contiguous() and values.untyped_storage().nbytes() == values.nbytes
     return values if is_alone else values.clone(memory_format=torch.contiguous_format)
 

@@ -5,6 +5,9 @@ Every message names the thing, what was got, what was expected and the remedy.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class ConfigError(ValueError):
     """A configuration, or an argument of a layer or model, that cannot work."""
@@ -27,6 +30,10 @@ class WeightsError(RuntimeError):
 
 
 class ResumeError(ValueError):
-    """A checkpoint that does not belong to the run that was asked for, or one that nobody asked to
-    go on from.
-    """
+    """A checkpoint of another run than was asked for, or one that nobody asked to go on from."""
+
+
+def with_nearest(name: str, known: Iterable[str]) -> str:
+    """A name that is not among those `known`, for a message, with the nearest of them."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "")

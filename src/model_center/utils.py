@@ -9,8 +9,7 @@ from model_center.hub.resolving import resolve
 
 
 def print_inspect(model: torch.nn.Module, param_name: str, prefix: str = "") -> None:
-    """Print shape, extremes, mean and deviation of the parameters whose names match, and of their
-    gradients. Collective.
+    """Print shape, extremes, mean and deviation of matching parameters and gradients. Collective.
 
     Args:
         model: any module, in a process group.

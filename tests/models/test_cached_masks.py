@@ -130,6 +130,61 @@ def test_gradients_through_a_cache_that_grows(trained: str) -> None:
     parity.assert_close(grad, expected, "gradient")
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "config"), MODELS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_calls_change_no_cache(kind: type[BaseModel], config: Any, grad: bool) -> None:
+    """Two calls with one cache give the same, also when it is a tuple, or an item of it is
+    replaced.
+    """
+    model = parity.randomized(kind(config))
+    start = "decoder_" if hasattr(config, "num_decoder_layers") else ""
+    inputs = {"input_ids": IDS} if start else {}
+
+    def run(begin: int, end: int, past: Any) -> Any:
+        given = {**inputs, f"{start}input_ids": IDS[:, begin:end]}
+        return model(**given, use_cache=True, past_key_values=past)
+
+    with torch.set_grad_enabled(grad):
+        whole = run(0, 6, None).logits[:, 4:]
+        past = run(0, 4, None).past_key_values
+        assert isinstance(past, list) and [type(pair) for pair in past] == [tuple] * len(past)
+        kept = [(keys.clone(), values.clone()) for keys, values in past]
+        one = run(4, 6, past)
+        other = run(4, 6, tuple(past))
+        run(4, 5, one.past_key_values)
+        assert torch.equal(one.logits, other.logits)
+        past[1] = (past[1][0].clone(), past[1][1].clone())
+        assert torch.equal(run(4, 6, [list(pair) for pair in past]).logits, one.logits)
+        past[0] = (past[0][0] + 1, past[0][1] - 1)
+        assert not torch.equal(run(4, 6, past).logits, one.logits)
+    if kind is not Bert:  # whose first tokens see the last
+        parity.assert_close(one.logits, whole)
+    for pair, copy in zip(past[1:], kept[1:], strict=True):
+        assert torch.equal(pair[0], copy[0]) and torch.equal(pair[1], copy[1])
+    assert one.past_key_values[0][0].shape[2] == 6
+    assert torch.equal(one.past_key_values[1][1], other.past_key_values[1][1])
+
+
+@pytest.mark.parametrize(
+    ("past", "match"),
+    [
+        ([(torch.ones(2, 2, 3, 8),) * 2], r"1 layers: expected 2"),
+        ([(torch.ones(2, 2, 3, 8),) * 2] * 3, r"3 layers: expected 2"),
+        ([(torch.ones(2, 2, 3, 8),)] * 2, r"for layer 0: expected keys and values"),
+        ([(torch.ones(2, 3, 8),) * 2] * 2, r"\(2, 3, 8\).* for layer 0"),
+        ([(torch.ones(2, 2, n, 8),) * 2 for n in (3, 4)], r"layers of \[3, 4\] tokens"),
+        ([(torch.ones(2, 1, 3, 8),) * 2] * 2, r"holds 1 heads of 8 channels: the layer has 2 of 8"),
+        ([(torch.ones(3, 2, 3, 8),) * 2] * 2, r"holds 3 rows: expected as many .* got 2"),
+    ],
+)
+def test_caches_that_are_none(past: Any, match: str) -> None:
+    model = parity.randomized(GPT2(GPT2Config(**LAYERS, position_size=12)))
+    with pytest.raises(InputError, match=match):
+        model(IDS, use_cache=True, past_key_values=past)
+
+
 def test_what_was_given_as_a_cache_does_not_change() -> None:
     """Nor do keys that autograd keeps, when a program goes back to them and on without
     gradients.
@@ -140,9 +195,9 @@ def test_what_was_given_as_a_cache_does_not_change() -> None:
     copies = [(keys.clone(), values.clone()) for keys, values in pairs]
     second = model(IDS[:, 5:6], use_cache=True, past_key_values=pairs)
     for past in (first.past_key_values, second.past_key_values):
-        past.truncate(4)
         with torch.no_grad():
-            model(IDS[:, 7:], use_cache=True, past_key_values=past)
+            earlier = [(keys[:, :, :4], values[:, :, :4]) for keys, values in past]
+            model(IDS[:, 7:], use_cache=True, past_key_values=earlier)
     second.logits.sum().backward()
     first.logits.sum().backward()
     for pair, copy in zip(pairs, copies, strict=True):

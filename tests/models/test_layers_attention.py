@@ -450,7 +450,7 @@ def test_blocks(post: bool) -> None:
     assert_alike(attends, attends(x, mask), expected, x)
     out, cache, probabilities, entered = attends(x, mask, None, True, None, True, True)
     assert_close(out, expected)
-    assert isinstance(cache, LayerCache)
+    assert [part.shape for part in cache] == [(2, 2, 5, 4)] * 2
     assert probabilities.shape == (2, 2, 5, 5)
     assert torch.equal(entered, normed)
     feeds = FFNBlock(6, 8, **BLOCK, **FF, post_layer_norm=post)
@@ -599,7 +599,12 @@ def test_decoder() -> None:
     plain = Decoder(2, 6, 8, 2, 4, **BLOCK, **ATT, **FF)
     with torch.no_grad():
         whole = plain(x, AttentionMask(True), None, states, valid)
-        first, past = plain(x[:, :3], AttentionMask(True), None, states, valid, use_cache=True)
+        first, past = plain(
+            x[:, :3],
+            *(AttentionMask(True), None, states, valid),
+            use_cache=True,
+            past_key_values=KeyValueCache(2, cross_attention=True),
+        )
         rest, _ = plain(
             x[:, 3:],
             AttentionMask(True),

@@ -14,6 +14,7 @@ from tests.models import parity
 from transformers import MT5ForConditionalGeneration, T5ForConditionalGeneration
 
 from model_center.errors import ConfigError, InputError
+from model_center.layer.cache import KeyValueCache
 from model_center.model.t5 import T5, T5Config
 
 SIZES: dict[str, Any] = {
@@ -178,7 +179,7 @@ def test_cache(tmp_path: pathlib.Path) -> None:
         with torch.no_grad():
             whole = ours(**inputs).logits
             states = ours.encode(inputs["input_ids"], **of_encoder).last_hidden_state
-            past: Any = None
+            past: Any = KeyValueCache(ours.config.num_decoder_layers, cross_attention=True)
             pieces = []
             for start, stop in (
                 (0, 5),

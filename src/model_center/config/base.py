@@ -1,11 +1,8 @@
-"""Configurations: dataclasses that are read from and written to config.json, ModelCenter's or
-Hugging Face's.
-"""
+"""Configurations: dataclasses, read from and written to config.json, ours or Hugging Face's."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -16,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from bmtrain.distributed.agreement import attempt, everyone
-from model_center.errors import ConfigError
+from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
 
 Self = TypeVar("Self", bound="Config")
@@ -24,14 +21,8 @@ Self = TypeVar("Self", bound="Config")
 CONFIG_FILE = "config.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SIZES = {
-    "vocab_size",
-    "dim_model",
-    "num_heads",
-    "dim_head",
-    "dim_ff",
-    "num_layers",
-    "num_encoder_layers",
-    "num_decoder_layers",
+    *("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff"),
+    *("num_layers", "num_encoder_layers", "num_decoder_layers"),
 }
 # Of these the model knows nothing, but who generates with transformers does.
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
@@ -55,7 +46,12 @@ class Config:
     """
 
     model_type: ClassVar[str] = ""  # the name in Hugging Face's config.json
+    architecture: ClassVar[str] = ""  # the name there of the class with the head of pre-training
     other_types: ClassVar[tuple[str, ...]] = ()  # further names there of what is the same
+
+    # Our names to those there that say the same; with a second one, the value that a file means
+    # which does not say it.
+    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {}
 
     half: bool = True
     dtype: Any = None
@@ -82,8 +78,7 @@ class Config:
     def from_pretrained(
         cls: type[Self], name_or_path: str | os.PathLike[str], **overrides: Any
     ) -> Self:
-        """Read config.json of a folder or of a known identifier, ModelCenter's or Hugging Face's.
-        Collective in a process group.
+        """Read config.json of a folder or known identifier, ours or Hugging Face's. Collective.
 
         Args:
             name_or_path: a folder, a name the project knows, or a Hugging Face repository.
@@ -138,23 +133,44 @@ class Config:
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json."""
-        raise ConfigError(
-            f"{cls.__name__} cannot be read from a Hugging Face configuration of type "
-            f"{content.get('model_type')!r}."
-        )
+        """Our values for those of a Hugging Face config.json.
+
+        Raises:
+            ConfigError: for values of a model that is another in substance.
+        """
+        if not cls.NAMES_THERE:
+            raise ConfigError(
+                f"{cls.__name__} cannot be read from a Hugging Face configuration of type "
+                f"{content.get('model_type')!r}."
+            )
+        return {
+            ours: content[there] if isinstance(there, str) else content.get(*there)
+            for ours, there in cls.NAMES_THERE.items()
+        }
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a Hugging Face config.json for this model."""
-        raise ConfigError(
-            f"{type(self).__name__} has no counterpart in Hugging Face: save it with "
-            "format='model_center'."
-        )
+        """The content of a Hugging Face config.json for this model.
+
+        Raises:
+            ConfigError: for values that transformers' model cannot have.
+        """
+        if not self.NAMES_THERE:
+            raise ConfigError(
+                f"{type(self).__name__} has no counterpart in Hugging Face: save it with "
+                "format='model_center'."
+            )
+        values = {
+            there if isinstance(there, str) else there[0]: getattr(self, ours)
+            for ours, there in self.NAMES_THERE.items()
+        }
+        return values | {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
+        }
 
     def hugging_face_content(self, tokenizer: Any = None) -> dict[str, Any]:
-        """`to_hugging_face` with the ids of special tokens: those of the configuration, else those
-        of a tokenizer.
-        """
+        """`to_hugging_face` with special tokens' ids, the configuration's or the tokenizer's."""
         content, special = self.to_hugging_face(), self.special_ids
         if special is None and tokenizer is not None:
             ids = {
@@ -177,8 +193,7 @@ class Config:
         if others:
             raise ConfigError(
                 f"Hugging Face's {self.model_type} cannot have this configuration: "
-                f"{'; '.join(others)}. Save the model with "
-                "format='model_center'."
+                f"{'; '.join(others)}. Save the model with format='model_center'."
             )
 
     @classmethod
@@ -189,15 +204,13 @@ class Config:
             ConfigError: naming those that are not, with the nearest that are.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown = [_with_nearest(name, known) for name in values if name not in known]
+        unknown = [with_nearest(name, known) for name in values if name not in known]
         if unknown:
             raise ConfigError(f"{cls.__name__} does not know {', '.join(unknown)}.")
         return dict(values)
 
     def to_dict(self) -> dict[str, Any]:
-        """All values by name, in types that JSON has; the dtype as `half`, or by name where that
-        does not say it.
-        """
+        """All values by name, in JSON's types; the dtype as `half`, or where needed by name."""
         out = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -294,26 +307,10 @@ class TransformerConfig(Config):
     def stack(self, num_layers: int) -> dict[str, Any]:
         """Arguments of an Encoder or Decoder of this configuration that they have in common."""
         same = (
-            "dim_model",
-            "dim_ff",
-            "num_heads",
-            "dim_head",
-            "dtype",
-            "norm_init_var",
-            "norm_bias",
-            "norm_eps",
-            "att_init_mean",
-            "att_init_std",
-            "att_bias",
-            "att_mask_value",
-            "ffn_init_mean",
-            "ffn_init_std",
-            "ffn_bias",
-            "ffn_activate_fn",
-            "pos_bias_type",
-            "length_scale",
-            "attn_scale",
-            "dropout_p",
+            *("dim_model", "dim_ff", "num_heads", "dim_head", "dtype", "pos_bias_type"),
+            *("norm_init_var", "norm_bias", "norm_eps", "length_scale", "attn_scale", "dropout_p"),
+            *("att_init_mean", "att_init_std", "att_bias", "att_mask_value"),
+            *("ffn_init_mean", "ffn_init_std", "ffn_bias", "ffn_activate_fn"),
         )
         return {"num_layers": num_layers, **{name: getattr(self, name) for name in same}}
 
@@ -334,6 +331,41 @@ class TransformerConfig(Config):
             "init_mean": self.proj_init_mean,
             "init_std": self.proj_init_std,
             "bias": self.proj_bias,
+        }
+
+
+@dataclasses.dataclass(kw_only=True)
+class RelativeConfig(TransformerConfig):
+    """Configuration of a model with T5's relative positions, and without biases.
+
+    Attributes:
+        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see
+            `bucket_of`.
+        pos_init_mean, pos_init_std: of their first values.
+    """
+
+    pos_bias_type: str = "relative"
+    position_bias_num_buckets: int = 32
+    position_bias_max_distance: int = 128
+    pos_init_mean: float = 0.0
+    pos_init_std: float = 1
+    norm_bias: bool = False
+    norm_eps: float = 1e-6
+    att_bias: bool = False
+    ffn_bias: bool = False
+    proj_bias: bool = False
+    attn_scale: bool = False
+
+    def relative(self, *, bidirectional: bool) -> dict[str, Any]:
+        """Arguments of a RelativePositionEmbedding of this configuration."""
+        return {
+            "num_heads": self.num_heads,
+            "num_buckets": self.position_bias_num_buckets,
+            "max_distance": self.position_bias_max_distance,
+            "bidirectional": bidirectional,
+            "dtype": self.dtype,
+            "init_mean": self.pos_init_mean,
+            "init_std": self.pos_init_std,
         }
 
 
@@ -371,8 +403,3 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _with_nearest(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "")

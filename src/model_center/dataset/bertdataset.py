@@ -9,6 +9,7 @@ test split without labels, items hold `idx`, the number of the example, instead.
 from __future__ import annotations
 
 import collections
+import functools
 import pathlib
 from collections.abc import Sequence
 
@@ -21,9 +22,7 @@ from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer,
 
 
 class BertTask(TaskDataset):
-    """A SuperGLUE task for BERT and its kin; a subclass says how an example is written as a
-    pair.
-    """
+    """A SuperGLUE task for BERT; a subclass says how an example is written as a pair."""
 
     task = ""
 
@@ -36,15 +35,14 @@ class BertTask(TaskDataset):
         tokenizer: Tokenizer,
         max_encoder_length: int,
     ) -> None:
-        """The task's rows, at most `max_encoder_length` ids each. `rank` and `world_size` have no
-        effect.
+        """Rows of at most `max_encoder_length` ids; `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format.
         """
         at_least(max_encoder_length, 8, "max_encoder_length")
         super().__init__(superglue.examples(path, self.task, split), tokenizer)
-        self.max_length = max_encoder_length
+        self.split, self.max_length = split, max_encoder_length
 
     def pair(self, first: str, second: str) -> Item:
         """Inputs of a pair, of which the longer text is cut first."""
@@ -82,30 +80,15 @@ class RTE_Dataset(BertTask):
 
 
 class CB_Dataset(RTE_Dataset):
-    """Premise and hypothesis, three classes; in the train split the rows of rare classes come
-    several times.
-    """
+    """Premise and hypothesis, three classes; rows of rare classes repeat in the train split."""
 
     task = "CB"
 
-    def __init__(
-        self,
-        path: str | pathlib.Path,
-        split: str,
-        rank: int,
-        world_size: int,
-        tokenizer: Tokenizer,
-        max_encoder_length: int,
-    ) -> None:
-        """As BertTask; a class with a k-th of the rows of the most frequent one is repeated
-        floor(k) times in train.
-        """
-        super().__init__(path, split, rank, world_size, tokenizer, max_encoder_length)
-        self.order = (
-            oversampled(self.examples.labels)
-            if split == "train"
-            else list(range(len(self.examples)))
-        )
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """Numbers of rows; in train, a class k times rarer than another comes floor(k) times."""
+        labels = self.examples.labels
+        return oversampled(labels) if self.split == "train" else list(range(len(labels)))
 
     def __len__(self) -> int:
         """The number of items, repeated ones counted as often as they come."""
@@ -165,9 +148,7 @@ def tensors(encoded: dict[str, list[int]]) -> Item:
 
 
 def oversampled(labels: Sequence[int]) -> list[int]:
-    """Indices of all rows, those of a class repeated floor(rows of the largest class / rows of this
-    class) times.
-    """
+    """Indices of all rows, each floor(rows of the largest class / rows of its class) times."""
     counts = collections.Counter(labels)
     largest = max(counts.values())
     return [index for index, label in enumerate(labels) for _ in range(largest // counts[label])]

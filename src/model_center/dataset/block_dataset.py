@@ -1,6 +1,4 @@
-"""Reading a block dataset: all of it in order, or one rank's blocks, epoch after epoch, from a
-place that can be kept.
-"""
+"""Reading a block dataset: in order, or one rank's blocks by epochs, with a place to resume."""
 
 from __future__ import annotations
 
@@ -109,8 +107,7 @@ def _places(meta: Meta) -> list[tuple[str, int, int]]:
 
 
 class SimpleDataset(IterableDataset[Any]):
-    """All records of a block dataset, in order; each pass reads them once. Worker processes share
-    the blocks.
+    """All records of a block dataset, once each, in order; worker processes share the blocks.
 
     Args:
         path: the folder.
@@ -144,8 +141,7 @@ class SimpleDataset(IterableDataset[Any]):
 
 
 class DistributedDataset(IterableDataset[Any]):
-    """The records of one rank's blocks: of all blocks of the dataset, number r, r + W, r + 2W, ...
-    are those of rank r of W.
+    """The records of one rank's blocks: of rank r of W, those numbered r, r + W, r + 2W, ...
 
     `read()` returns one record after the other and never ends: it goes on with the blocks that were
     read least often. Iterating reads what is left of one epoch of this rank and ends; `epoch`
@@ -207,9 +203,8 @@ class DistributedDataset(IterableDataset[Any]):
         live = np.flatnonzero(self._files.live)
         if len(set((live % self._world_size).tolist())) < self._world_size:
             raise DataError(
-                f"{self._files.path} has {len(live)} blocks to read, too few for each "
-                f"of {self._world_size} ranks to have one: "
-                "write it with a smaller block_size (now "
+                f"{self._files.path} has {len(live)} blocks to read, too few for each of "
+                f"{self._world_size} ranks to have one: write it with a smaller block_size (now "
                 f"{self._files.meta.block_size}), by shuffle_dataset for example."
             )
         return live[live % self._world_size == self._rank]
@@ -228,9 +223,7 @@ class DistributedDataset(IterableDataset[Any]):
         return value
 
     def _next_block(self) -> tuple[int, bytes]:
-        """The block to go on with: of those read least often one that has been read in part, else
-        the first.
-        """
+        """Of the blocks read least often, one that has been read in part, else the first."""
         self._refresh()
         number = min(
             self._mine().tolist(),
@@ -239,9 +232,7 @@ class DistributedDataset(IterableDataset[Any]):
         return number, self._files.read(number)
 
     def _refresh(self) -> None:
-        """Blocks that have come (back) join the epoch at hand, instead of being read as often as
-        the others have been.
-        """
+        """Blocks that have come (back) join the epoch at hand as unread."""
         before = self._files.live
         if self._files.refresh():
             new = self._files.live.copy()
@@ -270,8 +261,7 @@ class DistributedDataset(IterableDataset[Any]):
         self._epoch = max(self._epoch, wanted)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The place of all ranks together, for any number of ranks. Collective, if there are
-        several.
+        """The place of all ranks together, for any number of ranks. Collective.
 
         states: int64 (blocks of the dataset,), how often each was read to its end.
         block: int64 (n, 2), number and byte of those that were read in part.
@@ -296,8 +286,7 @@ class DistributedDataset(IterableDataset[Any]):
         return {"states": states, "block": places[places[:, 2] > 0][:, [0, 2]]}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Go on from there, on any number of ranks: blocks read in part first, by the rank that has
-        them now.
+        """Go on from there, on any number of ranks; blocks read in part come first.
 
         The epoch is that of the block read least often by any rank: a rank whose blocks have all
         been read in it has nothing left in it.
@@ -311,9 +300,8 @@ class DistributedDataset(IterableDataset[Any]):
         states = torch.as_tensor(state["states"]).numpy()
         if len(states) > len(self._reads) or (strict and len(states) != len(self._reads)):
             raise DataError(
-                f"this place is one among {len(states)} blocks, but {self._files.path} "
-                f"has {len(self._reads)}: "
-                "pass strict=False if files have been added since."
+                f"this place is one among {len(states)} blocks, but {self._files.path} has "
+                f"{len(self._reads)}: pass strict=False if files have been added since."
             )
         known = self._files.live[: len(states)]
         self._epoch = int(states[known].min()) if known.any() else 0

@@ -1,5 +1,4 @@
-"""What a block dataset's folder says about itself: its files, and where their blocks lie in the row
-of all blocks.
+"""What a block dataset's folder says of itself: its files, and the numbers of their blocks.
 
 `meta.json` is ours. `meta.bin` is a pickle, as ModelCenter wrote it; it is read when the caller
 allows pickles and there is no `meta.json`, which is written beside it at the first change.
@@ -94,10 +93,9 @@ def read_meta(path: str, block_size: int | None = None, allow_pickle: bool = Fal
     elif Path(path, OLD_META).exists():
         if not allow_pickle:
             raise DataError(
-                f"{Path(path, OLD_META)} is a pickle, which can run code when it is "
-                "read: pass allow_pickle=True if you trust "
-                "whoever wrote this dataset; shuffle_dataset(..., allow_pickle=True) "
-                "makes one without pickles of it."
+                f"{Path(path, OLD_META)} is a pickle, which can run code when it is read: pass "
+                "allow_pickle=True if you trust whoever wrote this dataset; shuffle_dataset(..., "
+                "allow_pickle=True) makes one without pickles of it."
             )
         meta = Meta(block_size or BLOCK_SIZE, tuple(_unpickle(Path(path, OLD_META))))
     else:
@@ -159,18 +157,14 @@ def _parse(path: Path) -> Meta:
 def _file(
     file_name: str, block_begin: int, block_end: int, nbytes: int, nlines: int, mask: bool
 ) -> FileInfo:
-    """What a meta file says of a file, as the types that it must have (the names are those of the
-    file).
-    """
+    """What a meta file says of a file, in the types it must have; names are the file's."""
     return FileInfo(
         str(file_name), int(block_begin), int(block_end), int(nbytes), int(nlines), bool(mask)
     )
 
 
 class _OldFileInfo:
-    """Stands in for the class that old meta files name: takes its version 1 state in either way
-    that pickle has for it.
-    """
+    """Stands in for the class that old meta files name; takes both pickled forms of its state."""
 
     def __init__(self, *fields: Any) -> None:
         self.fields = fields
@@ -212,6 +206,6 @@ def _unpickle(path: Path) -> list[FileInfo]:
         AttributeError,
         TypeError,
         ValueError,
-        IndexError,
+        LookupError,
     ) as error:
         raise DataError(f"{path} is no meta file of a block dataset: {error}.") from error

@@ -1,6 +1,4 @@
-"""What can be done with a block dataset as a whole: shuffle it, hide a file, forget files that are
-gone.
-"""
+"""A block dataset as a whole: shuffle it, hide a file, forget files that are gone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Writing a block dataset: records in, a file of blocks out, which is part of the dataset when it
-is complete.
-"""
+"""Writing a block dataset: a file of blocks, part of the dataset once it is complete."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ class DatasetWriter:
         return -(-self._end // self._block_size)
 
     def write(self, value: Any) -> None:
-        """Append a record: None, bool, int, float, str, bytes, numpy arrays, torch tensors, and
-        lists, tuples, dicts of them.
+        """Append a record of the types that `records.dumps` writes.
 
         Raises:
             DataError: for a value of another type or one that fits no block; nothing is written

@@ -1,5 +1,4 @@
-"""A block: records one after the other in a fixed number of bytes, none of which crosses into the
-next block.
+"""A block: records in a fixed number of bytes, none of which crosses into the next block.
 
 A record starts with a byte that says its kind: 0x1E ours (uint32 length, uint32 CRC-32, the bytes
 of `records.dumps`), 0x1F a pickle, as ModelCenter wrote it. 0x00 says that the rest of the block is

@@ -12,23 +12,18 @@ import pathlib
 
 import torch
 
-from model_center.dataset import lcqmc, verbalizer
+from model_center.dataset import lcqmc
 from model_center.dataset.example import Example
 from model_center.dataset.padding import Item, one_hot
-from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
+from model_center.dataset.task_dataset import TaskTable, Tokenizer, at_least
 
 START = 1  # what texts begin with in CPM's vocabularies
 BLANK = 0
 
 
-class LCQMC_Dataset(TaskDataset):
-    """Pairs of questions: 不同 (0, they ask different things) or 相同 (1, the same).
+class LCQMC_Dataset(lcqmc.PairTask):
+    """Pairs of questions: 不同 (0, they ask different things) or 相同 (1, the same)."""
 
-    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those
-    of the published vocabulary.
-    """
-
-    target_key = "targets"
     WORDS = ("不同", "相同")
     PUBLISHED_VERBALIZER = (15682, 16357)
 
@@ -41,8 +36,7 @@ class LCQMC_Dataset(TaskDataset):
         tokenizer: Tokenizer,
         max_length: int,
     ) -> None:
-        """The pairs of a split, at most `max_length` ids each, for which the longer text is cut.
-        `rank` and `world_size` have no effect.
+        """Pairs of at most `max_length` ids; `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the format.
@@ -51,15 +45,6 @@ class LCQMC_Dataset(TaskDataset):
         self.right = tokenizer.encode("。", add_special_tokens=False)
         self.max_length = max_length
         at_least(max_length, len(self._left("", "")) + 1 + len(self.right), "max_length")
-
-    @classmethod
-    def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
-        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or
-        of `WORDS` where a vocabulary is too small to be the published one.
-        """
-        if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
-            return list(cls.PUBLISHED_VERBALIZER)
-        return verbalizer.word_ids(tokenizer, cls.WORDS)
 
     @property
     def fill(self) -> dict[str, int]:

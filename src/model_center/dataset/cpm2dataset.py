@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from model_center.dataset import lcqmc, verbalizer
+from model_center.dataset import lcqmc
 from model_center.dataset.example import Example
 from model_center.dataset.padding import Item, one_hot
-from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
+from model_center.dataset.task_dataset import TaskTable, Tokenizer, at_least
 
 
 class SentinelTokenizer(Tokenizer, Protocol):
@@ -27,14 +27,9 @@ class SentinelTokenizer(Tokenizer, Protocol):
         ...
 
 
-class LCQMC_Dataset(TaskDataset):
-    """Pairs of questions: 否 (0, they ask different things) or 是 (1, the same).
+class LCQMC_Dataset(lcqmc.PairTask):
+    """Pairs of questions: 否 (0, they ask different things) or 是 (1, the same)."""
 
-    `PUBLISHED_VERBALIZER` are the ids that ModelCenter takes for the two classes, which are those
-    of the published vocabulary.
-    """
-
-    target_key = "targets"
     WORDS = ("否", "是")
     PUBLISHED_VERBALIZER = (1744, 24)
 
@@ -48,8 +43,7 @@ class LCQMC_Dataset(TaskDataset):
         max_encoder_length: int,
         max_decoder_length: int,
     ) -> None:
-        """The pairs of a split, at most `max_encoder_length` ids each, for which the longer text is
-        cut. `rank` and `world_size` have no effect.
+        """Pairs of at most `max_encoder_length` ids; `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the format.
@@ -59,15 +53,6 @@ class LCQMC_Dataset(TaskDataset):
         self.max_length = max_encoder_length
         at_least(max_encoder_length, len(self._prompt("", "")), "max_encoder_length")
         at_least(max_decoder_length, 1, "max_decoder_length")
-
-    @classmethod
-    def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
-        """The ids that stand for the classes, in the order of the labels: those of ModelCenter, or
-        of `WORDS` where a vocabulary is too small to be the published one.
-        """
-        if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
-            return list(cls.PUBLISHED_VERBALIZER)
-        return verbalizer.word_ids(tokenizer, cls.WORDS)
 
     @property
     def fill(self) -> dict[str, int]:

@@ -12,12 +12,11 @@ from model_center.dataset.example import Example
 from model_center.dataset.line_file import LineFile
 from model_center.dataset.padding import Item, one_hot
 from model_center.dataset.prompts import PROMPTS, WORDS
-from model_center.dataset.task_dataset import TaskDataset, Tokenizer, at_least
+from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
 
 
 class DecoderTask(TaskDataset):
-    """A SuperGLUE task for a decoder-only model; a subclass names the task, a family of subclasses
-    how words are written.
+    """A SuperGLUE task for a decoder-only model; subclasses say which, and how words are written.
 
     Items hold `input_ids`, int64 (length,); `input_length`; `targets`, int64 (length,): the next id
     of the prompt, -100 at the end; `index`, int32 (length,): 1 at the last token, whose logits
@@ -37,8 +36,7 @@ class DecoderTask(TaskDataset):
         tokenizer: Tokenizer,
         max_decoder_length: int,
     ) -> None:
-        """The task's rows, at most `max_decoder_length` ids each. `rank` and `world_size` have no
-        effect.
+        """Rows of at most `max_decoder_length` ids; `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format.
@@ -73,3 +71,15 @@ class DecoderTask(TaskDataset):
 def load(path: str | pathlib.Path, task: str, split: str) -> LineFile:
     """The examples of a split, COPA's train split both ways round."""
     return superglue.examples(path, task, split, both_ways=task == "COPA" and split == "train")
+
+
+def tasks_of(kind: type[TaskDataset]) -> TaskTable:
+    """SuperGLUE's tasks as classes `<task>_Dataset`, to be named so in the module of `kind`."""
+    said = f"SuperGLUE's task of this name, a {kind.__name__}."
+    facts = {"__module__": kind.__module__, "__doc__": said}
+    return TaskTable(
+        {
+            task: type(f"{task}_Dataset", (kind,), {"task": task, **facts})
+            for task in superglue.TASKS
+        }
+    )

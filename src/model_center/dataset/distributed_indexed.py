@@ -14,8 +14,7 @@ from model_center.errors import DataError
 
 
 class DistributedMMapIndexedDataset(Dataset[Array]):
-    """One rank's part of the sequences in `PATH/NAME_0`, `PATH/NAME_1`, ... (`.bin` and `.idx`
-    each), by number.
+    """One rank's part of the sequences in `PATH/NAME_0`, `PATH/NAME_1`, ..., by number.
 
     All files together are one row of sequences, and rank r of W has those numbered r, r + W, r +
     2W, ...: none is left out, and the ranks' lengths differ by one at most. (Programs written for
@@ -61,9 +60,7 @@ class DistributedMMapIndexedDataset(Dataset[Array]):
     @overload
     def __getitem__(self, index: slice) -> list[Array]: ...
     def __getitem__(self, index: SupportsIndex | slice) -> Array | list[Array]:
-        """One sequence of this part, a read-only view of its file, or a list of them for a
-        slice.
-        """
+        """A sequence of this part, a read-only view of its file; for a slice, a list."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         number = operator.index(index)

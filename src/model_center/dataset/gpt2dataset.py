@@ -6,8 +6,7 @@ What items hold: see DecoderTask.
 
 from __future__ import annotations
 
-from model_center.dataset.decoder_task import DecoderTask
-from model_center.dataset.task_dataset import TaskTable
+from model_center.dataset.decoder_task import DecoderTask, tasks_of
 
 
 class GPT2Task(DecoderTask):
@@ -16,61 +15,14 @@ class GPT2Task(DecoderTask):
     word_prefix = " "
 
 
-class BoolQ_Dataset(GPT2Task):
-    """Passage and question; No or Yes."""
-
-    task = "BoolQ"
-
-
-class CB_Dataset(GPT2Task):
-    """Premise and hypothesis; No, Yes or Maybe."""
-
-    task = "CB"
-
-
-class COPA_Dataset(GPT2Task):
-    """Two choices and a premise; 1 or 2."""
-
-    task = "COPA"
-
-
-class MultiRC_Dataset(GPT2Task):
-    """A text, a question and one of its answers; No or Yes."""
-
-    task = "MultiRC"
-
-
-class ReCoRD_Dataset(GPT2Task):
-    """A text, a query and one of its entities; No or Yes."""
-
-    task = "ReCoRD"
-
-
-class RTE_Dataset(GPT2Task):
-    """Premise and hypothesis; No or Yes."""
-
-    task = "RTE"
-
-
-class WiC_Dataset(GPT2Task):
-    """Two sentences and a word; No or Yes."""
-
-    task = "WiC"
-
-
-class WSC_Dataset(GPT2Task):
-    """A text, a pronoun and a noun; No or Yes."""
-
-    task = "WSC"
-
-
-DATASET = TaskTable(
-    BoolQ=BoolQ_Dataset,
-    CB=CB_Dataset,
-    COPA=COPA_Dataset,
-    MultiRC=MultiRC_Dataset,
-    ReCoRD=ReCoRD_Dataset,
-    RTE=RTE_Dataset,
-    WiC=WiC_Dataset,
-    WSC=WSC_Dataset,
-)
+DATASET = tasks_of(GPT2Task)
+(
+    BoolQ_Dataset,
+    CB_Dataset,
+    COPA_Dataset,
+    MultiRC_Dataset,
+    ReCoRD_Dataset,
+    RTE_Dataset,
+    WiC_Dataset,
+    WSC_Dataset,
+) = DATASET.values()

@@ -1,6 +1,4 @@
-"""Token data on disk: sequences by number, read through the memory map of a file that may be larger
-than memory.
-"""
+"""Token data on disk: sequences by number, from a memory map; a file may exceed memory."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ Array = npt.NDArray[Any]
 
 
 class MMapIndexedDataset(Dataset[Array]):
-    """The sequences of `PREFIX.bin`, as `PREFIX.idx` describes them; nothing is read before it is
-    asked for.
+    """The sequences of `PREFIX.bin` that `PREFIX.idx` describes, read when asked for.
 
     `dataset[i]` is a read-only 1-D array that lies on the file itself; i may be negative and of any
     integer type. `dataset[a:b:c]` is a list of them. It pickles as its path, so worker processes

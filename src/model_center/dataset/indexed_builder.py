@@ -7,7 +7,6 @@ import os
 import shutil
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
@@ -45,12 +44,7 @@ class MMapIndexedDatasetBuilder:
     def __enter__(self) -> MMapIndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self.abort()
 
     def __len__(self) -> int:
@@ -104,9 +98,7 @@ class MMapIndexedDatasetBuilder:
             shutil.copyfileobj(source, self._file, 2**24)
 
     def finalize(self, index_file: str) -> None:
-        """Write the index and give both files their names. An index that had the name is gone
-        first, so that at no time data lie beside an index of others.
-        """
+        """Give both files their names, never leaving data beside the index of others."""
         sizes, documents = np.array(self._sizes, np.int32), np.array(self._documents, np.int64)
         partial_index = f"{index_file}.partial-{os.getpid()}"
         try:

@@ -1,5 +1,4 @@
-"""The index files of token data: bytes in, facts out, and back. All numbers in them are
-little-endian.
+"""The index files of token data, read and written; all their numbers are little-endian.
 
 `PREFIX.bin` holds all sequences back to back; `PREFIX.idx` says where each lies. Two kinds of index
 are in use:
@@ -63,11 +62,9 @@ class Index:
     @property
     def num_bytes(self) -> int:
         """Bytes of the data: the end of the last sequence."""
-        return (
-            int(self.offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
-            if len(self.sizes)
-            else 0
-        )
+        if not len(self.sizes):
+            return 0
+        return int(self.offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize
 
 
 def code_of(dtype: npt.DTypeLike) -> int:
@@ -107,12 +104,14 @@ def kind_of(prefix: str) -> str:
         return "mmap"
     if start.startswith(OLD_MAGIC):
         return "cached"
-    raise _foreign(prefix, start)
+    raise DataError(
+        f"{idx_path(prefix)} is no index of token data: it starts with {start!r}, "
+        f"expected {MMAP_MAGIC!r} or {OLD_MAGIC!r}."
+    )
 
 
 def read_index(prefix: str) -> Index:
-    """The index of `prefix`, of either kind, mapped into memory and checked against the size of the
-    data.
+    """The index of `prefix`, of either kind, mapped and checked against the size of the data.
 
     Raises:
         DataError: for files that are missing, truncated, of another format, or do not fit each
@@ -184,9 +183,7 @@ def _arrays(path: str, start: int, fields: list[tuple[str, int]]) -> list[npt.ND
 
 
 def _checked(prefix: str, index: Index) -> Index:
-    """The index, if the data has the size it says; with float64 under code 6 if that is what the
-    size says.
-    """
+    """The index, if the data has its size; code 6 means float64 where the size says so."""
     path = bin_path(prefix)
     if not Path(path).is_file():
         raise DataError(f"{path} is missing beside {idx_path(prefix)}: copy both files.")
@@ -203,9 +200,7 @@ def _checked(prefix: str, index: Index) -> Index:
 
 
 def _read(path: str, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """`count` bytes of a file from `start` on, mapped into memory; all to the end for a count of
-    0.
-    """
+    """`count` bytes of a file from `start` on, mapped into memory; 0 for all to the end."""
     if not Path(path).is_file():
         raise DataError(
             f"{path} is missing: expected an index file, made by `python -m model_center "
@@ -218,25 +213,12 @@ def _read(path: str, start: int, count: int) -> npt.NDArray[np.uint8]:
     return content[start : start + count] if count else content[start:]
 
 
-def _foreign(prefix: str, start: bytes) -> DataError:
-    return DataError(
-        f"{idx_path(prefix)} is no index of token data: it starts with {start!r}, "
-        f"expected {MMAP_MAGIC!r} or {OLD_MAGIC!r}."
-    )
-
-
 def index_bytes(
     dtype: np.dtype[Any], sizes: npt.NDArray[np.int32], documents: npt.NDArray[np.int64]
 ) -> list[bytes]:
-    """The content of an "mmap" index, in parts: sequences of `sizes` back to back, with these
-    document marks.
-    """
+    """An "mmap" index in parts: sequences of `sizes` back to back, and document marks."""
     ends = np.cumsum(sizes, dtype=np.int64) * dtype.itemsize
     offsets = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(sizes)]
     header = struct.pack("<9sQBQQ", MMAP_MAGIC, VERSION, code_of(dtype), len(sizes), len(documents))
-    return [
-        header,
-        sizes.astype("<i4").tobytes(),
-        offsets.astype("<i8").tobytes(),
-        documents.astype("<i8").tobytes(),
-    ]
+    arrays = sizes.astype("<i4"), offsets.astype("<i8"), documents.astype("<i8")
+    return [header, *(array.tobytes() for array in arrays)]

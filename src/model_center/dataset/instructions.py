@@ -35,9 +35,7 @@ ROLES = {
 
 
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that knows where in the text its tokens come from, as transformers' fast ones
-    do.
-    """
+    """A tokenizer that knows where in the text its tokens are, as transformers' fast ones."""
 
     is_fast: bool
     bos_token: str | None
@@ -109,9 +107,7 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         return padding.collate(items, self.fill)
 
     def _written(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and where in it, from character to character, the answers are
-        with what ends them.
-        """
+        """The conversation as text, and the (start, stop) of its answers with what ends them."""
         text = self._write(messages)
         answers = []
         for place, message in enumerate(messages):
@@ -143,16 +139,13 @@ class InstructionDataset(torch.utils.data.Dataset[Item]):
         # a template raises what its author likes: that roles must alternate, for example
         except Exception as error:
             raise DataError(
-                f"{self.examples.path}: the chat template of "
-                f"{type(self.tokenizer).__name__} refuses a conversation: {error} "
-                f"(it is {reprlib.repr(messages)})."
+                f"{self.examples.path}: the chat template of {type(self.tokenizer).__name__} "
+                f"refuses a conversation: {error} (it is {reprlib.repr(messages)})."
             ) from error
 
 
 def plain_text(messages: Sequence[Message], bos: str, eos: str, *, answer: bool) -> str:
-    """A conversation with headings, each answer ended by `eos`; with `answer`, up to the next
-    answer's beginning.
-    """
+    """The text with headings, each answer ended by `eos`; with `answer`, up to the next one."""
     ends = {"assistant": eos}
     parts = [
         "### "

@@ -1,5 +1,4 @@
-"""LCQMC (Liu et al. 2018), Chinese pairs of questions that ask the same or not:
-`<path>/LCQMC/<split>.tsv`.
+"""LCQMC (Liu et al. 2018): do two Chinese questions ask the same? `<path>/LCQMC/<split>.tsv`.
 
 A header names the columns: text_a, text_b and label, which the test split may lack.
 """
@@ -8,13 +7,39 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from typing import ClassVar
 
+from model_center.dataset import verbalizer
 from model_center.dataset.example import Example
 from model_center.dataset.line_file import LineFile
+from model_center.dataset.task_dataset import TaskDataset, Tokenizer
 from model_center.errors import DataError
 
 FILES = {"train": "train.tsv", "dev": "dev.tsv", "test": "test.tsv"}
 COLUMNS = ["text_a", "text_b", "label"]
+
+
+class PairTask(TaskDataset):
+    """LCQMC for one family of models.
+
+    Attributes:
+        WORDS: that stand for the classes.
+        PUBLISHED_VERBALIZER: the ids that ModelCenter takes for them, those of the published
+            vocabulary.
+    """
+
+    target_key = "targets"
+    WORDS: ClassVar[tuple[str, str]]
+    PUBLISHED_VERBALIZER: ClassVar[tuple[int, int]]
+
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
+        """The ids that stand for the classes, in the order of the labels; those of `WORDS` where a
+        vocabulary is too small to be the published one.
+        """
+        if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
+            return list(cls.PUBLISHED_VERBALIZER)
+        return verbalizer.word_ids(tokenizer, cls.WORDS)
 
 
 def examples(path: str | pathlib.Path, split: str) -> LineFile:
@@ -51,9 +76,7 @@ def read(line: str) -> list[Example]:
 
 
 def fitted(encode: Callable[[str, str], list[int]], a: str, b: str, max_length: int) -> list[int]:
-    """`encode(a, b)`, with the end of the longer text, then of both, cut until it is at most
-    `max_length` ids.
-    """
+    """`encode(a, b)`, the end of the longer text, then of both, cut to at most `max_length` ids."""
     ids = encode(a, b)
     while len(ids) > max_length and (a or b):
         # a token has a character or more: this is never too few

@@ -14,8 +14,7 @@ UNLABELLED = -1
 
 
 class LineFile(Sequence[Example]):
-    """The examples of a file. Construction reads the file once: it checks every line and keeps
-    where each example lies.
+    """The examples of a file, every line of which is checked at construction.
 
     An example costs 24 bytes of memory until it is asked for; then its line is read and parsed
     again. No file is held open, so that loader workers share no position and the object pickles.

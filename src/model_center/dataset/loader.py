@@ -1,6 +1,4 @@
-"""`DistributedDataLoader`: torch's DataLoader, with the rows divided among ranks and a place that
-can be kept.
-"""
+"""`DistributedDataLoader`: torch's DataLoader with rows divided among ranks, and resumable."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from model_center.errors import DataError
 
 @dataclasses.dataclass
 class _Place:
-    """How far a pass has come: the epoch, and how many of its rows have been handed out on all
-    ranks together.
-    """
+    """The place in a pass: the epoch, and the rows handed out on all ranks together."""
 
     epoch: int = 0
     row: int = 0
@@ -143,8 +139,7 @@ class DistributedDataLoader:
         place.epoch, place.row, place.fresh = place.epoch + 1, 0, True
 
     def state_dict(self) -> dict[str, Any]:
-        """The place after the batch handed out last: plain numbers, equal on every rank, for any
-        number of ranks.
+        """The place after the last batch: plain numbers, equal on all ranks, for any number.
 
         Of a stream: its epoch and its own state.
         """
@@ -274,8 +269,7 @@ class _Stream:
         if not isinstance(self._dataset, Stateful) or self.loader.num_workers:
             raise DataError(
                 f"the place in {type(self._dataset).__name__} cannot be kept: it is an "
-                "IterableDataset, which must have state_dict "
-                "and load_state_dict of its own and num_workers=0 (here "
-                f"{self.loader.num_workers})."
+                "IterableDataset, which must have state_dict and load_state_dict of its own and "
+                f"num_workers=0 (here {self.loader.num_workers})."
             )
         return self._dataset

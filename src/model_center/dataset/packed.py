@@ -1,6 +1,4 @@
-"""Rows of equal length out of documents of any length, for training language models from
-scratch.
-"""
+"""Rows of equal length out of documents of any length, for training from scratch."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return np.concatenate(parts)
 
     def _layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The documents in the order of the epoch, and after how many tokens each ends; made once
-        per epoch and process.
-        """
+        """The documents in the epoch's order, and the tokens up to the end of each; made once."""
         epoch = self._epoch.number
         if self._laid_out is None or self._laid_out[0] != epoch:
             count = len(self._starts) - 1

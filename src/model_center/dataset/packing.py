@@ -1,6 +1,4 @@
-"""Several samples in one row, so that little of a batch is padding, without their seeing one
-another.
-"""
+"""Several samples in one row, which do not see one another, so that little is padding."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
 
 
 def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Places of `lengths`, grouped so that each group sums to at most `room`: longest first, each
-    where least room is left.
+    """Places of `lengths` in groups that sum to at most `room`: longest first, best fit.
 
     No length may exceed `room`. The groups are in the order of their first places, each sorted.
     """
@@ -112,8 +109,6 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def segment_mask(segments: torch.Tensor) -> torch.Tensor:
-    """bool (B, S, S) from `segments` (B, S): a token sees itself and the earlier tokens of its own
-    sample.
-    """
+    """bool (B, S, S) from `segments` (B, S): a token sees its own sample up to itself."""
     same = segments[:, :, None] == segments[:, None, :]
     return same.tril()

@@ -1,6 +1,4 @@
-"""From items to a batch: rows of different lengths, padded on the right to the longest of the
-batch.
-"""
+"""From items to a batch: rows padded on the right to the longest of the batch."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ Item = dict[str, torch.Tensor]
 
 
 def collate(items: Sequence[Item], fill: Mapping[str, int]) -> Item:
-    """Stack the items key by key: 0-dim entries give (B,), 1-dim ones (B, longest), padded by
-    `fill[key]` or 0.
+    """Stack the items key by key: entries (B,) or (B, longest), padded by `fill[key]` or 0.
 
     All items have the keys of the first. Dtypes stay.
     """

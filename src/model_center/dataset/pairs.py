@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import Dataset
 
 from model_center.dataset.protocols import shards_of
 from model_center.errors import DataError
@@ -34,9 +35,8 @@ class Pairs:
     def __init__(self, ctx: Tokens, tgt: Tokens, max_ctx: int, max_tgt: int) -> None:
         if len(ctx) != len(tgt) or shards_of(ctx) != shards_of(tgt):
             raise DataError(
-                f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: they belong "
-                "together one by one, and must be equally many "
-                "and divided alike."
+                f"ctx has {len(ctx)} sequences and tgt {len(tgt)}: they belong together one by "
+                "one, and must be equally many and divided alike."
             )
         self._ctx, self._tgt = ctx, tgt
         self.num_shards = shards_of(ctx)
@@ -49,6 +49,25 @@ class Pairs:
     def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         row = int(self._rows[index])
         return self._ctx[row], self._tgt[row]
+
+
+class PairRows(Dataset[dict[str, Any]]):
+    """Rows made of pairs; `len` counts them, and not those that are too long."""
+
+    _pairs: Pairs
+
+    @property
+    def num_shards(self) -> int:
+        """Among how many ranks the files are divided already."""
+        return self._pairs.num_shards
+
+    @property
+    def num_skipped(self) -> int:
+        """Pairs that are too long."""
+        return self._pairs.num_skipped
+
+    def __len__(self) -> int:
+        return len(self._pairs)
 
 
 def padded(ids: npt.NDArray[Any], length: int, fill: int) -> torch.Tensor:

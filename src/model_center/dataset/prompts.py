@@ -1,6 +1,4 @@
-"""The prompts of the SuperGLUE tasks for models that continue a text: each ends where the answer's
-word is expected.
-"""
+"""Prompts of SuperGLUE for models that continue a text: the answer's word comes next."""
 
 from __future__ import annotations
 

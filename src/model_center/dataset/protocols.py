@@ -22,9 +22,7 @@ class HasEpochs(Protocol):
     """A dataset whose rows differ from epoch to epoch, such as random spans."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Rows are those of `epoch`, counted from 0, from now on: in worker processes that live
-        already, too.
-        """
+        """Rows are those of `epoch`, from 0 on, from now on, in live worker processes too."""
 
 
 @runtime_checkable
@@ -53,9 +51,7 @@ def shards_of(dataset: Any) -> int:
 
 
 class Epoch:
-    """The number of an epoch, in memory that worker processes share, so that those which outlive an
-    epoch see the next.
-    """
+    """The number of an epoch, in memory that long-lived worker processes share."""
 
     def __init__(self) -> None:
         self._number = torch.zeros((), dtype=torch.int64).share_memory_()

@@ -1,5 +1,4 @@
-"""One record of a block dataset as bytes: plain values, arrays and tensors. Reading one runs no
-code of whoever wrote it.
+"""One record of a block dataset as bytes; reading one runs no code of whoever wrote it.
 
 A value is a byte that says its kind, and what the kind needs; numbers are little-endian:
 
@@ -31,21 +30,14 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.complex64,
-            torch.complex128,
-        ),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.complex64, torch.complex128),
     )
 }
 
 
 def dumps(value: Any) -> bytes:
-    """The bytes of a value: None, bool, int, float, str, bytes, numpy arrays and numbers, torch
-    tensors, and lists, tuples and dicts of such.
+    """The bytes of a value: what JSON has, bytes, tuples, numpy arrays and numbers, tensors.
 
     Raises:
         DataError: for a value of another type, saying where in the record it is.
@@ -64,15 +56,7 @@ def loads(content: bytes) -> Any:
     reader = _Reader(content)
     try:
         value = reader.value()
-    except (
-        struct.error,
-        IndexError,
-        KeyError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ) as error:
+    except (struct.error, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DataError(f"a record of {len(content)} bytes is damaged: {error}.") from error
     if reader.at != len(content):
         raise DataError(f"a record of {len(content)} bytes is damaged: it ends after {reader.at}.")
@@ -88,9 +72,8 @@ def _write(value: Any, parts: list[bytes], where: str) -> None:
         _write(value.item(), parts, where)
     else:
         raise DataError(
-            f"a record cannot hold {type(value).__name__} (at record{where}): expected "
-            "None, bool, int, float, str, bytes, "
-            "numpy arrays, torch tensors, and lists, tuples, dicts of them."
+            f"a record cannot hold {type(value).__name__} (at record{where}): expected None, bool, "
+            "int, float, str, bytes, numpy arrays, torch tensors, and lists, tuples, dicts of them."
         )
 
 
@@ -234,11 +217,9 @@ class _Reader:
         dtype = _DTYPES[name]
         if len(content) != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"{len(content)} bytes for a tensor of shape {shape}")
-        return (
-            torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
-            if content
-            else torch.empty(shape, dtype=dtype)
-        )
+        if not content:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
 _READERS: dict[bytes, Callable[[_Reader], Any]] = {

@@ -68,17 +68,13 @@ class Cut:
             first += rows
 
     def share(self, start: int, stop: int, rank: int) -> tuple[int, int]:
-        """The rows [start, stop) of a global batch that are `rank`'s: shares differ by one row at
-        most.
-        """
+        """`rank`'s rows [start, stop) of a global batch: shares differ by one row at most."""
         rows = stop - start
         return start + rank * rows // self.world_size, start + (rank + 1) * rows // self.world_size
 
 
 def check_rows(num_rows: int, cut: Cut) -> None:
-    """DataError, the same on every rank, when an epoch of `num_rows` rows would leave a rank
-    without a batch.
-    """
+    """DataError, alike on all ranks, when `num_rows` rows leave a rank without a batch."""
     if num_rows == 0:
         raise DataError(
             "the dataset is empty: expected at least one row per rank; check its path and split."
@@ -109,9 +105,7 @@ class RankBatches:
         self._next: tuple[Cut, int, int, int] | None = None
 
     def start(self, cut: Cut, rank: int, epoch: int, row: int) -> None:
-        """The next pass reads `epoch` from its row number `row` on, as `rank` of
-        `cut.world_size`.
-        """
+        """The next pass reads `epoch` from row `row` on, as `rank` of `cut.world_size`."""
         self._next = cut, rank, epoch, row
 
     def __iter__(self) -> Iterator[list[int]]:

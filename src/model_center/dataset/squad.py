@@ -1,5 +1,4 @@
-"""SQuAD (Rajpurkar et al. 2016) as text to text: `<path>/train-v1.1.json` and
-`<path>/dev-v1.1.json`.
+"""SQuAD (Rajpurkar et al. 2016) as text to text: `<path>/train-v1.1.json`, `dev-v1.1.json`.
 
 The input is `Question: ... Answer: <extra_id_0> Context: ...`, of which the end is cut, the target
 `<extra_id_0> answer <extra_id_1>`.
@@ -26,9 +25,7 @@ NO_ANSWER = "no answer"
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question about a paragraph, and the answers that were given to it (train: one, dev:
-    several).
-    """
+    """A question about a paragraph, and the answers given to it (train: one, dev: several)."""
 
     id: str
     context: str
@@ -60,8 +57,7 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         max_decoder_length: int,
         seed: int = 0,
     ) -> None:
-        """The questions of a split, "train" or "dev"; `seed` chooses among several answers to train
-        on.
+        """The questions of "train" or "dev"; `seed` chooses among several answers.
 
         Raises:
             DataError: for a file that is missing, not of SQuAD's format or empty.

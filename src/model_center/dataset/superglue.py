@@ -1,5 +1,4 @@
-"""The eight tasks of SuperGLUE (Wang et al. 2019) as they are published: JSON lines in, examples
-out.
+"""The eight tasks of SuperGLUE (Wang et al. 2019): published JSON lines in, examples out.
 
 A task's file is `<path>/<Task>/<split>.jsonl`, or `<path>/<split>.jsonl` where the path is the
 task's own folder.
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from model_center.dataset.example import Example
@@ -74,38 +73,18 @@ def _read(task: Callable[[Row], list[Example]], line: str) -> list[Example]:
     return task(row)
 
 
-def boolq(row: Row) -> list[Example]:
-    """Yes/no questions about a passage."""
-    return [Example(fields=_texts(row, "passage", "question"), label=_label(row, YES_NO))]
+def texts(row: Row, names: Sequence[str], classes: Mapping[Any, int]) -> list[Example]:
+    """A row that is an example of these fields."""
+    return [Example(fields=_texts(row, *names), label=_label(row, classes))]
 
 
-def cb(row: Row) -> list[Example]:
-    """CommitmentBank: does the premise entail the hypothesis, contradict it, neither."""
-    return [Example(fields=_texts(row, "premise", "hypothesis"), label=_label(row, CB_LABELS))]
-
-
-def rte(row: Row) -> list[Example]:
-    """Recognising textual entailment."""
-    return [Example(fields=_texts(row, "premise", "hypothesis"), label=_label(row, RTE_LABELS))]
-
-
-def copa(row: Row) -> list[Example]:
-    """Which of two choices is the cause or the effect of the premise; `question` is "cause" or
-    "effect".
-    """
-    return [
-        Example(
-            fields=_texts(row, "premise", "choice1", "choice2", "question"),
-            label=_label(row, {0: 0, 1: 1}),
-        )
-    ]
+def _of(*names: str, classes: Mapping[Any, int]) -> Callable[[Row], list[Example]]:
+    return functools.partial(texts, names=names, classes=classes)
 
 
 def copa_both_ways(row: Row) -> list[Example]:
-    """COPA's row, and the same with its choices swapped, which is another example for a model that
-    reads both.
-    """
-    (example,) = copa(row)
+    """COPA's row, and the same with its choices swapped, which is another example."""
+    (example,) = TASKS["COPA"](row)
     swapped = {
         **example.fields,
         "choice1": example.fields["choice2"],
@@ -117,13 +96,6 @@ def copa_both_ways(row: Row) -> list[Example]:
     ]
 
 
-def wic(row: Row) -> list[Example]:
-    """Does a word mean the same in two sentences."""
-    return [
-        Example(fields=_texts(row, "word", "sentence1", "sentence2"), label=_label(row, YES_NO))
-    ]
-
-
 def wsc(row: Row) -> list[Example]:
     """Winograd schemas: does the pronoun `span2_text` refer to the noun `span1_text`."""
     fields = _texts(row, "text") | _texts(_object(row, "target"), "span1_text", "span2_text")
@@ -131,9 +103,7 @@ def wsc(row: Row) -> list[Example]:
 
 
 def multirc(row: Row) -> list[Example]:
-    """One example for every answer of every question about a passage; the group is
-    "row-question".
-    """
+    """An example for every answer of every question; the group is "row-question"."""
     passage = _object(row, "passage")
     text = _text(passage, "text")
     return [
@@ -152,8 +122,7 @@ def multirc(row: Row) -> list[Example]:
 
 
 def record(row: Row) -> list[Example]:
-    """One example for every entity that may fill the placeholder of a query; its label says whether
-    it is an answer.
+    """An example for every entity that may fill a query's placeholder: is it an answer?
 
     Entities are spans of the passage, their end included; one that is named several times is one
     candidate.
@@ -181,14 +150,16 @@ def record(row: Row) -> list[Example]:
     ]
 
 
+# Is a statement on a passage true; does a premise entail a hypothesis (CB, RTE); which choice is
+# the cause or effect (`question` says which) of a premise; has a word one sense in two sentences.
 TASKS: dict[str, Callable[[Row], list[Example]]] = {
-    "BoolQ": boolq,
-    "CB": cb,
-    "COPA": copa,
+    "BoolQ": _of("passage", "question", classes=YES_NO),
+    "CB": _of("premise", "hypothesis", classes=CB_LABELS),
+    "COPA": _of("premise", "choice1", "choice2", "question", classes={0: 0, 1: 1}),
     "MultiRC": multirc,
     "ReCoRD": record,
-    "RTE": rte,
-    "WiC": wic,
+    "RTE": _of("premise", "hypothesis", classes=RTE_LABELS),
+    "WiC": _of("word", "sentence1", "sentence2", classes=YES_NO),
     "WSC": wsc,
 }
 

@@ -14,17 +14,16 @@ from typing import ClassVar
 import torch
 
 from model_center.dataset import decoder_task, truncation, verbalizer
+from model_center.dataset.decoder_task import tasks_of
 from model_center.dataset.example import Example
 from model_center.dataset.padding import Item, one_hot
 from model_center.dataset.prompts import PROMPTS, WORDS
 from model_center.dataset.squad import SQuAD_Dataset
-from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
+from model_center.dataset.task_dataset import TaskDataset, Tokenizer, at_least
 
 
 class T5Task(TaskDataset):
-    """A SuperGLUE task for T5: the prompt ends with `<extra_id_0>.`; one that is too long loses its
-    beginning.
-    """
+    """A SuperGLUE task for T5: prompts end with `<extra_id_0>.`; too long ones lose their start."""
 
     task: ClassVar[str]
     target_key = "targets"
@@ -39,8 +38,7 @@ class T5Task(TaskDataset):
         max_encoder_length: int,
         max_decoder_length: int,
     ) -> None:
-        """The task's rows, at most `max_encoder_length` ids each. `rank` and `world_size` have no
-        effect.
+        """Rows of at most `max_encoder_length` ids; `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format;
@@ -75,62 +73,15 @@ class T5Task(TaskDataset):
         }
 
 
-class BoolQ_Dataset(T5Task):
-    """Passage and question; No or Yes."""
-
-    task = "BoolQ"
-
-
-class CB_Dataset(T5Task):
-    """Premise and hypothesis; No, Yes or Maybe."""
-
-    task = "CB"
-
-
-class COPA_Dataset(T5Task):
-    """Two choices and a premise; 1 or 2."""
-
-    task = "COPA"
-
-
-class MultiRC_Dataset(T5Task):
-    """A text, a question and one of its answers; No or Yes."""
-
-    task = "MultiRC"
-
-
-class ReCoRD_Dataset(T5Task):
-    """A text, a query and one of its entities; No or Yes."""
-
-    task = "ReCoRD"
-
-
-class RTE_Dataset(T5Task):
-    """Premise and hypothesis; No or Yes."""
-
-    task = "RTE"
-
-
-class WiC_Dataset(T5Task):
-    """Two sentences and a word; No or Yes."""
-
-    task = "WiC"
-
-
-class WSC_Dataset(T5Task):
-    """A text, a pronoun and a noun; No or Yes."""
-
-    task = "WSC"
-
-
-DATASET = TaskTable(
-    BoolQ=BoolQ_Dataset,
-    CB=CB_Dataset,
-    COPA=COPA_Dataset,
-    MultiRC=MultiRC_Dataset,
-    ReCoRD=ReCoRD_Dataset,
-    RTE=RTE_Dataset,
-    WiC=WiC_Dataset,
-    WSC=WSC_Dataset,
-    SQuAD=SQuAD_Dataset,
-)
+DATASET = tasks_of(T5Task)
+(
+    BoolQ_Dataset,
+    CB_Dataset,
+    COPA_Dataset,
+    MultiRC_Dataset,
+    ReCoRD_Dataset,
+    RTE_Dataset,
+    WiC_Dataset,
+    WSC_Dataset,
+) = DATASET.values()
+DATASET["SQuAD"] = SQuAD_Dataset

@@ -1,5 +1,4 @@
-"""What the task datasets have in common: examples that become items when asked for, and batches
-padded to their longest.
+"""What task datasets share: examples that become items when asked for, and batches.
 
 Items are tokenised in `__getitem__`, on the CPU, by whoever loads them: use as many loader workers
 as you like. Batches come from `collate`, which `DistributedDataLoader` calls by itself; torch's
@@ -26,9 +25,7 @@ from model_center.errors import DataError, IdentifierError
 
 
 class Tokenizer(Protocol):
-    """What the datasets ask of a tokenizer; those of `model_center.tokenizer` and of transformers
-    have it.
-    """
+    """What the datasets ask of a tokenizer; ours and those of transformers have it."""
 
     vocab_size: int
     bos_token_id: int | None
@@ -96,9 +93,7 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
         return {"input_ids": self.pad_id}
 
     def target(self, index: int, example: Example) -> Item:
-        """What is known of item `index`: its label; its number where there is none; both and its
-        question's if grouped.
-        """
+        """The label of item `index`; its number if there is none; both and its group if grouped."""
         label = {self.target_key: torch.tensor(example.label)} if self.labelled else {}
         number = {} if self.labelled and not self.examples.grouped else {"idx": torch.tensor(index)}
         group = (
@@ -122,9 +117,7 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
 
     @property
     def qids(self) -> list[str]:
-        """For each item, the question that it belongs to: "row-question" (MultiRC, ReCoRD), else
-        empty.
-        """
+        """The question of each item, "row-question" (MultiRC, ReCoRD); else empty."""
         return [self.examples.group_names[group] for group in self.examples.groups]
 
 

@@ -6,8 +6,7 @@ from model_center.dataset.task_dataset import Tokenizer
 
 
 def keep_end(tokenizer: Tokenizer, text: str, max_length: int) -> list[int]:
-    """The ids of `text`, with the special tokens that the tokenizer puts around it; the *last*
-    `max_length` of them.
+    """The *last* `max_length` ids of `text` with the tokenizer's special tokens around it.
 
     The question of a prompt stands at its end, so the beginning is cut. What the tokenizer puts in
     front (BOS, [CLS]) is kept even then.
@@ -29,8 +28,7 @@ def num_leading_specials(tokenizer: Tokenizer) -> int:
 def keep_first(
     tokenizer: Tokenizer, first: str, second: str, max_length: int
 ) -> dict[str, list[int]]:
-    """The pair as the tokenizer joins it, at most `max_length` ids; only the second text is cut if
-    there is any room for it.
+    """The pair as the tokenizer joins it, at most `max_length` ids; the second is cut first.
 
     Returns `input_ids`, `attention_mask` and `token_type_ids`.
     """

@@ -1,6 +1,4 @@
-"""Generation: one engine for all models that write, greedily, by sampling or by beam search, from
-ids or from texts.
-"""
+"""Generation: one engine for all models, greedy, sampling or beams, from ids or from texts."""
 
 from model_center.generation.config import GenerationConfig
 from model_center.generation.engine import generate, stream

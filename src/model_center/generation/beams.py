@@ -118,9 +118,7 @@ class BeamSearch(Search):
         )
 
     def _candidates(self, logits: torch.Tensor) -> tuple[Hypotheses, torch.Tensor]:
-        """The best continuations, best first, and the live sequence (prompts, number) that each
-        continues.
-        """
+        """The best continuations, best first, and the sequence (prompts, number) of each."""
         place = self._prefix + self._num_new
         log_probs = self._filters(
             logits.float().log_softmax(-1), self._live.ids[:, :, :place].flatten(0, 1)
@@ -140,9 +138,7 @@ class BeamSearch(Search):
         ), parents
 
     def _with_ended(self, candidates: Hypotheses) -> Hypotheses:
-        """The best complete sequences: those there were, and the best candidates, where they
-        ended.
-        """
+        """The best complete sequences: earlier ones, and the best candidates as they end."""
         counts = candidates.is_complete & self._improvable & ~self._is_full()
         counts[:, self.copies :] = False
         scores = candidates.scores / self._num_new**self._task.config.length_penalty
@@ -153,25 +149,19 @@ class BeamSearch(Search):
         return merged.take(merged.scores.topk(self.copies).indices)
 
     def _is_full(self) -> torch.Tensor:
-        """bool (prompts, 1): whether there are enough complete sequences, and that is all that is
-        wanted.
-        """
+        """bool (prompts, 1): whether there are enough complete sequences, and no more wanted."""
         is_full = self._complete.is_complete.all(1, keepdim=True)
         return is_full if self._task.config.early_stopping is True else torch.zeros_like(is_full)
 
     def _could_improve(self) -> torch.Tensor:
-        """bool (prompts, 1): whether the best live sequence may beat the worst complete one, or one
-        is still missing.
+        """bool (prompts, 1): whether the best live sequence may still be among the results.
 
         How good a live one can get is not known, since a longer one may have a better score: it is
         judged by its present length, or ("never") by the length that is best for it.
         """
         config = self._task.config
-        length = (
-            self._task.num_new
-            if config.early_stopping == "never" and config.length_penalty > 0
-            else self._num_new
-        )
+        grows = config.early_stopping == "never" and config.length_penalty > 0
+        length = self._task.num_new if grows else self._num_new
         best = self._live.scores[:, :1] / length**config.length_penalty
         complete = self._complete
         worst = complete.scores.amin(1, keepdim=True).masked_fill(

@@ -1,19 +1,7 @@
-"""ModelCenter's generation classes for GPT-2, GPT-J, OPT, Mistral, Qwen and all others that
-continue plain texts.
-"""
+"""ModelCenter's generation classes for models that continue plain texts (GPT-2, OPT, Qwen)."""
 
 from __future__ import annotations
 
-from model_center.generation.classic import BeamSearchTexts, Generation, RandomSamplingTexts
+from model_center.generation.classic import family
 
-
-class CausalGeneration(Generation):
-    """Continuation of texts by a decoder-only model."""
-
-
-class CausalBeamSearch(BeamSearchTexts, CausalGeneration):
-    """By beam search."""
-
-
-class CausalRandomSampling(RandomSamplingTexts, CausalGeneration):
-    """By drawing tokens."""
+CausalGeneration, CausalBeamSearch, CausalRandomSampling = family("Causal", __name__)

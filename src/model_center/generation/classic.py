@@ -1,5 +1,4 @@
-"""ModelCenter's generation classes: `X(model, tokenizer).generate(texts, ...)`, what they have in
-common.
+"""What ModelCenter's generation classes, `X(model, tokenizer).generate(texts)`, share.
 
 `max_length` counts new tokens in all of them. No text ends before its first token, and only
 generated tokens count as repeated.
@@ -80,6 +79,16 @@ class RandomSamplingTexts(Generation):
             temperature=temperature,
             **repetition,
         )
+
+
+def family(
+    name: str, module: str, writer: type[TextGenerator] = TextGenerator
+) -> tuple[type[Generation], type[BeamSearchTexts], type[RandomSamplingTexts]]:
+    """A family of models' `<name>Generation`, and its beam search and drawing, for their module."""
+    facts = {"WRITER": writer, "__module__": module, "__doc__": f"{name}: see {writer.__name__}."}
+    base = type(f"{name}Generation", (Generation,), facts)
+    beams = type(f"{name}BeamSearch", (BeamSearchTexts, base), facts)
+    return base, beams, type(f"{name}RandomSampling", (RandomSamplingTexts, base), facts)
 
 
 def _repetition(penalty: float, window: int | None) -> dict[str, Any]:

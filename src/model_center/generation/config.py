@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from model_center.errors import ConfigError
+from model_center.errors import ConfigError, with_nearest
 
 DEFAULT_NEW_TOKENS = 100  # ModelCenter's
 
@@ -19,8 +18,7 @@ OF_BEAMS = ("length_penalty", "early_stopping")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How sequences are continued: greedily, by sampling (`do_sample`) or by beam search
-    (`num_beams` > 1).
+    """How sequences are continued: greedily, drawn (`do_sample`) or by beams (`num_beams`).
 
     Names and meaning are those of `transformers`.
 
@@ -122,7 +120,7 @@ class GenerationConfig:
             ConfigError: naming the options that do not exist, and the nearest that do.
         """
         known = {field.name for field in dataclasses.fields(cls)}
-        unknown = [_with_nearest(name, known) for name in options if name not in known]
+        unknown = [with_nearest(name, known) for name in options if name not in known]
         if unknown:
             raise ConfigError(f"generation does not know the option {', '.join(unknown)}.")
         return dataclasses.replace(config or cls(), **options)
@@ -130,13 +128,8 @@ class GenerationConfig:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The tokens that end a sequence."""
-        if self.eos_token_id is None:
-            return ()
-        return (
-            tuple(self.eos_token_id)
-            if isinstance(self.eos_token_id, Sequence)
-            else (self.eos_token_id,)
-        )
+        ids = () if self.eos_token_id is None else self.eos_token_id
+        return tuple(ids) if isinstance(ids, Sequence) else (ids,)
 
     @property
     def pad(self) -> int:
@@ -148,13 +141,11 @@ class GenerationConfig:
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts that end a sequence."""
-        return (
-            (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings)
-        )
+        stops = self.stop_strings
+        return (stops,) if isinstance(stops, str) else tuple(stops)
 
     def num_new_tokens(self, prefix: int, longest: int | None) -> int:
-        """How many tokens to add at most to `prefix` tokens, by a model that has positions for
-        `longest` (None for any number).
+        """The most tokens to add to `prefix` tokens, with positions for `longest` (None: any).
 
         Raises:
             ConfigError: if there is no room for them.
@@ -200,8 +191,7 @@ class GenerationConfig:
         if not self.do_sample and self.num_return_sequences > self.num_beams:
             raise ConfigError(
                 f"num_return_sequences is {self.num_return_sequences} with "
-                f"num_beams={self.num_beams}: "
-                "expected at most as many as beams, or do_sample=True."
+                f"num_beams={self.num_beams}: expected at most as many as beams, or do_sample=True."
             )
 
     def _require_default(self, names: Sequence[str], is_used: bool, needed: str) -> None:
@@ -229,8 +219,3 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _with_nearest(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{name!r}" + (f" (nearest: {near[0]!r})" if near else "")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from model_center.generation.classic import BeamSearchTexts, Generation, RandomSamplingTexts
+from model_center.generation.classic import family
 from model_center.generation.text import TextGenerator
 
 FIRST_TOKEN = 1  # that every text of CPM-1 begins with
@@ -24,15 +24,4 @@ class CPM1TextGenerator(TextGenerator):
         return {"context": mask}
 
 
-class CPM1Generation(Generation):
-    """Continuation of texts by CPM-1."""
-
-    WRITER = CPM1TextGenerator
-
-
-class CPM1BeamSearch(BeamSearchTexts, CPM1Generation):
-    """By beam search."""
-
-
-class CPM1RandomSampling(RandomSamplingTexts, CPM1Generation):
-    """By drawing tokens."""
+CPM1Generation, CPM1BeamSearch, CPM1RandomSampling = family("CPM1", __name__, CPM1TextGenerator)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from model_center.generation.classic import BeamSearchTexts, Generation, RandomSamplingTexts
+from model_center.generation.classic import family
 from model_center.generation.sentinels import SentinelTextGenerator
 
 
@@ -27,15 +27,4 @@ class CPM2TextGenerator(SentinelTextGenerator):
         return {"decoder_input_ids": torch.tensor([[self.sentinels[0]]]).repeat(len(mask), 1)}
 
 
-class CPM2Generation(Generation):
-    """What is in the gap of each text, see CPM2TextGenerator."""
-
-    WRITER = CPM2TextGenerator
-
-
-class CPM2BeamSearch(BeamSearchTexts, CPM2Generation):
-    """By beam search."""
-
-
-class CPM2RandomSampling(RandomSamplingTexts, CPM2Generation):
-    """By drawing tokens."""
+CPM2Generation, CPM2BeamSearch, CPM2RandomSampling = family("CPM2", __name__, CPM2TextGenerator)

@@ -31,8 +31,7 @@ def generate(
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> GenerationOutput:
-    """Continue prompts. Collective if the model is sharded: every rank calls it, each with prompts
-    of its own, or with none.
+    """Continue prompts. Collective if the model is sharded, with or without prompts of a rank.
 
     Args:
         model: any decoder-only or encoder-decoder model. Dropout is off while it generates.
@@ -73,8 +72,7 @@ def stream(
     generator: torch.Generator | None = None,
     **options: Any,
 ) -> Iterator[list[int | None]]:
-    """As `generate`, token by token: each step gives a token for each row, None for rows that have
-    ended.
+    """As `generate`, token by token: a token for each row, None for rows that have ended.
 
     Arguments are checked at once, tokens computed when they are asked for. Where the model is
     sharded every rank must ask until there is no more, or close the iterator after its first token

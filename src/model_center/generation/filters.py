@@ -1,6 +1,4 @@
-"""What is done to the scores of the next token before one is chosen: pure functions of tensors, and
-their order.
-"""
+"""What is done to scores before a token is chosen: pure functions, and their order."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ from model_center.generation.config import GenerationConfig
 def repetition_penalty(
     scores: torch.Tensor, occurred: torch.Tensor, penalty: float
 ) -> torch.Tensor:
-    """Scores (rows, vocab), those of the tokens `occurred` (rows, any number) made lower, once
-    each.
+    """Scores (rows, vocab), lower for the tokens `occurred` (rows, any number), once each.
 
     Source: Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable
     Generation" (2019).
@@ -25,16 +22,13 @@ def repetition_penalty(
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Scores (rows, vocab) with -inf for all tokens below the k-th best of their row; tokens equal
-    to it stay.
-    """
+    """Scores (rows, vocab), -inf below the k-th best of their row; ties with it stay."""
     least = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < least, -math.inf)
 
 
 def top_p(scores: torch.Tensor, p: float) -> torch.Tensor:
-    """Scores (rows, vocab) with -inf for all but the fewest tokens whose probabilities add up to at
-    least p.
+    """Scores (rows, vocab), -inf outside of the fewest tokens of a probability of p in all.
 
     Source: Holtzman et al., "The Curious Case of Neural Text Degeneration" (2020).
     """

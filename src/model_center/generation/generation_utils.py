@@ -46,9 +46,7 @@ def pad(
 def top_k_top_p_filtering(
     logits: torch.Tensor, top_k: int = 0, top_p: float = 0.0, filter_value: float = -math.inf
 ) -> torch.Tensor:
-    """Scores (rows, vocab), `filter_value` outside of the k likeliest tokens and of the nucleus; 0
-    leaves one of both out.
-    """
+    """Scores (rows, vocab), `filter_value` outside of the top k and the nucleus; 0 for no limit."""
     kept = best_k(logits, top_k) if top_k else logits
     kept = nucleus(kept, top_p) if 0 < top_p < 1 else kept
     return logits.masked_fill(kept == -math.inf, filter_value)
@@ -122,9 +120,7 @@ class BeamHypotheses:
         self.hyp = sorted(self.hyp, key=lambda pair: -pair[0])[: self.n_hyp]
 
     def is_done(self, best_sum_logprobs: float, cur_len: int) -> bool:
-        """Whether no sequence of `cur_len` tokens with this log-probability could be among the
-        best.
-        """
+        """Whether no `cur_len` tokens of this log-probability can be among the best."""
         if len(self) < self.n_hyp:
             return False
         return (

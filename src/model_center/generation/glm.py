@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 
-from model_center.generation.classic import BeamSearchTexts, Generation, RandomSamplingTexts
+from model_center.generation.classic import family
 from model_center.generation.config import GenerationConfig
 from model_center.generation.text import TextGenerator
 
 
 class GLMTextGenerator(TextGenerator):
-    """What is at the [MASK] of each text, which is at its end if the text names none; it ends at
-    [E].
+    """What is at the [MASK] of each text, or at its end without one; it ends at [E].
 
     Source: Du et al., "GLM: General Language Model Pretraining with Autoregressive Blank Infilling"
     (2022).
     """
 
     def encode(self, text: str) -> list[int]:
-        """[CLS], the text's tokens, among them a [MASK]; the model adds the token that starts a
-        span.
-        """
+        """[CLS] and the text's tokens, among them a [MASK]; the model adds a span's start."""
         ids = list(self.tokenizer.encode(text, add_special_tokens=False))
         gap = [] if self.tokenizer.mask_token_id in ids else [self.tokenizer.mask_token_id]
         return [self.tokenizer.cls_token_id, *ids, *gap]
 
     def settled(self, config: GenerationConfig) -> GenerationConfig:
-        """As in TextGenerator; of the tokens that are no pieces of text, only those that end it are
-        generated.
-        """
+        """As in TextGenerator; special tokens other than the end's are forbidden."""
         config = super().settled(config)
         others = {
             *self.tokenizer.all_special_ids,
@@ -39,15 +34,4 @@ class GLMTextGenerator(TextGenerator):
         )
 
 
-class GLMGeneration(Generation):
-    """What is at the [MASK] of each text, see GLMTextGenerator."""
-
-    WRITER = GLMTextGenerator
-
-
-class GLMBeamSearch(BeamSearchTexts, GLMGeneration):
-    """By beam search."""
-
-
-class GLMRandomSampling(RandomSamplingTexts, GLMGeneration):
-    """By drawing tokens."""
+GLMGeneration, GLMBeamSearch, GLMRandomSampling = family("GLM", __name__, GLMTextGenerator)

@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-from model_center.generation.causal import CausalGeneration
-from model_center.generation.classic import BeamSearchTexts, RandomSamplingTexts
+from model_center.generation.classic import family
 
-
-class LlamaGeneration(CausalGeneration):
-    """Continuation of texts by LLaMA."""
-
-
-class LlamaBeamSearch(BeamSearchTexts, LlamaGeneration):
-    """By beam search."""
-
-
-class LlamaRandomSampling(RandomSamplingTexts, LlamaGeneration):
-    """By drawing tokens."""
+LlamaGeneration, LlamaBeamSearch, LlamaRandomSampling = family("Llama", __name__)

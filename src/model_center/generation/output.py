@@ -9,8 +9,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationOutput:
-    """The sequences of all prompts, those of one prompt (`num_return_sequences`) next to each
-    other, the best one first.
+    """The sequences of all prompts; those of one prompt are neighbours, the best first.
 
     Attributes:
         sequences: int64 (rows, prefix + new), prompts (of the decoder) and what follows them;

@@ -1,6 +1,4 @@
-"""The ranks that compute one sharded model: each forward pass gathers parameters from all, so all
-do equally many.
-"""
+"""The ranks of one sharded model, all of which run equally many forward passes."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class Peers:
         return bool(mine), bool(anyone)
 
     def agree(self, error: Exception | None) -> None:
-        """Raise this rank's error, or tell of that of another rank, before anybody begins.
-        Collective.
+        """Raise this rank's error, or tell of another's, before anybody begins. Collective.
 
         Raises:
             InputError: where only others have one.

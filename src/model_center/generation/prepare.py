@@ -1,6 +1,4 @@
-"""The arguments of a generation: checked, brought to the model's device, and made into what the
-engine works with.
-"""
+"""The arguments of a generation: checked, on the model's device, as the engine takes them."""
 
 from __future__ import annotations
 
@@ -39,11 +37,10 @@ def prepared(model: BaseModel, prompts: Prompts, config: GenerationConfig) -> tu
         ConfigError, InputError: naming the argument, what it is, what is expected.
     """
     device = next(model.parameters()).device
-    decoding = (
-        decoding_of(model, prompts, config, device)
-        if len(prompts.input_ids)
-        else stand_in(model, device)
-    )
+    if len(prompts.input_ids):
+        decoding = decoding_of(model, prompts, config, device)
+    else:
+        decoding = stand_in(model, device)
     for name, ids in (
         ("eos_token_id", config.eos_ids),
         ("pad_token_id", (config.pad,)),
@@ -98,8 +95,7 @@ def stand_in(model: BaseModel, device: torch.device) -> Decoding:
 def valid_tokens(
     ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig
 ) -> torch.Tensor | None:
-    """bool (rows, length), False where a prompt is padding; None where none is. See
-    `attention_mask` of `generate`.
+    """bool (rows, length), False for padding; None for none. See `attention_mask` of `generate`.
 
     Raises:
         InputError: for a mask of another shape, or a row without any valid token.

@@ -1,6 +1,4 @@
-"""How the next tokens are chosen: what all ways have in common, and choosing for each sequence by
-itself.
-"""
+"""How next tokens are chosen: what all ways share, and choice sequence by sequence."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Task:
     generator: torch.Generator | None = None
 
     def buffer(self, copies: int) -> torch.Tensor:
-        """int64 (prompts * copies, length + num_new): each prompt `copies` times, followed by
-        padding.
-        """
+        """int64 (prompts * copies, length + num_new): prompts `copies` times, then padding."""
         rows = self.prefix.repeat_interleave(copies, 0)
         return torch.cat([rows, rows.new_full((len(rows), self.num_new), self.config.pad)], 1)
 

@@ -13,8 +13,7 @@ NUM_BYTES = 256
 
 
 class StopStrings:
-    """An automaton that reads tokens and knows whether the bytes read so far contain one of some
-    strings.
+    """An automaton that reads tokens and knows whether their bytes contain one of some strings.
 
     Every row of a batch is in a state, a number; the next one is looked up by token, on the device,
     so that neither text nor a loop over rows is needed. A string may begin and end inside of
@@ -56,9 +55,7 @@ class Ending:
         self._eos, self._stop = eos, stop
 
     def next(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(states, bool) of the shape of both arguments: the states after these tokens, and which
-        sequences end with them.
-        """
+        """(states, bool), each shaped as the arguments: states after the tokens, and who ends."""
         ended = (tokens[..., None] == self._eos).any(-1)
         if self._stop is None:
             return states, ended
@@ -67,9 +64,7 @@ class Ending:
 
 
 def byte_automaton(patterns: Sequence[bytes]) -> torch.Tensor:
-    """Next state by state and byte, int64 (states, 256); 0 is the first state, the last one says
-    found and is never left.
-    """
+    """Next state by state and byte, int64 (states, 256); 0 is the first, the last stays found."""
     children, is_end = _trie(patterns)
     found = len(children)
     rows = [[0] * NUM_BYTES for _ in children]
@@ -107,9 +102,7 @@ def _trie(patterns: Sequence[bytes]) -> tuple[list[dict[int, int]], list[bool]]:
 
 
 def token_table(automaton: torch.Tensor, tokens: Sequence[bytes]) -> torch.Tensor:
-    """Next state by state and token, int64 (states, tokens): all tokens take their bytes' steps at
-    once.
-    """
+    """Next state by state and token, int64 (states, tokens): all bytes of a token at once."""
     order = sorted(range(len(tokens)), key=lambda token: -len(tokens[token]))
     states = torch.arange(len(automaton))[:, None].repeat(1, len(tokens))
     sorted_tokens = [tokens[token] for token in order]
@@ -126,8 +119,7 @@ def token_table(automaton: torch.Tensor, tokens: Sequence[bytes]) -> torch.Tenso
 
 @functools.lru_cache(maxsize=4)
 def bytes_of_tokens(tokenizer: Any, size: int) -> tuple[bytes, ...]:
-    """What each of the first `size` ids adds to a text; nothing for special tokens and ids that the
-    tokenizer does not have.
+    """What each of the first `size` ids adds to a text; nothing for special and unknown ones.
 
     The tokenizer is asked for the text of each token after another one, as first tokens may lose
     their blank. Tokens that are parts of characters have no text of their own; their bytes are read
@@ -155,17 +147,14 @@ def _bytes_of_name(name: str) -> bytes | None:
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
     alphabet = byte_alphabet()
-    return (
-        bytes(alphabet[letter] for letter in name)
-        if all(letter in alphabet for letter in name)
-        else None
-    )
+    if not all(letter in alphabet for letter in name):
+        return None
+    return bytes(alphabet[letter] for letter in name)
 
 
 @functools.cache
 def byte_alphabet() -> dict[str, int]:
-    """The byte of each letter in byte-level vocabularies: itself where it is printable, else the
-    next letter from U+0100 on.
+    """The byte of each letter in byte-level vocabularies: itself, or letters from U+0100 on.
 
     Source: the vocabulary format of GPT-2.
     """

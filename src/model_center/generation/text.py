@@ -51,8 +51,7 @@ class TextGenerator:
         )
 
     def __call__(self, texts: Sequence[str], **options: Any) -> list[str]:
-        """What follows each text (of encoder-decoders: what is made of it), `num_return_sequences`
-        in a row for each.
+        """What follows each text, or is made of it, `num_return_sequences` in a row for each.
 
         Raises:
             ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -78,9 +77,7 @@ class TextGenerator:
         return (piece for _, piece in self.stream_batch([text], **options))
 
     def stream_batch(self, texts: Sequence[str], **options: Any) -> Iterator[tuple[int, str]]:
-        """As `stream` for several texts at once: the number of the row, and a piece of what
-        follows.
-        """
+        """As `stream` for several texts at once: the row, and a piece of what follows."""
         return pieces_of(
             self._run(lambda: self._encoded(texts), options, streamed_search_of), self.tokenizer
         )
@@ -90,15 +87,11 @@ class TextGenerator:
         return list(self.tokenizer.encode(text))
 
     def inputs(self, mask: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """What else the model is given: `inputs` of `generate`, for prompts whose valid tokens are
-        bool (rows, length).
-        """
+        """Further `inputs` of `generate`, for prompts with valid tokens bool (rows, length)."""
         return {}
 
     def settled(self, config: GenerationConfig) -> GenerationConfig:
-        """The configuration, with the tokenizer's tokens that end and pad sequences where it names
-        none, and with ids that have no text forbidden.
-        """
+        """The configuration with the tokenizer's end and pad tokens, ids without text forbidden."""
         found = {
             name: getattr(self.tokenizer, name)
             for name in ("eos_token_id", "pad_token_id")
@@ -110,9 +103,7 @@ class TextGenerator:
 
     @functools.cached_property
     def unknown(self) -> list[int]:
-        """The ids of the model that are none of the tokenizer's: models may have more, as multiples
-        of 64 compute faster.
-        """
+        """Ids of the model without a token: vocabularies are rounded up for speed."""
         return sorted(
             set(range(self.model.config.vocab_size)) - set(self.tokenizer.get_vocab().values())
         )
@@ -205,8 +196,7 @@ def templated(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> Row
 
 
 def padded(rows: Rows, pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of tokens as int64 (rows, longest), padded on the "left" or "right", and bool of that
-    shape: what is no padding.
+    """Rows as int64 (rows, longest), padded on the "left" or "right", and bool: what is valid.
 
     Raises:
         InputError: for a row without tokens.

@@ -1,6 +1,4 @@
-"""The names that the project knows: those of ModelCenter, and where Hugging Face's hub has the same
-model.
-"""
+"""The names that the project knows: ModelCenter's, and where Hugging Face's hub has them."""
 
 from __future__ import annotations
 
@@ -46,8 +44,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def repository_of(name: str) -> str:
-    """The hub's repository for a name that the project knows, or for that of a repository itself
-    ("org/name").
+    """The hub's repository for a name that the project knows, or for its own, "org/name".
 
     Raises:
         IdentifierError: with the nearest names that are known, or that a folder is needed.
@@ -56,9 +53,8 @@ def repository_of(name: str) -> str:
         return REPOSITORIES[name]
     if name in LOCAL_ONLY:
         raise IdentifierError(
-            f"{name!r} is on no hub: give a folder with its config.json and "
-            "pytorch_model.pt, or put them into "
-            f"~/.cache/model_center/{name}/."
+            f"{name!r} is on no hub: give a folder with its config.json and pytorch_model.pt, or "
+            f"put them into ~/.cache/model_center/{name}/."
         )
     if _REPOSITORY.fullmatch(name):
         return name

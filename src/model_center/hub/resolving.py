@@ -1,6 +1,4 @@
-"""From a folder or a name to a folder with files: local, cached, or fetched from Hugging Face's hub
-by one process per host.
-"""
+"""From a name to a folder: local, cached, or fetched from the hub by one process per host."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ class Client(Protocol):
     """What is asked of the hub."""
 
     def __call__(self, repository: str, patterns: Sequence[str], local_only: bool) -> str:
-        """Folder with the repository's files of these patterns, from the cache alone or fetched as
-        needed.
+        """A folder with the repository's files of these patterns, cached or fetched.
 
         Raises OSError or ValueError where that cannot be done.
         """
@@ -99,9 +96,7 @@ def resolve(
 
 
 def _local(name: str, kind: str, cache: pathlib.Path) -> str:
-    """A folder of this name, or a cached one that has files of this kind; empty if there is
-    none.
-    """
+    """A folder of this name, or a cached one with files of this kind; empty for none."""
     if os.path.isdir(name):
         return name
     cached = cache / name
@@ -117,9 +112,8 @@ def _fetched(name: str, kind: str, client: Client, local_only: bool) -> str:
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise IdentifierError(
-                f"{name!r} is no folder here, and {repository} could not be fetched "
-                "from the Hugging Face hub: "
-                f"{type(error).__name__}: {reason}"
+                f"{name!r} is no folder here, and {repository} could not be fetched from the "
+                f"Hugging Face hub: {type(error).__name__}: {reason}"
             ) from error
         if _holds(pathlib.Path(folder), patterns):
             return folder

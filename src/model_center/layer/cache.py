@@ -1,6 +1,4 @@
-"""Keys and values of tokens that went through the model before, in memory that is allocated
-once.
-"""
+"""Keys and values of tokens that went through the model before, allocated once."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ KeyValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerCache(Sequence[torch.Tensor]):
-    """The cache of one attention layer: reads as the pair (keys, values), each (batch, heads,
-    length, dim_head).
+    """The cache of a layer: a pair (keys, values), each (batch, heads, length, dim_head).
 
     Keys are kept as the attention used them: rotary positions are applied already, heads are those
     of keys, not of queries.
@@ -23,38 +20,43 @@ class LayerCache(Sequence[torch.Tensor]):
     Args:
         capacity: number of tokens to allocate room for at the first `append`; more than that moves
             to a larger place.
+        in_place: whether new tokens are written beside the others; False leaves all tensors that
+            were given or returned as they are.
         cross: the cache of the cross-attention of the same decoder layer, whose keys never change.
     """
 
-    def __init__(self, capacity: int = 0, cross: LayerCache | None = None) -> None:
+    def __init__(
+        self, capacity: int = 0, cross: LayerCache | None = None, *, in_place: bool = True
+    ) -> None:
         self.length = 0
         self.cross = cross
-        self._capacity = capacity
+        self._capacity, self._in_place = capacity, in_place
         self._memory: KeyValues | None = None
         self._is_kept = False  # whether autograd, or who gave it, has the memory too
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> LayerCache:
-        """A cache that holds these, each (batch, heads, length, dim_head)."""
-        cache = cls(keys.shape[2])
+        """A cache that holds these, each (batch, heads, length, dim_head), and leaves them so."""
+        cache = cls(in_place=False)
         cache.append(keys, values)
         return cache
 
+    @property
+    def pair(self) -> KeyValues | None:
+        """(keys, values); None if nothing went through the layer."""
+        return None if self._memory is None else self._valid(self.length)
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
-        """Add tokens (batch, heads, new, dim_head); returns all (keys, values) so far, which are
-        views of the memory.
+        """Add tokens (batch, heads, new, dim_head); returns all so far, as views of the memory.
 
         Raises:
-            InputError: for another number of rows than that of the tokens before.
+            InputError: for other numbers of rows, heads or channels than before.
         """
-        if self._memory is not None and len(self._memory[0]) != len(keys):
-            raise InputError(
-                f"the cache holds {len(self._memory[0])} rows: expected as many in the new "
-                f"tokens, got {len(keys)}."
-            )
+        if self._memory is not None:
+            _check_alike(self._memory[0].shape, keys.shape)
         start, self.length = self.length, self.length + keys.shape[2]
         # autograd keeps what queries read, even keys without gradient: it must not change
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self._in_place:
             self._memory = (
                 (keys, values) if start == 0 else _joined(self._valid(start), (keys, values))
             )
@@ -66,9 +68,7 @@ class LayerCache(Sequence[torch.Tensor]):
         return self._valid(self.length)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Keep these rows (new batch,) of the batch, in this order: beams that go on, or samples
-        that are not done.
-        """
+        """Keep these rows (new batch,) of the batch, in this order."""
         if self._memory is not None:
             keys, values = self._memory
             self._memory, self._is_kept = (
@@ -79,9 +79,7 @@ class LayerCache(Sequence[torch.Tensor]):
             self.cross.select(rows)
 
     def reorder(self, rows: torch.Tensor, start: int) -> None:
-        """Give each row the tokens from `start` on of one of `rows` (batch,), in place; those
-        before are the same in both.
-        """
+        """Give each row the tokens from `start` on of one of `rows` (batch,), in place."""
         if self._memory is not None and self.length > start:
             for place in self._memory:
                 place[:, :, start : self.length] = place[:, :, start : self.length].index_select(
@@ -130,7 +128,9 @@ class LayerCache(Sequence[torch.Tensor]):
 
 
 class KeyValueCache(Sequence[LayerCache]):
-    """The caches of all layers, in order: what models return as `past_key_values` and take again.
+    """The caches of all layers, in order, which are filled in place: given as `past_key_values`, a
+    model adds its tokens to them and returns them. A model that is given none, or (keys, values) of
+    each layer, returns a list of such pairs instead, and changes nothing.
 
     Args:
         num_layers: how many.
@@ -148,24 +148,33 @@ class KeyValueCache(Sequence[LayerCache]):
     def of(
         cls, pairs: Sequence[LayerCache | KeyValues | None] | KeyValueCache, num_layers: int
     ) -> KeyValueCache:
-        """What a program passes as `past_key_values`: a cache, or a (keys, values) pair or None per
-        layer.
+        """What a program passes as `past_key_values`: a cache, or a pair or None per layer.
 
         Raises:
-            ValueError: for another number of layers.
+            InputError: for another number of layers, or of tokens in some of them.
         """
         if len(pairs) != num_layers:
-            raise ValueError(f"past_key_values has {len(pairs)} layers: expected {num_layers}.")
+            raise InputError(f"past_key_values has {len(pairs)} layers: expected {num_layers}.")
         if isinstance(pairs, KeyValueCache):
             return pairs
         cache = cls(0)
-        cache._layers = [_layer_of(pair) for pair in pairs]
+        cache._layers = [layer_of(pair, index) for index, pair in enumerate(pairs)]
+        lengths = {layer.length for layer in cache._layers if layer.length}
+        if len(lengths) > 1:
+            raise InputError(
+                f"past_key_values has layers of {sorted(lengths)} tokens: expected one."
+            )
         return cache
+
+    @property
+    def pairs(self) -> list[KeyValues | None]:
+        """(keys, values) of each layer; None for a layer without attention."""
+        return [layer.pair for layer in self._layers]
 
     @property
     def length(self) -> int:
         """Number of tokens held."""
-        return self._layers[0].length if self._layers else 0
+        return max((layer.length for layer in self._layers), default=0)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows (new batch,) of the batch, in this order."""
@@ -173,8 +182,7 @@ class KeyValueCache(Sequence[LayerCache]):
             layer.select(rows)
 
     def reorder(self, rows: torch.Tensor, start: int) -> None:
-        """Give each row the tokens from `start` on of one of `rows` (batch,), in place: one whose
-        earlier tokens are the same.
+        """Give each row the tokens from `start` on of one of `rows` (batch,), in place.
 
         So beams of one prompt change places without new memory, and without a copy of the prompt or
         of the encoder's keys.
@@ -194,10 +202,34 @@ class KeyValueCache(Sequence[LayerCache]):
         return self._layers[index]
 
 
-def _layer_of(pair: LayerCache | KeyValues | None) -> LayerCache:
-    if pair is None:
-        return LayerCache()
-    return pair if isinstance(pair, LayerCache) else LayerCache.of(pair[0], pair[1])
+def layer_of(past: LayerCache | KeyValues | None, index: int = 0) -> LayerCache:
+    """The cache that a program passes for layer `index`.
+
+    Raises:
+        InputError: for another thing than a cache, or keys and values of one shape.
+    """
+    if past is None or isinstance(past, LayerCache):
+        return LayerCache(in_place=False) if past is None else past
+    given = list(past)
+    shapes = [tuple(part.shape) for part in given if isinstance(part, torch.Tensor)]
+    if len(given) != 2 or len(shapes) != 2 or shapes[0] != shapes[1] or len(shapes[0]) != 4:
+        raise InputError(
+            f"past_key_values has {shapes or given} for layer {index}: expected keys and values, "
+            "both (batch, heads, tokens, dim_head)."
+        )
+    return LayerCache.of(given[0], given[1])
+
+
+def _check_alike(held: torch.Size, new: torch.Size) -> None:
+    if len(held) != len(new) or held[0] != new[0]:
+        raise InputError(
+            f"the cache holds {held[0]} rows: expected as many in the new tokens, got {new[0]}."
+        )
+    if held[1] != new[1] or held[3] != new[3]:
+        raise InputError(
+            f"the cache holds {held[1]} heads of {held[3]} channels: the layer has {new[1]} of "
+            f"{new[3]}."
+        )
 
 
 def _joined(old: KeyValues, new: KeyValues) -> KeyValues:

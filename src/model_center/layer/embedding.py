@@ -61,9 +61,7 @@ class Embedding(bmt.DistributedModule):
         return rows / math.sqrt(self.dim_model) if self.length_scale else rows
 
     def projection(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of every row, (..., vocab_size), for hidden states (..., embedding_size): a head
-        tied to the table.
-        """
+        """Scores (..., vocab_size) of hidden states (..., embedding_size): a tied head."""
         if self.length_scale:
             x = x / math.sqrt(self.dim_model)
         return F.linear(x, self.weight)

@@ -58,8 +58,7 @@ class DenseACT(torch.nn.Module):
 
 
 class DenseGatedACT(torch.nn.Module):
-    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff). `linear` makes the maps from their
-    sizes.
+    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff); `linear` makes the maps.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """

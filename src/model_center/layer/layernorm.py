@@ -10,8 +10,7 @@ from model_center.layer.parameter import constant, parameter
 
 
 def rms_layernorm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, the mean in fp32; dtype and
-    shape of `hidden`.
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim, the mean in fp32; as `hidden`.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """

@@ -1,6 +1,4 @@
-"""Which keys a query may see, as facts and not as a tensor of all pairs, which is made only where
-nothing less says it.
-"""
+"""Which keys a query may see, as facts; a tensor of all pairs is made only where needed."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ class AttentionMask(NamedTuple):
         return seen | ~seen.any(-1, keepdim=True)
 
     def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
-        """The same mask with its tensor of pairs, if it needs one: made once for all layers of a
-        pass.
-        """
+        """The same mask with its tensor of pairs, if needed: made once for all layers."""
         if self.is_settled or self.is_plain(num_queries, num_keys):
             return self
         return self._replace(pairs=self.visible(num_queries, num_keys, device), is_settled=True)
@@ -71,9 +67,7 @@ class AttentionMask(NamedTuple):
 def causal_pairs(
     num_queries: int, num_keys: int, device: torch.device, window: int | None = None
 ) -> torch.Tensor:
-    """bool (queries, keys): query i, the last but (queries - 1 - i) of the keys, sees itself and
-    the `window` - 1 before it.
-    """
+    """bool (queries, keys): the queries are the last keys; each sees `window` keys up to itself."""
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     seen = ones.tril(num_keys - num_queries)
     return seen if window is None else seen.triu(num_keys - num_queries - window + 1)

@@ -1,6 +1,4 @@
-"""The one place where layers decide whether a parameter is sharded: it is, once
-`bmtrain.init_distributed` ran.
-"""
+"""Here alone is decided whether a parameter is sharded: once `init_distributed` ran."""
 
 from __future__ import annotations
 

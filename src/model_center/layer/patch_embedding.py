@@ -11,8 +11,7 @@ from model_center.layer.parameter import normal, parameter
 
 
 class PatchEmbedding(bmt.DistributedModule):
-    """Images (batch, in_chans, img_size, img_size) to (batch, patches + 1, embed_dim): class token
-    first, positions added.
+    """Images (batch, in_chans, img_size, img_size) to (batch, patches + 1, embed_dim).
 
     Args:
         img_size, patch_size: in pixels; the patches are squares side by side.

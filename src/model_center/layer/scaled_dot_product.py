@@ -1,6 +1,4 @@
-"""The arithmetic of attention: torch's fused kernels, or step by step where the probabilities are
-asked for.
-"""
+"""The arithmetic of attention: fused kernels, or explicit for the probabilities."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ def attend_visibly(
 def score_mask(
     mask: AttentionMask, bias: torch.Tensor | None, query: torch.Tensor, num_keys: int
 ) -> torch.Tensor | None:
-    """What `scaled_dot_product_attention` takes: bool (True is seen), or numbers to add to the
-    scores.
-    """
+    """`attn_mask` of torch's attention: bool (True is seen), or summands of scores."""
     if bias is None:
         return mask.visible(query.shape[2], num_keys, query.device)
     return biased(mask, bias, query.dtype, (query.shape[2], num_keys))
@@ -97,7 +93,5 @@ def biased(
 
 
 def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """(batch, key heads, keys, dim) to (batch, num_heads, keys, dim), each head several times in a
-    row.
-    """
+    """(batch, key heads, keys, dim) to (batch, num_heads, keys, dim), heads repeated."""
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], 1)

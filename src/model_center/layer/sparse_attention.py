@@ -1,13 +1,10 @@
-"""Longformer's attention: a window around every token, and a few tokens that see and are seen by
-all.
+"""Longformer's attention: a window around every token, and a few tokens that see all.
 
 Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020).
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +12,8 @@ import torch.nn.functional as F
 
 from model_center.errors import ConfigError, InputError
 from model_center.layer.dense_attention import Attention
-from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
+from model_center.layer.options import DTYPE, SCALES, AttentionOptions, takes
 from model_center.layer.scaled_dot_product import attend, attend_visibly
 
 
@@ -49,78 +46,36 @@ def sparse_mask(valid: torch.Tensor, is_global: torch.Tensor | None = None) -> S
 
 
 class SparseSelfAttention(Attention):
-    """Self-attention of (batch, seq, dim_in) within a window, in memory that grows linearly with
-    seq.
+    """Self-attention of (batch, seq, dim_in) within a window; memory grows linearly with seq.
 
     A token sees the tokens up to half a window before and after it and all global tokens. A global
     token sees all tokens, by three projections of its own.
 
-    Args:
+    Args: see `AttentionOptions`.
+
         attention_window: width of the window, half of it on each side; even.
         pos_bias_type: "none".
-        Others: as in `Attention`. `attn_scale` is that of both kinds of queries.
+        attn_scale: of both kinds of queries.
     """
 
-    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
-        self,
-        attention_window: int = 512,
-        *,
-        dim_in: int,
-        dim_head: int,
-        num_heads: int,
-        dim_out: int | None = None,
-        dtype: torch.dtype = torch.half,
-        int8: bool = False,
-        init_mean: float = 0.0,
-        init_std: float = 0.02,
-        bias: bool = False,
-        mask_value: float = -math.inf,
-        pos_bias_type: str = "none",
-        length_scale: bool = False,
-        attn_scale: bool = False,
-        dropout_p: float = 0,
-    ) -> None:
-        if attention_window < 2 or attention_window % 2:
-            raise ConfigError(
-                f"attention_window is {attention_window}: expected a positive even number."
-            )
-        if pos_bias_type != "none":
-            raise ConfigError(
-                f"pos_bias_type is {pos_bias_type!r}: sparse attention takes 'none' only."
-            )
-        super().__init__(
-            dim_in,
-            dim_head,
-            num_heads,
-            dim_out,
-            dtype,
-            int8,
-            init_mean,
-            init_std,
-            bias,
-            mask_value,
-            pos_bias_type,
-            length_scale,
-            attn_scale,
-            dropout_p,
-        )
-        self.attention_window = attention_window
-        width = num_heads * dim_head
-        linear = functools.partial(
-            Linear,
-            dim_in,
-            width,
-            length_scale=length_scale,
-            dtype=dtype,
-            init_mean=init_mean,
-            init_std=init_std,
-            bias=bias,
-        )
-        self.project_q_global, self.project_k_global, self.project_v_global = (
-            linear(),
-            linear(),
-            linear(),
-        )
+    @takes(
+        *("", "attention_window"),
+        by_name=f"dim_in dim_head num_heads dim_out {DTYPE} init_mean init_std bias mask_value "
+        f"pos_bias_type {SCALES}",
+        kind=AttentionOptions,
+    )
+    def __init__(self, options: AttentionOptions) -> None:
+        window, kind = options.attention_window, options.pos_bias_type
+        if window < 2 or window % 2:
+            raise ConfigError(f"attention_window is {window}: expected a positive even number.")
+        if kind != "none":
+            raise ConfigError(f"pos_bias_type is {kind!r}: sparse attention takes 'none' only.")
+        super().__init__(options)
+        self.attention_window = window
+        sizes = options.dim_in, options.num_heads * options.dim_head
+        self.project_q_global = options.linear(*sizes)
+        self.project_k_global = options.linear(*sizes)
+        self.project_v_global = options.linear(*sizes)
 
     def forward(  # type: ignore[override]  # one sequence is queries and keys
         self,
@@ -280,9 +235,7 @@ def attend_in_window(
 
 
 def _neighbourhoods(x: torch.Tensor, reach: int, missing: int) -> torch.Tensor:
-    """(batch, heads, seq, dim) to (batch * chunks, heads, 3 * reach, dim): of every chunk, it and
-    the two beside it.
-    """
+    """(batch, heads, seq, dim) to (batch * chunks, heads, 3 * reach, dim), with neighbours."""
     padded = F.pad(x, (0, 0, reach, reach + missing))
     return padded.unfold(2, 3 * reach, reach).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
@@ -293,9 +246,7 @@ def _repeated(x: torch.Tensor, chunks: int) -> torch.Tensor:
 
 
 def _window_pairs(mask: SparseMask, reach: int, missing: int) -> torch.Tensor:
-    """bool (batch * chunks, 1, reach, 3 * reach): the keys of a neighbourhood that each query sees,
-    no global ones.
-    """
+    """bool (batch * chunks, 1, reach, 3 * reach): the keys each query sees, no global ones."""
     there = F.pad(mask.valid & ~mask.is_global, (reach, reach + missing)).unfold(
         1, 3 * reach, reach
     )
@@ -308,7 +259,5 @@ def _window_pairs(mask: SparseMask, reach: int, missing: int) -> torch.Tensor:
 
 
 def _of_heads(places: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Places (batch, globals) as an index (batch, heads, globals, dim) into `like` (batch, heads,
-    seq, dim).
-    """
+    """Places (batch, globals) as an index (batch, heads, globals, dim) into `like`."""
     return places[:, None, :, None].expand(-1, like.shape[1], -1, like.shape[3])

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 import bmtrain as bmt
-from model_center.layer.cache import KeyValueCache
+from model_center.layer.cache import KeyValueCache, KeyValues
+
+Pasts = KeyValueCache | list[KeyValues | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class StackOutput(NamedTuple):
 
     Attributes:
         last_hidden_state: (batch, seq, dim_model), after the last norm.
-        past_key_values: the cache, where asked for.
+        past_key_values: the cache, where asked for: that which was given, or a list of (keys,
+            values), each (batch, heads, tokens, dim_head), of all layers.
         hidden_states: the inputs of all layers and the last hidden state, where asked for. With
             norms that follow each part, which here open the layer above, the inputs are those after
             that norm.
@@ -40,7 +43,7 @@ class StackOutput(NamedTuple):
     """
 
     last_hidden_state: torch.Tensor
-    past_key_values: KeyValueCache | None = None
+    past_key_values: Pasts | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
     cross_attentions: tuple[torch.Tensor, ...] | None = None
@@ -64,11 +67,13 @@ class Wanted:
 
     Attributes:
         cache: to go on with and return; None for none.
+        pairs: whether to return the cache as a list of (keys, values).
         hidden_states, attentions: see StackOutput.
         normed: whether hidden states are those after the first norm of the layer that they enter.
     """
 
     cache: KeyValueCache | None = None
+    pairs: bool = False
     hidden_states: bool = False
     attentions: bool = False
     normed: bool = False
@@ -86,9 +91,7 @@ def run_layers(
     args: tuple[Any, ...],
     wanted: Wanted,
 ) -> StackOutput:
-    """Run all layers on `hidden` (batch, seq, dim_model), each with the further arguments `args`,
-    and then the last norm.
-    """
+    """Run all layers on `hidden` (batch, seq, dim_model), each with `args`, and the last norm."""
     entered: list[torch.Tensor] = []
     probabilities: list[tuple[torch.Tensor, ...]] = []
     cache = wanted.cache
@@ -106,7 +109,7 @@ def run_layers(
     hidden = norm(hidden)
     return StackOutput(
         hidden,
-        cache,
+        cache.pairs if cache is not None and wanted.pairs else cache,
         (*entered, hidden) if wanted.hidden_states else None,
         _of_all(probabilities, 0, wanted),
         _of_all(probabilities, 1, wanted),

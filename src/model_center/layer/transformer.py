@@ -6,7 +6,6 @@ Decoder-only models are Encoders with a causal mask.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,20 @@ import torch
 from model_center.layer.blocks import Mask
 from model_center.layer.cache import KeyValueCache, KeyValues, LayerCache
 from model_center.layer.dense_attention import PositionBias
-from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask, last_queries
+from model_center.layer.options import (
+    ATTENTION,
+    DTYPE,
+    FFN,
+    NORM,
+    SCALES,
+    SPARSE,
+    StackOptions,
+    takes,
+)
 from model_center.layer.scaled_dot_product import biased
-from model_center.layer.stack import ShardingPolicy, StackOutput, Wanted, layer_list, run_layers
+from model_center.layer.stack import StackOutput, Wanted, layer_list, run_layers
 from model_center.layer.transformer_block import TransformerBlock
-from model_center.layer.variant import PLAIN, LayerVariant
 
 Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 
@@ -28,92 +35,27 @@ Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 class Encoder(torch.nn.Module):
     """`num_layers` layers without cross-attention, and `output_layernorm`.
 
-    Args:
-        num_layers, dim_model, dim_ff, num_heads, dim_head: sizes.
-        mask_modules: for each layer (leave attention out, leave the feed-forward network out).
-        variant: what no argument of ModelCenter says.
-        sharding: how the layers are sharded in a process group.
-        Others: as in `TransformerBlock`.
+    Args: see `StackOptions`.
     """
 
-    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
-        self,
-        num_layers: int,
-        dim_model: int,
-        dim_ff: int,
-        num_heads: int,
-        dim_head: int,
-        dtype: torch.dtype = torch.half,
-        int8: bool = False,
-        norm_init_var: float = 1.0,
-        norm_bias: bool = False,
-        norm_eps: float = 1e-5,
-        att_init_mean: float = 0.0,
-        att_init_std: float = 0.02,
-        att_bias: bool = False,
-        att_mask_value: float = -math.inf,
-        ffn_init_mean: float = 0.0,
-        ffn_init_std: float = 0.02,
-        ffn_bias: bool = False,
-        ffn_activate_fn: str = "gated_gelu",
-        pos_bias_type: str = "none",
-        post_layer_norm: bool = False,
-        length_scale: bool = False,
-        attn_scale: bool = False,
-        dropout_p: float = 0,
-        parallel_ffn: bool = False,
-        sparse_attention: bool = False,
-        attention_window: int = 512,
-        mask_modules: Sequence[tuple[bool, bool]] | None = None,
-        num_heads_kv: int = -1,
-        *,
-        variant: LayerVariant = PLAIN,
-        sharding: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (it is frozen)
-    ) -> None:
+    @takes(
+        "num_layers dim_model dim_ff num_heads dim_head",
+        *(DTYPE, NORM, ATTENTION, FFN, "pos_bias_type post_layer_norm", SCALES),
+        *("parallel_ffn", SPARSE, "mask_modules num_heads_kv"),
+        by_name="variant sharding",
+        kind=StackOptions,
+    )
+    def __init__(self, options: StackOptions) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "int8": int8,
-            "norm_init_var": norm_init_var,
-            "norm_bias": norm_bias,
-            "norm_eps": norm_eps,
-            "att_init_mean": att_init_mean,
-            "att_init_std": att_init_std,
-            "att_bias": att_bias,
-            "att_mask_value": att_mask_value,
-            "ffn_init_mean": ffn_init_mean,
-            "ffn_init_std": ffn_init_std,
-            "ffn_bias": ffn_bias,
-            "ffn_activate_fn": ffn_activate_fn,
-            "pos_bias_type": pos_bias_type,
-            "post_layer_norm": post_layer_norm,
-            "length_scale": length_scale,
-            "attn_scale": attn_scale,
-            "dropout_p": dropout_p,
-            "parallel_ffn": parallel_ffn,
-            "sparse_attention": sparse_attention,
-            "attention_window": attention_window,
-            "num_heads_kv": num_heads_kv,
-        }
-        self.post_layer_norm = post_layer_norm
-        left_out = [(False, False)] * num_layers if mask_modules is None else mask_modules
+        self.post_layer_norm = options.post_layer_norm
         self.layers = layer_list(
             (
-                TransformerBlock(
-                    dim_model,
-                    dim_ff,
-                    num_heads,
-                    dim_head,
-                    mask_att=bool(att),
-                    mask_ffn=bool(ffn),
-                    variant=variant.of_layer(place),
-                    **options,
-                )
-                for place, (att, ffn) in enumerate(left_out)
+                TransformerBlock(options.layer(place, "mask_att", "mask_ffn"))
+                for place in range(options.num_layers)
             ),
-            sharding,
+            options.sharding,
         )
-        self.output_layernorm = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.output_layernorm = options.norm()
 
     def forward(
         self,
@@ -140,12 +82,8 @@ class Encoder(torch.nn.Module):
             len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )
         wanted = dataclasses.replace(wanted, normed=self.post_layer_norm)
-        args = once_for_all(
-            attention_mask,
-            position_bias,
-            hidden_states,
-            wanted.past_length + hidden_states.shape[1],
-        )
+        end = wanted.past_length + hidden_states.shape[1]
+        args = once_for_all(attention_mask, position_bias, hidden_states, end)
         out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
         return as_asked(out, use_cache, return_dict)
 
@@ -153,79 +91,26 @@ class Encoder(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """`num_layers` layers with cross-attention, and `output_layernorm`.
 
-    Args: as in `Encoder`; `mask_modules` has for each layer (attention, cross-attention,
-    feed-forward network) to leave out.
+    Args: see `StackOptions`.
     """
 
-    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
-        self,
-        num_layers: int,
-        dim_model: int,
-        dim_ff: int,
-        num_heads: int,
-        dim_head: int,
-        dtype: torch.dtype = torch.half,
-        int8: bool = False,
-        norm_init_var: float = 1.0,
-        norm_bias: bool = False,
-        norm_eps: float = 1e-5,
-        att_init_mean: float = 0.0,
-        att_init_std: float = 0.02,
-        att_bias: bool = False,
-        att_mask_value: float = -math.inf,
-        ffn_init_mean: float = 0.0,
-        ffn_init_std: float = 0.02,
-        ffn_bias: bool = False,
-        ffn_activate_fn: str = "gated_gelu",
-        pos_bias_type: str = "none",
-        length_scale: bool = False,
-        attn_scale: bool = False,
-        dropout_p: float = 0,
-        parallel_ffn: bool = False,
-        mask_modules: Sequence[tuple[bool, bool, bool]] | None = None,
-        *,
-        sharding: ShardingPolicy = ShardingPolicy(),  # noqa: B008 (it is frozen)
-    ) -> None:
+    @takes(
+        "num_layers dim_model dim_ff num_heads dim_head",
+        *(DTYPE, NORM, ATTENTION, FFN, "pos_bias_type", SCALES, "parallel_ffn mask_modules"),
+        by_name="sharding",
+        kind=StackOptions,
+    )
+    def __init__(self, options: StackOptions) -> None:
         super().__init__()
-        options: dict[str, Any] = {
-            "is_decoder": True,
-            "dtype": dtype,
-            "int8": int8,
-            "norm_init_var": norm_init_var,
-            "norm_bias": norm_bias,
-            "norm_eps": norm_eps,
-            "att_init_mean": att_init_mean,
-            "att_init_std": att_init_std,
-            "att_bias": att_bias,
-            "att_mask_value": att_mask_value,
-            "ffn_init_mean": ffn_init_mean,
-            "ffn_init_std": ffn_init_std,
-            "ffn_bias": ffn_bias,
-            "ffn_activate_fn": ffn_activate_fn,
-            "pos_bias_type": pos_bias_type,
-            "length_scale": length_scale,
-            "attn_scale": attn_scale,
-            "dropout_p": dropout_p,
-            "parallel_ffn": parallel_ffn,
-        }
-        left_out = [(False, False, False)] * num_layers if mask_modules is None else mask_modules
+        options = dataclasses.replace(options, is_decoder=True)
         self.layers = layer_list(
             (
-                TransformerBlock(
-                    dim_model,
-                    dim_ff,
-                    num_heads,
-                    dim_head,
-                    mask_att=bool(att),
-                    mask_cross=bool(cross),
-                    mask_ffn=bool(ffn),
-                    **options,
-                )
-                for att, cross, ffn in left_out
+                TransformerBlock(options.layer(place, "mask_att", "mask_cross", "mask_ffn"))
+                for place in range(options.num_layers)
             ),
-            sharding,
+            options.sharding,
         )
-        self.output_layernorm = LayerNorm(dim_model, dtype, norm_bias, norm_eps, norm_init_var)
+        self.output_layernorm = options.norm()
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
         self,
@@ -241,46 +126,24 @@ class Decoder(torch.nn.Module):
         output_hidden_states: bool = False,
         return_dict: bool = False,
     ) -> Any:
-        """(batch, seq, dim_model) to the same, over encoder states (batch, keys, dim_model);
-        otherwise as in `Encoder`.
-        """
+        """As in `Encoder`, over encoder states (batch, keys, dim_model)."""
         wanted = wanted_from(
-            len(self.layers),
-            use_cache,
-            past_key_values,
-            output_attentions,
-            output_hidden_states,
-            cross=True,
+            len(self.layers), use_cache, past_key_values, output_attentions, output_hidden_states
         )
-        args: tuple[Any, ...] = once_for_all(
-            attention_mask,
-            position_bias,
-            hidden_states,
-            wanted.past_length + hidden_states.shape[1],
-        )
+        end = wanted.past_length + hidden_states.shape[1]
+        own = once_for_all(attention_mask, position_bias, hidden_states, end)
+        of_cross = cross_attention_mask, cross_position_bias
         if cross_hidden_states is not None:
-            of_cross = once_for_all(
-                cross_attention_mask,
-                cross_position_bias,
-                hidden_states,
-                cross_hidden_states.shape[1],
-            )
-            args = (*args, cross_hidden_states, *of_cross)
-        else:
-            args = (*args, None, cross_attention_mask, cross_position_bias)
-        return as_asked(
-            run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted),
-            use_cache,
-            return_dict,
-        )
+            of_cross = once_for_all(*of_cross, hidden_states, cross_hidden_states.shape[1])
+        args = (*own, cross_hidden_states, *of_cross)
+        out = run_layers(self.layers, self.output_layernorm, hidden_states, args, wanted)
+        return as_asked(out, use_cache, return_dict)
 
 
 def once_for_all(
     mask: Mask, bias: PositionBias | None, hidden: torch.Tensor, num_keys: int
 ) -> tuple[Mask, PositionBias | None]:
-    """Mask and bias for all layers of a pass, with what each of them would else make of them again
-    (and keep for backward).
-    """
+    """Mask and bias made once for all layers of a pass, which would each make them again."""
     if not isinstance(mask, AttentionMask):
         return mask, bias
     mask = last_queries(mask, hidden.shape[1]).settled(hidden.shape[1], num_keys, hidden.device)
@@ -295,16 +158,17 @@ def wanted_from(
     past: Past,
     output_attentions: bool,
     output_hidden_states: bool,
-    *,
-    cross: bool = False,
 ) -> Wanted:
     """What to return of a pass, with the cache that it goes on with."""
     cache = None
-    if past is not None:
-        cache = KeyValueCache.of(past, num_layers)
-    elif use_cache:
-        cache = KeyValueCache(num_layers, cross_attention=cross)
-    return Wanted(cache=cache, hidden_states=output_hidden_states, attentions=output_attentions)
+    if past is not None or use_cache:
+        cache = KeyValueCache.of([None] * num_layers if past is None else past, num_layers)
+    return Wanted(
+        cache=cache,
+        pairs=not isinstance(past, KeyValueCache),
+        hidden_states=output_hidden_states,
+        attentions=output_attentions,
+    )
 
 
 def as_asked(out: StackOutput, use_cache: bool, return_dict: bool) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,109 +16,42 @@ from model_center.layer.blocks import (
 )
 from model_center.layer.cache import LayerCache
 from model_center.layer.dense_attention import PositionBias
-from model_center.layer.variant import PLAIN, LayerVariant
+from model_center.layer.options import (
+    ATTENTION,
+    DTYPE,
+    FFN,
+    NORM,
+    SCALES,
+    SPARSE,
+    LayerOptions,
+    takes,
+)
 
 
 class TransformerBlock(torch.nn.Module):
-    """Self-attention, in decoders cross-attention, and a feed-forward network, each with its norm
-    and residual.
+    """Self-attention, in decoders cross-attention, and a feed-forward network, with their norms.
 
-    Args:
-        dim_model, dim_ff, num_heads, dim_head: sizes.
-        is_decoder: whether there is a cross-attention.
-        parallel_ffn: whether the feed-forward network reads the input of the layer, not what
-            attention made of it (GPT-J).
-        mask_att, mask_cross, mask_ffn: leave this part out.
-        Others: of SelfAttentionBlock, CrossAttentionBlock and FFNBlock. `post_layer_norm` is not
-            for the cross-attention.
-        variant: what no argument of ModelCenter says.
+    Args: see `LayerOptions`.
     """
 
     self_att: SelfAttentionBlock | None
     cross_att: CrossAttentionBlock | None
     ffn: FFNBlock | None
 
-    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
-        self,
-        dim_model: int,
-        dim_ff: int,
-        num_heads: int,
-        dim_head: int,
-        is_decoder: bool = False,
-        dtype: torch.dtype = torch.half,
-        int8: bool = False,
-        norm_init_var: float = 1.0,
-        norm_bias: bool = False,
-        norm_eps: float = 1e-5,
-        att_init_mean: float = 0.0,
-        att_init_std: float = 0.02,
-        att_bias: bool = False,
-        att_mask_value: float = -math.inf,
-        ffn_init_mean: float = 0.0,
-        ffn_init_std: float = 0.02,
-        ffn_bias: bool = False,
-        ffn_activate_fn: str = "gated_gelu",
-        pos_bias_type: str = "none",
-        post_layer_norm: bool = False,
-        parallel_ffn: bool = False,
-        length_scale: bool = False,
-        attn_scale: bool = False,
-        dropout_p: float = 0,
-        sparse_attention: bool = False,
-        attention_window: int = 512,
-        mask_att: bool = False,
-        mask_cross: bool = False,
-        mask_ffn: bool = False,
-        num_heads_kv: int = -1,
-        *,
-        variant: LayerVariant = PLAIN,
-    ) -> None:
+    @takes(
+        "dim_model dim_ff num_heads dim_head",
+        *("is_decoder", DTYPE, NORM, ATTENTION, FFN, "pos_bias_type post_layer_norm parallel_ffn"),
+        *(SCALES, SPARSE, "mask_att mask_cross mask_ffn num_heads_kv"),
+        by_name="variant",
+    )
+    def __init__(self, options: LayerOptions) -> None:
         super().__init__()
-        norm: dict[str, Any] = {
-            "dtype": dtype,
-            "int8": int8,
-            "norm_init_var": norm_init_var,
-            "norm_bias": norm_bias,
-            "norm_eps": norm_eps,
-            "length_scale": length_scale,
-            "dropout_p": dropout_p,
-        }
-        attention: dict[str, Any] = norm | {
-            "att_init_mean": att_init_mean,
-            "att_init_std": att_init_std,
-            "att_bias": att_bias,
-            "att_mask_value": att_mask_value,
-            "pos_bias_type": pos_bias_type,
-            "attn_scale": attn_scale,
-        }
-        self.parallel_ffn = parallel_ffn
-        self.self_att = self.cross_att = self.ffn = None
-        if not mask_att:
-            self.self_att = SelfAttentionBlock(
-                dim_model,
-                num_heads,
-                dim_head,
-                post_layer_norm=post_layer_norm,
-                sparse_attention=sparse_attention,
-                attention_window=attention_window,
-                num_heads_kv=num_heads_kv,
-                variant=variant,
-                **attention,
-            )
-        if is_decoder and not mask_cross:
-            self.cross_att = CrossAttentionBlock(dim_model, num_heads, dim_head, **attention)
-        if not mask_ffn:
-            self.ffn = FFNBlock(
-                dim_model,
-                dim_ff,
-                ffn_init_mean=ffn_init_mean,
-                ffn_init_std=ffn_init_std,
-                ffn_bias=ffn_bias,
-                ffn_activate_fn=ffn_activate_fn,
-                post_layer_norm=post_layer_norm,
-                **norm,
-            )
-        if variant.one_norm and self.self_att is not None and self.ffn is not None:
+        self.parallel_ffn = options.parallel_ffn
+        self.self_att = None if options.mask_att else SelfAttentionBlock(options)
+        has_cross = options.is_decoder and not options.mask_cross
+        self.cross_att = CrossAttentionBlock(options) if has_cross else None
+        self.ffn = None if options.mask_ffn else FFNBlock(options)
+        if options.variant.one_norm and self.self_att is not None and self.ffn is not None:
             self.ffn.layernorm_before_ffn = self.self_att.layernorm_before_attention
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)

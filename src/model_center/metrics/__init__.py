@@ -1,5 +1,4 @@
-"""Metrics: `update` counts this rank's rows, `compute`, which is collective, gives the result over
-the rows of all ranks.
+"""Metrics: `update` counts this rank's rows, `compute`, collective, sums over all ranks.
 
 Without a process group, those are the rows of one process. `DistributedDataLoader` hands out every
 row once, so that none counts twice.

@@ -17,9 +17,7 @@ WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class AnswerScore:
-    """Exact match and F1, each the best over the answers of a question, averaged over the questions
-    of all ranks.
-    """
+    """Exact match and F1, the best over a question's answers, averaged over all ranks."""
 
     def __init__(self) -> None:
         """No questions yet."""
@@ -71,9 +69,7 @@ def exact_match(prediction: str, answer: str) -> bool:
 
 
 def token_f1(prediction: str, answer: str) -> float:
-    """The harmonic mean of precision and recall of the normalised words, each counted as often as
-    it comes.
-    """
+    """The harmonic mean of precision and recall of the normalised words, with repetitions."""
     predicted, right = normalized(prediction).split(), normalized(answer).split()
     if not predicted or not right:
         return float(predicted == right)

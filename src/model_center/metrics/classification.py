@@ -90,9 +90,7 @@ class BinaryF1(Confusion):
 
 
 def f1_of_classes(counts: torch.Tensor) -> torch.Tensor:
-    """float64 (classes,): F1 of each class, from counts (true classes, predicted classes); 0 where
-    a class never occurs.
-    """
+    """float64 (classes,): F1, from counts (true, predicted classes); 0 for absent classes."""
     occurrences = counts.sum(0) + counts.sum(1)
     return 2 * counts.diagonal().double() / occurrences.clamp(min=1)
 

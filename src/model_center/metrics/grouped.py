@@ -1,6 +1,4 @@
-"""Scores of questions that have several rows each, which may lie on different ranks: MultiRC and
-ReCoRD.
-"""
+"""Scores of questions of several rows, on any ranks: MultiRC and ReCoRD."""
 
 from __future__ import annotations
 

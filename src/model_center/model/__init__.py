@@ -1,6 +1,4 @@
-"""Pretrained language models: each file has a configuration, a model, and where its weights are in
-Hugging Face's files.
-"""
+"""Pretrained language models: a file has a configuration, a model and its key map."""
 
 from model_center.config.base import Config
 from model_center.model.base import BaseModel

@@ -60,8 +60,7 @@ class BaseModel(bmt.DistributedModule):
         config: Config | None = None,
         **kwargs: Any,
     ) -> Model:
-        """A model with the weights of a folder or a known name. Collective in a process group: each
-        rank reads its shard.
+        """A model with the weights of a folder or known name. Collective; ranks read their shards.
 
         Args:
             name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt) or Hugging Face
@@ -99,9 +98,7 @@ class BaseModel(bmt.DistributedModule):
 
     @classmethod
     def from_json_file(cls: type[Model], path: str | os.PathLike[str], **kwargs: Any) -> Model:
-        """A model with first values, of the configuration in this file, whose values `kwargs`
-        replace. Collective.
-        """
+        """A model with first values, of the configuration in a file and `kwargs`. Collective."""
         model = cls(
             attempt(
                 lambda: cls._CONFIG_TYPE.from_json_file(path, **kwargs), everyone(), ConfigError

@@ -64,17 +64,13 @@ class Bert(MaskedModel):
     ) -> Any:
         """Encode sequences.
 
-        Args:
-            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length, attention_mask: see `attention_mask_of`; without either all tokens are valid.
+        Args: as in `TokenModel`, but all valid tokens see each other.
+
             token_type_ids, position_ids: (batch, seq); zeros, and the places of the tokens, if
                 None.
-            head_mask: accepted as None only.
-            use_cache, past_key_values: the cache to return, and of earlier tokens.
             output_logits: scores of the language model's head, or with `cls_head` of the classes,
                 at every position.
-            output_pooler_output, output_attentions, output_hidden_states: what else to return.
-            return_dict: False for a tuple of all fields.
+            output_pooler_output: whether to return what the pooler makes of the first token.
         """
         refuse(head_mask=head_mask)
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
@@ -104,9 +100,7 @@ class Bert(MaskedModel):
     def positions(
         self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask
     ) -> torch.Tensor:
-        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): their
-        places.
-        """
+        """Rows of the table of positions for new tokens, (seq,) or (batch, seq)."""
         return positions_from(None, start, hidden, self.config.position_size)
 
     @classmethod

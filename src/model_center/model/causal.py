@@ -1,17 +1,16 @@
-"""CausalModel: what decoder-only models share, which is everything but how tokens become hidden
-states.
-"""
+"""CausalModel: decoder-only models, but for how tokens become hidden states."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
+from model_center.layer.blocks import Mask
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
@@ -19,7 +18,13 @@ from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
 from model_center.model.decoding import Decoding, check_inputs, select_rows
-from model_center.model.outputs import BaseModelOutput, as_tuple
+from model_center.model.inputs import attention_mask_of, embedded, past_length, refuse
+from model_center.model.outputs import (
+    BaseModelOutput,
+    BaseModelOutputWithPooling,
+    ModelOutput,
+    as_tuple,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +38,46 @@ class Asked:
     output_hidden_states: bool = False
     return_dict: bool = True
 
+    def run(
+        self,
+        stack: Encoder,
+        hidden: torch.Tensor,
+        mask: Mask,
+        position_bias: PositionBias | None,
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        pooler: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        has_pooler: bool = False,
+    ) -> Any:
+        """Hidden states (batch, seq, dim_model) through all layers and heads: a BaseModelOutput, of
+        a model that has a pooler a BaseModelOutputWithPooling, or its tuple.
+        """
+        out = stack(
+            hidden,
+            mask,
+            position_bias,
+            self.use_cache,
+            self.past_key_values,
+            self.output_attentions,
+            self.output_hidden_states,
+            return_dict=True,
+        )
+        last = out.last_hidden_state
+        fields = {
+            "last_hidden_state": last,
+            "past_key_values": out.past_key_values if self.use_cache else None,
+            "logits": logits(last) if self.output_logits else None,
+            "hidden_states": out.hidden_states,
+            "attentions": out.attentions,
+        }
+        output: ModelOutput = BaseModelOutput(**fields)
+        if has_pooler:
+            output = BaseModelOutputWithPooling(**fields, pooler_output=pooler and pooler(last))
+        return output if self.return_dict else as_tuple(output)
+
 
 class CausalModel(BaseModel):
-    """A stack of layers over an embedding, and a head: tied to the embedding, of its own, or for
-    classes.
-    """
+    """Layers over an embedding, and a head: tied to it, of its own, or for classes."""
 
     PADDING_SIDE = "left"  # new tokens follow the last ones
     # What `forward` takes for each token beside its id, and what generated tokens get: a number, or
@@ -66,37 +106,15 @@ class CausalModel(BaseModel):
         position_bias: PositionBias | None,
         asked: Asked,
     ) -> Any:
-        """Hidden states (batch, seq, dim_model) through all layers and the head; a BaseModelOutput,
-        or its tuple.
-        """
-        out = self.stack(
-            hidden,
-            mask,
-            position_bias,
-            asked.use_cache,
-            asked.past_key_values,
-            asked.output_attentions,
-            asked.output_hidden_states,
-            return_dict=True,
-        )
-        output = BaseModelOutput(
-            last_hidden_state=out.last_hidden_state,
-            past_key_values=out.past_key_values if asked.use_cache else None,
-            logits=self.logits(out.last_hidden_state) if asked.output_logits else None,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-        )
-        return output if asked.return_dict else as_tuple(output)
+        """Hidden states through all layers and the head: a BaseModelOutput, or its tuple."""
+        return asked.run(self.stack, hidden, mask, position_bias, self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        return (
-            self.input_embedding.projection(hidden)
-            if self.config.tied
-            else self.output_projection(hidden)
-        )
+        tied = self.config.tied
+        return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
         """Arguments of `forward` for tokens some of which are padding.
@@ -130,6 +148,74 @@ class CausalModel(BaseModel):
             )
         check_inputs(inputs, self.PER_TOKEN, input_ids, type(self).__name__)
         return CausalDecoding(self, input_ids, mask, inputs)
+
+
+class TokenModel(CausalModel):
+    """A CausalModel that is called as GPT-2 is; a subclass says what positions do."""
+
+    def forward(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        input_ids: torch.Tensor | None = None,
+        length: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | AttentionMask | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        head_mask: None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool = False,
+        past_key_values: Past = None,
+        output_logits: bool = True,
+        output_attentions: bool = False,
+        output_hidden_states: bool = False,
+        return_dict: bool = True,
+    ) -> Any:
+        """Score the next token at every position.
+
+        Args:
+            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
+            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
+                as it is, not causal.
+            token_type_ids: their embeddings are added to the tokens', if given.
+            position_ids: (batch, seq); counted from the cached tokens on if None.
+            head_mask: accepted as None only.
+            use_cache, past_key_values: the cache to return, and of earlier tokens.
+            output_logits, output_attentions, output_hidden_states: what to return beside the last
+                hidden states.
+            return_dict: False for a tuple of all fields.
+        """
+        refuse(head_mask=head_mask)
+        hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
+        start = past_length(past_key_values)
+        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)
+        hidden, bias = self.enter(hidden, mask, token_type_ids, position_ids, start)
+        asked = Asked(
+            use_cache=use_cache,
+            past_key_values=past_key_values,
+            output_logits=output_logits,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=return_dict,
+        )
+        return self.run(hidden, mask, bias, asked)
+
+    def enter(
+        self,
+        hidden: torch.Tensor,
+        mask: AttentionMask,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        start: int,
+    ) -> tuple[torch.Tensor, PositionBias | None]:
+        """What the first layer gets of the tokens' embeddings (batch, seq, dim_model), and the
+        `position_bias` of all layers; the cache holds `start` tokens.
+        """
+        raise NotImplementedError
+
+    def with_types(self, hidden: torch.Tensor, token_type_ids: torch.Tensor | None) -> torch.Tensor:
+        """Embeddings (batch, seq, dim_model) with those of types, if they are given."""
+        if token_type_ids is None:
+            return hidden
+        return hidden + self.input_embedding(token_type_ids[:, -hidden.shape[1] :])
 
 
 class CausalDecoding(Decoding):
@@ -173,15 +259,9 @@ class CausalDecoding(Decoding):
 
 
 def lengthened(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:
-    """(rows, tokens) cut or continued to (rows, length), by a number or, for None, the last one of
-    each row.
-    """
+    """(rows, tokens) cut or filled up to (rows, length), by a number, or None for the last one."""
     missing = length - values.shape[1]
     if missing <= 0:
         return values[:, :length]
-    new = (
-        values[:, -1:].expand(-1, missing)
-        if fill is None
-        else values.new_full((len(values), missing), fill)
-    )
-    return torch.cat([values, new], 1)
+    last = values[:, -1:].expand(-1, missing)
+    return torch.cat([values, last if fill is None else torch.full_like(last, fill)], 1)

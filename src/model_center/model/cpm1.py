@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from model_center.config.base import TransformerConfig
+from model_center.config.base import RelativeConfig
 from model_center.errors import InputError
 from model_center.layer.embedding import Embedding
 from model_center.layer.mask import AttentionMask, causal_pairs
@@ -22,50 +22,22 @@ from model_center.model.inputs import attention_mask_of, embedded, past_length, 
 
 
 @dataclasses.dataclass(kw_only=True)
-class CPM1Config(TransformerConfig):
+class CPM1Config(RelativeConfig):
     """Configuration of CPM1; defaults are ModelCenter's.
 
     Attributes:
         num_layers: number of layers.
-        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see
-            `bucket_of`.
-        pos_init_mean, pos_init_std: of their first values.
     """
 
     vocab_size: int = 30968
     dim_ff: int = 1920
     num_layers: int = 12
-    pos_bias_type: str = "relative"
-    position_bias_num_buckets: int = 32
-    position_bias_max_distance: int = 128
-    pos_init_mean: float = 0.0
-    pos_init_std: float = 1
-    norm_bias: bool = False
-    norm_eps: float = 1e-6
-    att_bias: bool = False
-    ffn_bias: bool = False
     ffn_activate_fn: str = "gated_gelu"
-    proj_bias: bool = False
-    attn_scale: bool = False
     tied: bool = False
-
-    def positions(self) -> dict[str, Any]:
-        """Arguments of the module of positions of this configuration."""
-        return {
-            "num_heads": self.num_heads,
-            "num_buckets": self.position_bias_num_buckets,
-            "max_distance": self.position_bias_max_distance,
-            "bidirectional": True,
-            "dtype": self.dtype,
-            "init_mean": self.pos_init_mean,
-            "init_std": self.pos_init_std,
-        }
 
 
 class CPM1(CausalModel):
-    """The language model CPM-1: a causal stack with relative positions that may see parts of its
-    input, the context, whole.
-    """
+    """CPM-1: a causal stack with relative positions, which sees its context whole."""
 
     _CONFIG_TYPE = CPM1Config
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {"context": 0, "span": None}
@@ -80,7 +52,9 @@ class CPM1(CausalModel):
 
     def add_positions(self, config: CPM1Config) -> None:
         """Make `position_bias`."""
-        self.position_bias: torch.nn.Module = RelativePositionEmbedding(**config.positions())
+        self.position_bias: torch.nn.Module = RelativePositionEmbedding(
+            **config.relative(bidirectional=True)
+        )
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
         self,
@@ -102,23 +76,14 @@ class CPM1(CausalModel):
     ) -> Any:
         """Score the next token at every position.
 
-        Args:
-            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
-                as it is, not causal.
+        Args: as in `TokenModel`, and `token_type_ids`, `position_ids`, `context` and `span` are
+        (batch, tokens), those of a cache included.
+
             token_type_ids: what segment each token is in, for models that have segments.
-            position_ids, context, span: (batch, tokens), those of a cache included, as
-                `token_type_ids` too.
-            position_ids: counted from 0 if None.
             context: nonzero for tokens that all see, and that see each other but nothing else; all
                 others see what is before them, too. None for no context.
             span: tokens see only those with their number: several texts in a row. None for one
                 text.
-            head_mask: accepted as None only.
-            use_cache, past_key_values: the cache to return, and of earlier tokens.
-            output_logits, output_attentions, output_hidden_states: what to return beside the last
-                hidden states.
-            return_dict: False for a tuple of all fields.
         """
         refuse(head_mask=head_mask)
         start = past_length(past_key_values)
@@ -156,9 +121,7 @@ class CPM1(CausalModel):
     def embed(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, start: int
     ) -> torch.Tensor:
-        """Hidden states (batch, seq, dim_model) of the new tokens, before which there are `start`
-        others.
-        """
+        """Hidden states (batch, seq, dim_model) of new tokens, which follow `start` others."""
         return embedded(input_ids, inputs_embeds, self.input_embedding)
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
@@ -168,9 +131,7 @@ class CPM1(CausalModel):
     def bias(
         self, positions: torch.Tensor, segments: torch.Tensor | None, start: int
     ) -> torch.Tensor:
-        """The bias of the scores, ([batch,] heads, queries, keys), for positions ([batch,] keys);
-        queries begin at `start`.
-        """
+        """Scores' bias ([batch,] heads, queries, keys), positions ([batch,] keys) from `start`."""
         refuse(token_type_ids=segments)
         out: torch.Tensor = self.position_bias(positions[..., start:], positions)
         return out

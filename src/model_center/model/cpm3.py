@@ -1,6 +1,4 @@
-"""CPM-3, the third model of the CPM series (OpenBMB, 2022): CPM-1 with segments and with prompts
-that are trained.
-"""
+"""CPM-3 (OpenBMB, 2022): CPM-1 with segments, and with prompts that are trained."""
 
 from __future__ import annotations
 
@@ -58,17 +56,16 @@ class CPM3Config(CPM1Config):
         if (self.max_exact_rate, self.max_distance_rate) != (0.25, 1.0):
             raise ConfigError(
                 f"max_exact_rate={self.max_exact_rate} and "
-                f"max_distance_rate={self.max_distance_rate}: only 0.25 and 1.0 are "
-                "known."
+                f"max_distance_rate={self.max_distance_rate}: only 0.25 and 1.0 are known."
             )
 
-    def positions(self) -> dict[str, Any]:
-        """Arguments of the module of positions of this configuration."""
+    def relative(self, *, bidirectional: bool) -> dict[str, Any]:
+        """Arguments of the SegmentPositionEmbedding of this configuration."""
         of_segments = {
             "num_segments": self.segment_types,
             "absolute_inner_segment": self.absolute_inner_segment,
         }
-        return super().positions() | of_segments
+        return super().relative(bidirectional=bidirectional) | of_segments
 
 
 class CPM3(CPM1):
@@ -87,7 +84,7 @@ class CPM3(CPM1):
 
     def add_positions(self, config: CPM1Config) -> None:
         """Make `position_bias`."""
-        self.position_bias = SegmentPositionEmbedding(**config.positions())
+        self.position_bias = SegmentPositionEmbedding(**config.relative(bidirectional=True))
 
     def embed(
         self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None, start: int
@@ -116,9 +113,7 @@ class CPM3(CPM1):
     def decoding(
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
     ) -> Decoding:
-        """As in CausalModel; numbers outside of the tables are told before ranks wait for each
-        other.
-        """
+        """As in CausalModel; numbers outside of the tables are told on all ranks."""
         rows = self.prompt_embedding.num_embeddings
         check_at_most(
             "the prompt, the first ids of input_ids,",
@@ -133,9 +128,7 @@ class CPM3(CPM1):
         return super().decoding(input_ids, mask, inputs)
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
-        """As in CausalModel. Padding stands behind the ids of the prompt, which are the first ones
-        of every row.
-        """
+        """As in CausalModel; padding follows the prompt's ids, which come first in every row."""
         return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
     def bias(

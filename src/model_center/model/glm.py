@@ -26,8 +26,18 @@ from model_center.model.causal import Asked, CausalDecoding, CausalModel, length
 from model_center.model.cpm1 import prefix_mask
 from model_center.model.decoding import check_inputs
 from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
-from model_center.model.masked import both
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    FFN_IN,
+    FFN_NORM,
+    FFN_OUT,
+    KeyMap,
+    Piece,
+    both,
+    packed,
+    renamed,
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -63,8 +73,7 @@ class GLMConfig(TransformerConfig):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of the config.json of THUDM's repositories glm-*, which bring their
-        own code.
+        """Our values for those of THUDM's repositories glm-*, which bring their own code.
 
         Their special tokens are not there: those of the English models are to be given beside.
 
@@ -142,11 +151,8 @@ class GLM(CausalModel):
                 the context.
             length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
                 as it is.
-            use_cache, past_key_values: the cache to return, and of earlier tokens, the whole
-                context at least.
-            output_logits: scores of tokens, or with `cls_head` of the classes, at every position.
-            output_attentions, output_hidden_states: what else to return.
-            return_dict: False for a tuple of all fields.
+            past_key_values: of earlier tokens, the whole context at least.
+            Others: as in `TokenModel`.
 
         Raises:
             InputError: for positions that cannot be found: without ids, or with a cache.
@@ -185,9 +191,7 @@ class GLM(CausalModel):
         )
 
     def context_length(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The place of the first start token of each row of (batch, seq), int64 (batch,); seq where
-        there is none.
-        """
+        """The first start token's place in each row of (batch, seq), int64 (batch,), else seq."""
         is_start = input_ids == self.config.sop_tok_id
         return torch.where(is_start.any(1), is_start.int().argmax(1), input_ids.shape[1])
 
@@ -230,11 +234,8 @@ class GLM(CausalModel):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
-        return (
-            self.output_projection(hidden)
-            if self.config.cls_head
-            else self.input_embedding.projection(hidden)
-        )
+        has_classes = self.config.cls_head
+        return (self.output_projection if has_classes else self.input_embedding.projection)(hidden)
 
     @property
     def num_positions(self) -> int:
@@ -281,12 +282,18 @@ class GLM(CausalModel):
             ),
             **both("encoder.output_layernorm", "transformer.final_layernorm"),
         }
+        parts = {
+            ATTENTION_NORM: "input_layernorm",
+            ATTENTION_OUT: "attention.dense",
+            FFN_NORM: "post_attention_layernorm",
+            FFN_IN: "mlp.dense_h_to_4h",
+            FFN_OUT: "mlp.dense_4h_to_h",
+        }
+        width = config.num_heads * config.dim_head
         for layer in range(config.num_layers):
-            pieces |= _layer(
-                f"encoder.layers.{layer}.",
-                f"transformer.layers.{layer}.",
-                config.num_heads * config.dim_head,
-            )
+            ours, theirs = f"encoder.layers.{layer}.", f"transformer.layers.{layer}."
+            pieces |= renamed(parts, ours, theirs)
+            pieces |= packed(ours, theirs + "attention.query_key_value", width)
         return KeyMap(pieces, prefix="glm.", new=(r"output_projection\.",))
 
 
@@ -294,9 +301,7 @@ class GLMDecoding(CausalDecoding):
     """Prompts whose last span goes on."""
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
-        """Inside a span the position in the context stays, that in the span grows, and `sep` is
-        that of the prompt.
-        """
+        """Inside a span the outer position and `sep` stay, and the inner position grows."""
         if name == "sep":
             return value
         longer = lengthened(value, length, None)
@@ -328,20 +333,3 @@ def _check_spans(num_spans: torch.Tensor, num_masks: torch.Tensor) -> None:
             f"row {row} has {int(num_spans[row])} spans and {int(num_masks[row])} [MASK]s: "
             "give position_ids."
         )
-
-
-def _layer(ours: str, theirs: str, width: int) -> dict[str, Piece]:
-    """One layer; query, key and value are one matrix there, one after the other."""
-    pieces = {
-        **both(ours + "self_att.layernorm_before_attention", theirs + "input_layernorm"),
-        **both(ours + "self_att.self_attention.attention_out", theirs + "attention.dense"),
-        **both(ours + "ffn.layernorm_before_ffn", theirs + "post_attention_layernorm"),
-        **both(ours + "ffn.ffn.w_in.w", theirs + "mlp.dense_h_to_4h"),
-        **both(ours + "ffn.ffn.w_out", theirs + "mlp.dense_4h_to_h"),
-    }
-    for place, name in enumerate(("project_q", "project_k", "project_v")):
-        rows = (place * width, (place + 1) * width)
-        for kind in ("weight", "bias"):
-            packed = Piece(f"{theirs}attention.query_key_value.{kind}", rows=rows)
-            pieces[f"{ours}self_att.self_attention.{name}.{kind}"] = packed
-    return pieces

@@ -15,9 +15,7 @@ from model_center.layer.parameter import constant, normal, parameter
 
 
 class VocabularyScores(bmt.DistributedModule):
-    """Scores of all tokens: `x W^T + b`, with a matrix of its own or, tied, that of an
-    embedding.
-    """
+    """Scores of all tokens, `x W^T + b`: a matrix of its own or, tied, an embedding's."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -39,13 +37,7 @@ class LanguageModelHead(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, activate_fn: str) -> None:
         super().__init__()
-        self.dense = Linear(
-            config.dim_model,
-            config.dim_model,
-            dtype=config.dtype,
-            init_std=config.proj_init_std,
-            bias=True,
-        )
+        self.dense = dense(config)
         self.act = activation(activate_fn)
         self.layer_norm = LayerNorm(config.dim_model, config.dtype, eps=config.norm_eps)
         self.decoder = VocabularyScores(config)
@@ -60,13 +52,13 @@ class Pooler(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.dense = Linear(
-            config.dim_model,
-            config.dim_model,
-            dtype=config.dtype,
-            init_std=config.proj_init_std,
-            bias=True,
-        )
+        self.dense = dense(config)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.dense(hidden[:, 0]))
+
+
+def dense(config: TransformerConfig) -> Linear:
+    """A map of hidden states to as many numbers."""
+    width, std = config.dim_model, config.proj_init_std
+    return Linear(width, width, dtype=config.dtype, init_std=std, bias=True)

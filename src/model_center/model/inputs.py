@@ -52,12 +52,9 @@ def refuse(**arguments: object) -> None:
 
 def past_length(past_key_values: Past) -> int:
     """Number of tokens that went through the model before."""
-    if past_key_values is None or len(past_key_values) == 0:
-        return 0
-    if isinstance(past_key_values, KeyValueCache):
-        return past_key_values.length
-    first = past_key_values[0]
-    return 0 if first is None else int(first[0].shape[2])
+    if past_key_values is None or isinstance(past_key_values, KeyValueCache):
+        return 0 if past_key_values is None else past_key_values.length
+    return KeyValueCache.of(past_key_values, len(past_key_values)).length
 
 
 def attention_mask_of(
@@ -137,8 +134,7 @@ def positions_after_padding(
     valid: torch.Tensor | None,
     config: Any,
 ) -> torch.Tensor:
-    """Positions of the new tokens as RoBERTa counts them, (seq,) or (batch, seq): padding does not
-    count.
+    """Positions of new tokens as RoBERTa counts them, without padding, (seq,) or (batch, seq).
 
     The first token has position `pad_token_id` + 1, padding itself has `pad_token_id`. Without ids
     all tokens count.

@@ -21,7 +21,16 @@ from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalModel
 from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    FFN_NORM,
+    FFN_OUT,
+    PROJECTIONS,
+    KeyMap,
+    Piece,
+    renamed,
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,6 +48,18 @@ class LlamaConfig(TransformerConfig):
     model_type: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     has_window: ClassVar[bool] = False  # whether Hugging Face's model knows `sliding_window`
+    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+        "vocab_size": "vocab_size",
+        "dim_model": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "dim_ff": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "norm_eps": ("rms_norm_eps", 1e-6),
+        "tied": ("tie_word_embeddings", False),
+        "position_size": ("max_position_embeddings", 2048),
+        "att_bias": ("attention_bias", False),
+        "ffn_bias": ("mlp_bias", False),
+    }
 
     vocab_size: int = 32000
     dim_model: int = 4096
@@ -71,25 +92,16 @@ class LlamaConfig(TransformerConfig):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json."""
-        num_heads = content["num_attention_heads"]
+        """As in Config."""
+        values = super().from_hugging_face(content)
+        num_heads = values["num_heads"]
         base, scaling = rope_of(content)
-        return {
-            "vocab_size": content["vocab_size"],
-            "dim_model": content["hidden_size"],
-            "num_heads": num_heads,
+        return values | {
             "num_heads_kv": content.get("num_key_value_heads") or num_heads,
-            "dim_head": content.get("head_dim") or content["hidden_size"] // num_heads,
-            "dim_ff": content["intermediate_size"],
-            "num_layers": content["num_hidden_layers"],
-            "norm_eps": content.get("rms_norm_eps", 1e-6),
+            "dim_head": content.get("head_dim") or values["dim_model"] // num_heads,
             "ffn_activate_fn": GATED + content.get("hidden_act", "silu"),
-            "tied": content.get("tie_word_embeddings", False),
-            "position_size": content.get("max_position_embeddings", 2048),
             "rope_base": base,
             "rope_scaling": scaling,
-            "att_bias": content.get("attention_bias", False),
-            "ffn_bias": content.get("mlp_bias", False),
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -102,25 +114,12 @@ class LlamaConfig(TransformerConfig):
             self.refuse_unless(sliding_window=None)
         if not self.tied:
             self.refuse_unless(proj_bias=False)
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.dim_model,
-            "num_attention_heads": self.num_heads,
+        return super().to_hugging_face() | {
             "num_key_value_heads": self.num_heads if self.num_heads_kv == -1 else self.num_heads_kv,
             "head_dim": self.dim_head,
-            "intermediate_size": self.dim_ff,
-            "num_hidden_layers": self.num_layers,
-            "rms_norm_eps": self.norm_eps,
             "hidden_act": act,
-            "tie_word_embeddings": self.tied,
-            "max_position_embeddings": self.position_size,
             "rope_theta": self.rope_base,
             "rope_scaling": self.rope_scaling,
-            "attention_bias": self.att_bias,
-            "mlp_bias": self.ffn_bias,
-            "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
     def layer_variant(self) -> LayerVariant:
@@ -199,40 +198,33 @@ class Llama(CausalModel):
 
     @classmethod
     def _layer(cls, config: LlamaConfig, ours: str, theirs: str) -> dict[str, Piece]:
-        attention, variant = ours + "self_att.self_attention.", config.layer_variant()
+        variant, weight = config.layer_variant(), ["weight"]
         out_bias = config.att_bias if variant.out_bias is None else variant.out_bias
-        pieces = {
-            f"{ours}self_att.layernorm_before_attention.weight": Piece(
-                f"{theirs}input_layernorm.weight"
-            ),
-            f"{ours}ffn.layernorm_before_ffn.weight": Piece(
-                f"{theirs}post_attention_layernorm.weight"
-            ),
-        }
-        maps = {
-            f"{attention}project_{name}": (f"{theirs}self_attn.{name}_proj", config.att_bias)
-            for name in "qkv"
-        }
-        maps[f"{attention}attention_out"] = (f"{theirs}self_attn.o_proj", out_bias)
-        maps[f"{ours}ffn.ffn.w_in.w_0"] = (f"{theirs}mlp.gate_proj", config.ffn_bias)
-        maps[f"{ours}ffn.ffn.w_in.w_1"] = (f"{theirs}mlp.up_proj", config.ffn_bias)
-        maps[f"{ours}ffn.ffn.w_out"] = (f"{theirs}mlp.down_proj", config.ffn_bias)
-        for own, (other, has_bias) in maps.items():
-            pieces |= {
-                f"{own}.{kind}": Piece(f"{other}.{kind}")
-                for kind in (("weight", "bias") if has_bias else ("weight",))
-            }
+        norms = {ATTENTION_NORM: "input_layernorm", FFN_NORM: "post_attention_layernorm"}
         if variant.head_norm_eps is not None:
-            pieces |= {
-                f"{attention}norm_{name}.weight": Piece(f"{theirs}self_attn.{name}_norm.weight")
-                for name in "qk"
+            norms |= {
+                f"self_att.self_attention.norm_{name}": f"self_attn.{name}_norm" for name in "qk"
             }
+        projections = {name: f"self_attn.{name[-1]}_proj" for name in PROJECTIONS}
+        out = {ATTENTION_OUT: "self_attn.o_proj"}
+        ffn = {
+            "ffn.ffn.w_in.w_0": "mlp.gate_proj",
+            "ffn.ffn.w_in.w_1": "mlp.up_proj",
+            FFN_OUT: "mlp.down_proj",
+        }
+        pieces = renamed(norms, ours, theirs, kinds=weight)
+        for maps, biased in (
+            (projections, config.att_bias),
+            (out, out_bias),
+            (ffn, config.ffn_bias),
+        ):
+            kinds = [*weight, "bias"] if biased else weight
+            pieces |= renamed(maps, ours, theirs, kinds=kinds)
         return pieces
 
 
 def rope_of(content: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of rotary positions, as configurations of transformers before and after
-    version 5 state them.
+    """Base and scaling of rotary positions, as transformers before and after 5 states them.
 
     Raises:
         ConfigError: for values that are no mapping, or positions of a part of the channels.

@@ -76,9 +76,7 @@ class LongformerConfig(MaskedConfig):
 
 
 class Longformer(MaskedModel):
-    """An encoder for long texts: memory and time grow linearly with the number of tokens, which may
-    be any.
-    """
+    """An encoder for texts of any length: memory and time grow linearly with it."""
 
     _CONFIG_TYPE = LongformerConfig
 
@@ -103,19 +101,13 @@ class Longformer(MaskedModel):
     ) -> Any:
         """Encode sequences.
 
-        Args:
-            input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
-            length: (batch,), the number of valid tokens at the start of each row.
-            attention_mask: (batch, seq), nonzero where a token is valid; without it and `length`
-                all are.
+        Args: as in `Bert`, but masks are (batch, seq), and there is no cache.
+
             global_attention_mask: (batch, seq), nonzero where a valid token sees all and is seen by
                 all; None for none.
             token_type_ids, position_ids: (batch, seq); zeros, and the number of tokens so far, if
                 None.
-            return_dict: False for a tuple of all fields.
-            return_logits: scores of the language model's head, or with `cls_head` of the classes,
-                at every position.
-            output_pooler_output, output_hidden_states: what else to return.
+            return_logits: `output_logits` there.
             output_attentions: probabilities (batch, heads, seq, seq), for which memory grows
                 quadratically with seq.
 

@@ -1,6 +1,4 @@
-"""MaskedModel: what BERT and its relatives share, which is everything but positions and the form of
-the attention.
-"""
+"""MaskedModel: BERT and its relatives, but for positions and the form of attention."""
 
 from __future__ import annotations
 
@@ -21,8 +19,18 @@ from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
 from model_center.model.causal import Asked
 from model_center.model.heads import LanguageModelHead, Pooler
-from model_center.model.outputs import BaseModelOutputWithPooling, as_tuple
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    FFN_IN,
+    FFN_NORM,
+    FFN_OUT,
+    PROJECTIONS,
+    KeyMap,
+    Piece,
+    both,
+    renamed,
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,7 +44,19 @@ class MaskedConfig(TransformerConfig):
         pad_token_id: the token whose embedding is not learned from lookups; None for none.
     """
 
-    architecture: ClassVar[str] = ""  # of Hugging Face, with the head of pre-training
+    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+        "vocab_size": "vocab_size",
+        "type_size": ("type_vocab_size", 2),
+        "dim_model": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "dim_ff": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "position_size": ("max_position_embeddings", 512),
+        "dropout_p": ("hidden_dropout_prob", 0.1),
+        "norm_eps": ("layer_norm_eps", 1e-12),
+        "ffn_activate_fn": ("hidden_act", "gelu"),
+        "tied": ("tie_word_embeddings", True),
+    }
     has_post_layer_norm: ClassVar[bool] = True
     hugging_face_pad: ClassVar[int] = 0  # the pad_token_id of a config.json that does not say it
 
@@ -60,41 +80,21 @@ class MaskedConfig(TransformerConfig):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json.
-
-        Raises:
-            ConfigError: for a model that is another in substance: a decoder, or one with relative
-                positions.
-        """
+        """As in Config; decoders, and relative positions, are refused."""
         if content.get("position_embedding_type", "absolute") != "absolute" or content.get(
             "is_decoder", False
         ):
             raise ConfigError(
                 "only encoders with position_embedding_type 'absolute' are supported."
             )
-        dim_model, num_heads = content["hidden_size"], content["num_attention_heads"]
-        return {
-            "vocab_size": content["vocab_size"],
-            "type_size": content.get("type_vocab_size", 2),
-            "dim_model": dim_model,
-            "num_heads": num_heads,
-            "dim_head": dim_model // num_heads,
-            "dim_ff": content["intermediate_size"],
-            "num_layers": content["num_hidden_layers"],
-            "position_size": content.get("max_position_embeddings", 512),
-            "dropout_p": content.get("hidden_dropout_prob", 0.1),
-            "norm_eps": content.get("layer_norm_eps", 1e-12),
-            "ffn_activate_fn": content.get("hidden_act", "gelu"),
-            "tied": content.get("tie_word_embeddings", True),
+        values = super().from_hugging_face(content)
+        return values | {
+            "dim_head": values["dim_model"] // values["num_heads"],
             "pad_token_id": content.get("pad_token_id", cls.hugging_face_pad),
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a Hugging Face config.json for this model.
-
-        Raises:
-            ConfigError: for values that transformers' model cannot have.
-        """
+        """As in Config."""
         self.refuse_unless(
             dim_model=self.num_heads * self.dim_head,
             norm_bias=True,
@@ -105,29 +105,14 @@ class MaskedConfig(TransformerConfig):
             post_layer_norm=True,
             ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
         )
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "type_vocab_size": self.type_size,
-            "hidden_size": self.dim_model,
-            "num_attention_heads": self.num_heads,
-            "intermediate_size": self.dim_ff,
-            "num_hidden_layers": self.num_layers,
-            "max_position_embeddings": self.position_size,
-            "hidden_dropout_prob": self.dropout_p,
+        return super().to_hugging_face() | {
             "attention_probs_dropout_prob": self.dropout_p,
-            "layer_norm_eps": self.norm_eps,
-            "hidden_act": self.ffn_activate_fn,
-            "tie_word_embeddings": self.tied,
             "pad_token_id": self.pad_token_id,
-            "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
 
 class MaskedModel(BaseModel):
-    """Embeddings of tokens, positions and types, an encoder, the head of the pre-training, and the
-    pooler.
+    """Embeddings of tokens, positions and types, an encoder, the head, and the pooler.
 
     Args:
         config: of the model.
@@ -166,8 +151,7 @@ class MaskedModel(BaseModel):
         *,
         output_pooler_output: bool,
     ) -> Any:
-        """Tokens' embeddings through all layers and heads; a BaseModelOutputWithPooling, or its
-        tuple.
+        """Tokens' embeddings through layers and heads: BaseModelOutputWithPooling, or its tuple.
 
         Args:
             hidden: (batch, seq, dim_model), of the tokens alone.
@@ -182,25 +166,16 @@ class MaskedModel(BaseModel):
             else token_type_ids[:, -hidden.shape[1] :]
         )
         hidden = hidden + self.position_embedding(positions) + self.token_type_embedding(types)
-        out = self.encoder(
+        pooler = self.pooler if output_pooler_output else None
+        return asked.run(
+            self.encoder,
             self.embed_dropout(hidden),
             mask,
             None,
-            asked.use_cache,
-            asked.past_key_values,
-            asked.output_attentions,
-            asked.output_hidden_states,
-            return_dict=True,
+            self.logits,
+            pooler,
+            has_pooler=True,
         )
-        output = BaseModelOutputWithPooling(
-            last_hidden_state=out.last_hidden_state,
-            pooler_output=self.pooler(out.last_hidden_state) if output_pooler_output else None,
-            past_key_values=out.past_key_values if asked.use_cache else None,
-            logits=self.logits(out.last_hidden_state) if asked.output_logits else None,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-        )
-        return output if asked.return_dict else as_tuple(output)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
@@ -241,11 +216,6 @@ def masked_key_map(
     )
 
 
-def both(ours: str, theirs: str) -> dict[str, Piece]:
-    """Weight and bias of one part."""
-    return {f"{ours}.{kind}": Piece(f"{theirs}.{kind}") for kind in ("weight", "bias")}
-
-
 def _encoder_pieces(config: MaskedConfig, prefix: str, global_attention: bool) -> dict[str, Piece]:
     """Embeddings, layers and pooler.
 
@@ -257,22 +227,23 @@ def _encoder_pieces(config: MaskedConfig, prefix: str, global_attention: bool) -
         "position_embedding.weight": Piece(prefix + "embeddings.position_embeddings.weight"),
         "token_type_embedding.weight": Piece(prefix + "embeddings.token_type_embeddings.weight"),
     }
+    maps = {
+        name: f"attention.self.{other}"
+        for name, other in zip(PROJECTIONS, ("query", "key", "value"), strict=True)
+    }
+    if global_attention:
+        maps |= {f"{own}_global": f"{other}_global" for own, other in maps.items()}
+    maps |= {
+        ATTENTION_OUT: "attention.output.dense",
+        FFN_NORM: "attention.output.LayerNorm",
+        FFN_IN: "intermediate.dense",
+        FFN_OUT: "output.dense",
+    }
     below = prefix + "embeddings.LayerNorm"
     for layer in range(config.num_layers):
         ours, theirs = f"encoder.layers.{layer}.", f"{prefix}encoder.layer.{layer}."
-        attention = ours + "self_att.self_attention."
-        pieces |= both(ours + "self_att.layernorm_before_attention", below)
-        for own, other in (("project_q", "query"), ("project_k", "key"), ("project_v", "value")):
-            pieces |= both(attention + own, f"{theirs}attention.self.{other}")
-            if global_attention:
-                pieces |= both(f"{attention}{own}_global", f"{theirs}attention.self.{other}_global")
-        pieces |= both(attention + "attention_out", theirs + "attention.output.dense")
-        pieces |= both(ours + "ffn.layernorm_before_ffn", theirs + "attention.output.LayerNorm")
-        pieces |= both(ours + "ffn.ffn.w_in.w", theirs + "intermediate.dense")
-        pieces |= both(ours + "ffn.ffn.w_out", theirs + "output.dense")
+        pieces |= renamed({ATTENTION_NORM: below}, ours) | renamed(maps, ours, theirs)
         below = theirs + "output.LayerNorm"
-    return (
-        pieces
-        | both("encoder.output_layernorm", below)
-        | both("pooler.dense", prefix + "pooler.dense")
+    return pieces | renamed(
+        {"encoder.output_layernorm": below, "pooler.dense": prefix + "pooler.dense"}
     )

@@ -1,6 +1,4 @@
-"""Mistral (Jiang et al., "Mistral 7B", 2023): LLaMA whose tokens may see a window of last tokens
-only.
-"""
+"""Mistral (Jiang et al., "Mistral 7B", 2023): LLaMA with a window of last tokens."""
 
 from __future__ import annotations
 

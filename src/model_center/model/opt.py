@@ -10,22 +10,28 @@ import torch
 
 from model_center.config.base import TransformerConfig
 from model_center.errors import ConfigError
+from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
-from model_center.layer.transformer import Encoder, Past
+from model_center.layer.transformer import Encoder
 from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
-from model_center.model.causal import Asked, CausalModel
-from model_center.model.inputs import (
-    attention_mask_of,
-    embedded,
-    past_length,
-    positions_from,
-    refuse,
+from model_center.model.causal import TokenModel
+from model_center.model.inputs import positions_from, refuse
+from model_center.weights.keymap import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    FFN_IN,
+    FFN_NORM,
+    FFN_OUT,
+    PROJECTIONS,
+    KeyMap,
+    Piece,
+    both,
+    renamed,
 )
-from model_center.weights.keymap import KeyMap, Piece, both
 
 # rows of the table of positions before that of the first token; padding has the one before it
 OFFSET = 2
@@ -45,7 +51,21 @@ class OPTConfig(TransformerConfig):
     """
 
     model_type: ClassVar[str] = "opt"
+    architecture: ClassVar[str] = "OPTForCausalLM"
     has_post_layer_norm: ClassVar[bool] = True
+    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+        "vocab_size": "vocab_size",
+        "dim_model": "hidden_size",
+        "num_heads": "num_attention_heads",
+        "dim_ff": "ffn_dim",
+        "num_layers": "num_hidden_layers",
+        "position_size": ("max_position_embeddings", 2048),
+        "dropout_p": ("dropout", 0.1),
+        "ffn_activate_fn": ("activation_function", "relu"),
+        "att_bias": ("enable_bias", True),
+        "pad_token_id": ("pad_token_id", 1),
+        "tied": ("tie_word_embeddings", True),
+    }
 
     vocab_size: int = 50272
     num_layers: int = 12
@@ -65,11 +85,7 @@ class OPTConfig(TransformerConfig):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json.
-
-        Raises:
-            ConfigError: for norms without parameters, or without a last one.
-        """
+        """As in Config; norms without parameters, or without a last one, are refused."""
         norms_first = content.get("do_layer_norm_before", True)
         if not content.get("layer_norm_elementwise_affine", True) or (
             norms_first and content.get("_remove_final_layer_norm")
@@ -78,24 +94,14 @@ class OPTConfig(TransformerConfig):
                 "layer_norm_elementwise_affine=False and _remove_final_layer_norm=True are "
                 "not supported."
             )
-        dim_model, num_heads = content["hidden_size"], content["num_attention_heads"]
-        dim_embedding = content.get("word_embed_proj_dim") or dim_model
-        return {
-            "vocab_size": content["vocab_size"],
-            "dim_model": dim_model,
-            "num_heads": num_heads,
-            "dim_head": dim_model // num_heads,
-            "dim_ff": content["ffn_dim"],
-            "num_layers": content["num_hidden_layers"],
-            "position_size": content.get("max_position_embeddings", 2048),
-            "dropout_p": content.get("dropout", 0.1),
-            "ffn_activate_fn": content.get("activation_function", "relu"),
-            "att_bias": content.get("enable_bias", True),
-            "ffn_bias": content.get("enable_bias", True),
+        values = super().from_hugging_face(content)
+        width = values["dim_model"]
+        dim_embedding = content.get("word_embed_proj_dim") or width
+        return values | {
+            "dim_head": width // values["num_heads"],
+            "ffn_bias": values["att_bias"],
             "post_layer_norm": not norms_first,
-            "dim_embedding": None if dim_embedding == dim_model else dim_embedding,
-            "pad_token_id": content.get("pad_token_id", 1),
-            "tied": content.get("tie_word_embeddings", True),
+            "dim_embedding": None if dim_embedding == width else dim_embedding,
         }
 
     def to_hugging_face(self) -> dict[str, Any]:
@@ -109,28 +115,14 @@ class OPTConfig(TransformerConfig):
             length_scale=False,
             ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED),
         )
-        return {
-            "architectures": ["OPTForCausalLM"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.dim_model,
-            "num_attention_heads": self.num_heads,
-            "ffn_dim": self.dim_ff,
-            "num_hidden_layers": self.num_layers,
-            "max_position_embeddings": self.position_size,
-            "dropout": self.dropout_p,
+        return super().to_hugging_face() | {
             "attention_dropout": self.dropout_p,
-            "activation_function": self.ffn_activate_fn,
-            "enable_bias": self.att_bias,
             "do_layer_norm_before": not self.post_layer_norm,
             "word_embed_proj_dim": self.dim_embedding or self.dim_model,
-            "pad_token_id": self.pad_token_id,
-            "tie_word_embeddings": True,
-            "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
 
-class OPT(CausalModel):
+class OPT(TokenModel):
     """The decoder-only language model OPT; its stack, an Encoder, is called `decoder`."""
 
     _CONFIG_TYPE = OPTConfig
@@ -161,60 +153,26 @@ class OPT(CausalModel):
         """The layers."""
         return self.decoder
 
-    def forward(  # noqa: PLR0913 (ModelCenter's signature)
+    def enter(
         self,
-        input_ids: torch.Tensor | None = None,
-        length: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | AttentionMask | None = None,
-        token_type_ids: None = None,
-        position_ids: torch.Tensor | None = None,
-        head_mask: None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool = False,
-        past_key_values: Past = None,
-        output_logits: bool = True,
-        output_attentions: bool = False,
-        output_hidden_states: bool = False,
-        return_dict: bool = True,
-    ) -> Any:
-        """Score the next token at every position.
-
-        Arguments as in `GPT2`, but `inputs_embeds` are as wide as the embedding, and `position_ids`
+        hidden: torch.Tensor,
+        mask: AttentionMask,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        start: int,
+    ) -> tuple[torch.Tensor, PositionBias | None]:
+        """As in TokenModel, but `inputs_embeds` are as wide as the embedding, and `position_ids`
         are rows of the table of positions, of which 2 is that of the first token; without them
         valid tokens are counted, those of a cache included.
         """
-        refuse(head_mask=head_mask, token_type_ids=token_type_ids)
-        hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_length(past_key_values)
-        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)
-        positions = self.positions(position_ids, mask.keys, start, hidden)
+        refuse(token_type_ids=token_type_ids)
+        positions = positions_from(position_ids, start, hidden, self.config.position_size)
+        if position_ids is None and mask.keys is None:
+            positions = positions + OFFSET
+        elif position_ids is None and mask.keys is not None:
+            positions = (mask.keys.cumsum(-1) * mask.keys - 1 + OFFSET)[:, start:]
         hidden = self.project_in(hidden) if self.config.dim_embedding else hidden
-        asked = Asked(
-            use_cache=use_cache,
-            past_key_values=past_key_values,
-            output_logits=output_logits,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
-        return self.run(hidden + self.position_embedding(positions), mask, None, asked)
-
-    def positions(
-        self,
-        position_ids: torch.Tensor | None,
-        valid: torch.Tensor | None,
-        start: int,
-        hidden: torch.Tensor,
-    ) -> torch.Tensor:
-        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq); `valid` is
-        bool (batch, tokens so far).
-        """
-        counted = positions_from(position_ids, start, hidden, self.config.position_size)
-        if position_ids is not None:
-            return counted
-        if valid is None:
-            return counted + OFFSET
-        return (valid.cumsum(-1) * valid - 1 + OFFSET)[:, start:]
+        return hidden + self.position_embedding(positions), None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
@@ -239,10 +197,8 @@ class OPT(CausalModel):
             "position_embedding.weight": Piece("model.decoder.embed_positions.weight"),
         }
         if config.dim_embedding:
-            pieces |= {
-                f"project_{way}.weight": Piece(f"model.decoder.project_{way}.weight")
-                for way in ("in", "out")
-            }
+            maps = {f"project_{way}": f"model.decoder.project_{way}" for way in ("in", "out")}
+            pieces |= renamed(maps, kinds=["weight"])
         below = ""
         for layer in range(config.num_layers):
             theirs = f"model.decoder.layers.{layer}."
@@ -256,27 +212,12 @@ class OPT(CausalModel):
 
 
 def _layer(config: OPTConfig, ours: str, theirs: str, below: str) -> dict[str, Piece]:
-    """One layer. With norms behind each part, that before attention is the last one of the layer
-    `below`, if there is one.
-    """
-    attention, before, after = (
-        ours + "self_att.self_attention.",
-        "self_attn_layer_norm",
-        "final_layer_norm",
-    )
-    pieces: dict[str, Piece] = {}
-    if not config.post_layer_norm:
-        pieces |= both(ours + "self_att.layernorm_before_attention", theirs + before)
-    elif below:
-        pieces |= both(ours + "self_att.layernorm_before_attention", below + after)
-    pieces |= both(
-        ours + "ffn.layernorm_before_ffn", theirs + (before if config.post_layer_norm else after)
-    )
-    maps = {f"{attention}project_{name}": f"{theirs}self_attn.{name}_proj" for name in "qkv"}
-    maps[attention + "attention_out"] = theirs + "self_attn.out_proj"
-    maps |= {f"{ours}ffn.ffn.w_in.w": f"{theirs}fc1", f"{ours}ffn.ffn.w_out": f"{theirs}fc2"}
-    for own, other in maps.items():
-        pieces |= (
-            both(own, other) if config.att_bias else {f"{own}.weight": Piece(f"{other}.weight")}
-        )
-    return pieces
+    """One layer; with norms behind each part, that before attention is the `below` layer's last."""
+    norms = {ATTENTION_NORM: theirs + "self_attn_layer_norm", FFN_NORM: theirs + "final_layer_norm"}
+    if config.post_layer_norm:
+        norms = {FFN_NORM: norms[ATTENTION_NORM]}
+        norms |= {ATTENTION_NORM: below + "final_layer_norm"} if below else {}
+    maps = {name: f"self_attn.{name[-1]}_proj" for name in PROJECTIONS}
+    maps |= {ATTENTION_OUT: "self_attn.out_proj", FFN_IN: "fc1", FFN_OUT: "fc2"}
+    kinds = ("weight", "bias") if config.att_bias else ("weight",)
+    return renamed(norms, ours) | renamed(maps, ours, theirs, kinds=kinds)

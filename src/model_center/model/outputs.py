@@ -8,16 +8,14 @@ from typing import Any
 
 import torch
 
-from model_center.layer.cache import KeyValueCache
+from model_center.layer.stack import Pasts
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclasses.dataclass
 class ModelOutput:
-    """Fields of tensors. `output.name` and `output["name"]` read one; positions, slices and
-    `to_tuple` skip None.
-    """
+    """Fields, read as `output.name` or `output["name"]`; positions and slices skip None."""
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in order."""
@@ -57,7 +55,8 @@ class BaseModelOutput(ModelOutput):
 
     Attributes:
         last_hidden_state: (batch, seq, dim_model), after the last norm.
-        past_key_values: the cache, with `use_cache`.
+        past_key_values: with `use_cache`, a list of (keys, values) of each layer, or the
+            KeyValueCache that was given.
         logits: (batch, seq, vocab_size), or (batch, seq, cls_head), with `output_logits`.
         hidden_states: the inputs of all layers and the last hidden state, with
             `output_hidden_states`.
@@ -65,7 +64,7 @@ class BaseModelOutput(ModelOutput):
     """
 
     last_hidden_state: torch.Tensor | None = None
-    past_key_values: KeyValueCache | None = None
+    past_key_values: Pasts | None = None
     logits: torch.Tensor | None = None
     hidden_states: Tensors | None = None
     attentions: Tensors | None = None
@@ -73,13 +72,11 @@ class BaseModelOutput(ModelOutput):
 
 @dataclasses.dataclass
 class BaseModelOutputWithPooling(ModelOutput):
-    """Output of an encoder: as BaseModelOutput, and `pooler_output` (batch, dim_model), made of the
-    first token.
-    """
+    """As BaseModelOutput, and `pooler_output` (batch, dim_model), of the first token."""
 
     last_hidden_state: torch.Tensor | None = None
     pooler_output: torch.Tensor | None = None
-    past_key_values: KeyValueCache | None = None
+    past_key_values: Pasts | None = None
     logits: torch.Tensor | None = None
     hidden_states: Tensors | None = None
     attentions: Tensors | None = None
@@ -91,7 +88,7 @@ class Seq2SeqModelOutput(ModelOutput):
 
     last_hidden_state: torch.Tensor | None = None
     encoder_last_hidden_state: torch.Tensor | None = None
-    past_key_values: KeyValueCache | None = None
+    past_key_values: Pasts | None = None
     logits: torch.Tensor | None = None
     decoder_hidden_states: Tensors | None = None
     decoder_attentions: Tensors | None = None

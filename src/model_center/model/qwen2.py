@@ -1,6 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al., "Qwen2 Technical Report", 2024): LLaMA with biases of queries,
-keys and values.
-"""
+"""Qwen2, Qwen2.5 (Yang et al., "Qwen2 Technical Report", 2024): LLaMA with biases of q, k, v."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Qwen3 (Yang et al., "Qwen3 Technical Report", 2025): Qwen2 with norms of queries and keys in
-place of their biases.
-"""
+"""Qwen3 (Yang et al., "Qwen3 Technical Report", 2025): Qwen2, q and k normed, not biased."""
 
 from __future__ import annotations
 

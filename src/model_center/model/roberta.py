@@ -52,8 +52,7 @@ class RobertaConfig(MaskedConfig):
 
 
 class Roberta(Bert):
-    """The encoder RoBERTa, with the head of its pre-training and the pooler; `forward` is that of
-    Bert.
+    """The encoder RoBERTa, with head and pooler; `forward` is that of Bert.
 
     Positions count the tokens that are not `pad_token_id`, from `pad_token_id` + 1 on.
     """
@@ -63,9 +62,7 @@ class Roberta(Bert):
     def positions(
         self, input_ids: torch.Tensor | None, start: int, hidden: torch.Tensor, mask: AttentionMask
     ) -> torch.Tensor:
-        """Rows of the table of positions for the new tokens, (seq,) or (batch, seq): the number of
-        tokens so far.
-        """
+        """Rows of the table of positions for new tokens: the number of tokens so far."""
         return positions_after_padding(input_ids, start, hidden, mask.keys, self.config)
 
     @classmethod

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from model_center.config.base import TransformerConfig
+from model_center.config.base import RelativeConfig
 from model_center.errors import InputError
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
@@ -23,47 +23,19 @@ from model_center.model.outputs import Seq2SeqModelOutput, as_tuple
 
 
 @dataclasses.dataclass(kw_only=True)
-class Seq2SeqConfig(TransformerConfig):
+class Seq2SeqConfig(RelativeConfig):
     """What configurations of encoder-decoders have in common.
 
     Attributes:
         num_encoder_layers, num_decoder_layers: numbers of layers.
-        position_bias_num_buckets, position_bias_max_distance: of the relative positions, see
-            `bucket_of`.
-        pos_init_mean, pos_init_std: of their first values.
     """
 
     num_encoder_layers: int = 12
     num_decoder_layers: int = 12
-    pos_bias_type: str = "relative"
-    position_bias_num_buckets: int = 32
-    position_bias_max_distance: int = 128
-    pos_init_mean: float = 0.0
-    pos_init_std: float = 1
-    norm_bias: bool = False
-    norm_eps: float = 1e-6
-    att_bias: bool = False
-    ffn_bias: bool = False
-    proj_bias: bool = False
-    attn_scale: bool = False
-
-    def relative(self, *, bidirectional: bool) -> dict[str, Any]:
-        """Arguments of a RelativePositionEmbedding of this configuration."""
-        return {
-            "num_heads": self.num_heads,
-            "num_buckets": self.position_bias_num_buckets,
-            "max_distance": self.position_bias_max_distance,
-            "bidirectional": bidirectional,
-            "dtype": self.dtype,
-            "init_mean": self.pos_init_mean,
-            "init_std": self.pos_init_std,
-        }
 
 
 class Seq2SeqModel(BaseModel):
-    """An encoder and a decoder over one embedding, and a head: tied to it, of its own, or for
-    classes.
-    """
+    """An encoder and a decoder over one embedding; the head is tied, its own, or for classes."""
 
     # What the decoder starts with in generation, where nothing else is said.
     DECODER_START: ClassVar[int] = 0
@@ -204,11 +176,8 @@ class Seq2SeqModel(BaseModel):
         if self.config.cls_head:
             return self.cls_projection(hidden)
         hidden = hidden * self.logit_factor
-        return (
-            self.input_embedding.projection(hidden)
-            if self.config.tied
-            else self.output_projection(hidden)
-        )
+        tied = self.config.tied
+        return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
 
     @property
     def logit_factor(self) -> float:
@@ -218,9 +187,7 @@ class Seq2SeqModel(BaseModel):
     def decoding(
         self, input_ids: torch.Tensor, mask: torch.Tensor | None, inputs: Mapping[str, torch.Tensor]
     ) -> Decoding:
-        """As in BaseModel; `inputs` may have `decoder_input_ids`, int64 (rows, length), in place of
-        the one start token.
-        """
+        """As in BaseModel; `inputs` may have `decoder_input_ids`, int64 (rows, length)."""
         name = type(self).__name__
         if self.config.cls_head:
             raise InputError(
@@ -287,10 +254,9 @@ def _both(
     """
     if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() != 2:
         raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, "
-            "keys), since the decoder sees the encoder's "
-            "tokens through it too. Use encode() with this mask, and pass its states "
-            "as encoder_outputs."
+            f"attention_mask has shape {tuple(attention_mask.shape)}: expected (batch, keys), "
+            "since the decoder sees the encoder's tokens through it too. Use encode() with this "
+            "mask, and pass its states as encoder_outputs."
         )
     return attention_mask
 

@@ -15,7 +15,7 @@ from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import GATED
 from model_center.model.seq2seq import Seq2SeqConfig, Seq2SeqModel
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import FFN_IN, FFN_NORM, FFN_OUT, KeyMap, Piece, renamed
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,6 +32,19 @@ class T5Config(Seq2SeqConfig):
 
     model_type: ClassVar[str] = "t5"
     other_types: ClassVar[tuple[str, ...]] = ("mt5",)
+    architecture: ClassVar[str] = "T5ForConditionalGeneration"
+    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+        "vocab_size": "vocab_size",
+        "dim_model": "d_model",
+        "num_heads": "num_heads",
+        "dim_head": "d_kv",
+        "dim_ff": "d_ff",
+        "num_encoder_layers": "num_layers",
+        "dropout_p": ("dropout_rate", 0.1),
+        "norm_eps": ("layer_norm_epsilon", 1e-6),
+        "position_bias_num_buckets": ("relative_attention_num_buckets", 32),
+        "position_bias_max_distance": ("relative_attention_max_distance", 128),
+    }
 
     vocab_size: int = 32128
     ffn_activate_fn: str = "relu"
@@ -60,18 +73,8 @@ class T5Config(Seq2SeqConfig):
         gated = kind.startswith("gated-")
         # "gated-gelu" stands for the tanh form, in which the models were trained.
         act = "gelu_new" if kind == "gated-gelu" else kind.removeprefix("gated-")
-        return {
-            "vocab_size": content["vocab_size"],
-            "dim_model": content["d_model"],
-            "num_heads": content["num_heads"],
-            "dim_head": content["d_kv"],
-            "dim_ff": content["d_ff"],
-            "num_encoder_layers": content["num_layers"],
+        return super().from_hugging_face(content) | {
             "num_decoder_layers": content.get("num_decoder_layers") or content["num_layers"],
-            "dropout_p": content.get("dropout_rate", 0.1),
-            "norm_eps": content.get("layer_norm_epsilon", 1e-6),
-            "position_bias_num_buckets": content.get("relative_attention_num_buckets", 32),
-            "position_bias_max_distance": content.get("relative_attention_max_distance", 128),
             "ffn_activate_fn": GATED + act if gated else act,
             "tied": tied and scaled,
             "scale_logits": scaled,
@@ -94,20 +97,8 @@ class T5Config(Seq2SeqConfig):
         act = self.ffn_activate_fn.removeprefix(GATED)
         gated = self.ffn_activate_fn.startswith(GATED)
         kind = "gated-gelu" if gated and act == "gelu_new" else ("gated-" if gated else "") + act
-        return {
-            "architectures": ["T5ForConditionalGeneration"],
-            "model_type": self.model_type,
-            "vocab_size": self.vocab_size,
-            "d_model": self.dim_model,
-            "num_heads": self.num_heads,
-            "d_kv": self.dim_head,
-            "d_ff": self.dim_ff,
-            "num_layers": self.num_encoder_layers,
+        return super().to_hugging_face() | {
             "num_decoder_layers": self.num_decoder_layers,
-            "dropout_rate": self.dropout_p,
-            "layer_norm_epsilon": self.norm_eps,
-            "relative_attention_num_buckets": self.position_bias_num_buckets,
-            "relative_attention_max_distance": self.position_bias_max_distance,
             "feed_forward_proj": kind,
             "tie_word_embeddings": self.tied,
             "scale_decoder_outputs": self.scale_logits,
@@ -115,7 +106,6 @@ class T5Config(Seq2SeqConfig):
             "decoder_start_token_id": 0,
             "pad_token_id": 0,
             "eos_token_id": 1,
-            "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
 
@@ -161,35 +151,27 @@ class T5(Seq2SeqModel):
         ignored = (
             r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",
         )
-        if config.tied:
-            return KeyMap(pieces, ignored=ignored, tied=tied | head, new=(r"cls_projection\.",))
         return KeyMap(
-            pieces, ignored=ignored, tied=tied, substitutes=head, new=(r"cls_projection\.",)
+            pieces,
+            ignored=ignored,
+            tied=tied | head if config.tied else tied,
+            substitutes={} if config.tied else head,
+            new=(r"cls_projection\.",),
         )
 
 
 def _layer(config: T5Config, ours: str, theirs: str, is_decoder: bool) -> dict[str, Piece]:
-    pieces = _attention(ours + "self_att.", theirs + "0.", "SelfAttention")
+    names = _attention("self_att.", "0.", "SelfAttention")
     if is_decoder:
-        pieces |= _attention(ours + "cross_att.", theirs + "1.", "EncDecAttention")
-    last = f"{theirs}{2 if is_decoder else 1}."
-    pieces[ours + "ffn.layernorm_before_ffn.weight"] = Piece(last + "layer_norm.weight")
-    if config.ffn_activate_fn.startswith(GATED):
-        for place in (0, 1):
-            pieces[f"{ours}ffn.ffn.w_in.w_{place}.weight"] = Piece(
-                f"{last}DenseReluDense.wi_{place}.weight"
-            )
-    else:
-        pieces[f"{ours}ffn.ffn.w_in.w.weight"] = Piece(f"{last}DenseReluDense.wi.weight")
-    pieces[f"{ours}ffn.ffn.w_out.weight"] = Piece(f"{last}DenseReluDense.wo.weight")
-    return pieces
+        names |= _attention("cross_att.", "1.", "EncDecAttention")
+    last = "2." if is_decoder else "1."
+    names |= {FFN_NORM: last + "layer_norm", FFN_OUT: last + "DenseReluDense.wo"}
+    ends = ("_0", "_1") if config.ffn_activate_fn.startswith(GATED) else ("",)
+    names |= {FFN_IN + end: f"{last}DenseReluDense.wi{end}" for end in ends}
+    return renamed(names, ours, theirs, kinds=["weight"])
 
 
-def _attention(ours: str, theirs: str, kind: str) -> dict[str, Piece]:
-    pieces = {
-        f"{ours}self_attention.project_{name}.weight": Piece(f"{theirs}{kind}.{name}.weight")
-        for name in "qkv"
-    }
-    pieces[f"{ours}self_attention.attention_out.weight"] = Piece(f"{theirs}{kind}.o.weight")
-    pieces[f"{ours}layernorm_before_attention.weight"] = Piece(f"{theirs}layer_norm.weight")
-    return pieces
+def _attention(ours: str, theirs: str, kind: str) -> dict[str, str]:
+    names = {f"{ours}self_attention.project_{name}": f"{theirs}{kind}.{name}" for name in "qkv"}
+    names[f"{ours}self_attention.attention_out"] = f"{theirs}{kind}.o"
+    return names | {f"{ours}layernorm_before_attention": f"{theirs}layer_norm"}

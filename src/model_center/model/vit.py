@@ -18,9 +18,19 @@ from model_center.layer.mask import mask_from
 from model_center.layer.patch_embedding import PatchEmbedding
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
-from model_center.model.masked import both
 from model_center.model.outputs import BaseModelOutput, as_tuple
-from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.keymap import (
+    ATTENTION_NORM,
+    ATTENTION_OUT,
+    FFN_IN,
+    FFN_NORM,
+    FFN_OUT,
+    PROJECTIONS,
+    KeyMap,
+    Piece,
+    both,
+    renamed,
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,6 +53,19 @@ class VitConfig(Config):
     """
 
     model_type: ClassVar[str] = "vit"
+    architecture: ClassVar[str] = "ViTForImageClassification"
+    NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
+        "img_size": ("image_size", 224),
+        "patch_size": ("patch_size", 16),
+        "channels_in": ("num_channels", 3),
+        "hidden_size": "hidden_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "mlp_size": "intermediate_size",
+        "drop": ("hidden_dropout_prob", 0.0),
+        "norm_eps": ("layer_norm_eps", 1e-12),
+        "ffn_activate_fn": ("hidden_act", "gelu"),
+    }
 
     img_size: int = 224
     patch_size: int = 16
@@ -78,37 +101,16 @@ class VitConfig(Config):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of a Hugging Face config.json.
-
-        Raises:
-            ConfigError: for images or patches that are no squares, or projections without bias.
-        """
-        sizes = {
-            name: content.get(name, default)
-            for name, default in (("image_size", 224), ("patch_size", 16))
-        }
-        if not all(isinstance(size, int) for size in sizes.values()) or not content.get(
-            "qkv_bias", True
-        ):
+        """As in Config; sides that differ, and projections without bias, are refused."""
+        values = super().from_hugging_face(content)
+        sizes = {name: values[name] for name in ("img_size", "patch_size")}
+        has_bias = content.get("qkv_bias", True)
+        if not all(isinstance(size, int) for size in sizes.values()) or not has_bias:
             raise ConfigError(
-                f"{sizes}, qkv_bias {content.get('qkv_bias', True)}: expected squares, and "
-                "projections with a bias."
+                f"{sizes}, qkv_bias {has_bias}: expected squares, and projections with a bias."
             )
-        return {
-            "img_size": sizes["image_size"],
-            "patch_size": sizes["patch_size"],
-            "channels_in": content.get("num_channels", 3),
-            "num_classes": len(content["id2label"])
-            if content.get("id2label")
-            else content.get("num_labels", 2),
-            "hidden_size": content["hidden_size"],
-            "num_layers": content["num_hidden_layers"],
-            "num_heads": content["num_attention_heads"],
-            "mlp_size": content["intermediate_size"],
-            "drop": content.get("hidden_dropout_prob", 0.0),
-            "norm_eps": content.get("layer_norm_eps", 1e-12),
-            "ffn_activate_fn": content.get("hidden_act", "gelu"),
-        }
+        labels = content.get("id2label")
+        return values | {"num_classes": len(labels) if labels else content.get("num_labels", 2)}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The content of a Hugging Face config.json for this model.
@@ -121,24 +123,11 @@ class VitConfig(Config):
         )
         self.refuse_unless(ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED))
         labels = [f"LABEL_{number}" for number in range(self.num_classes)]
-        return {
-            "architectures": ["ViTForImageClassification"],
-            "model_type": self.model_type,
-            "image_size": self.img_size,
-            "patch_size": self.patch_size,
-            "num_channels": self.channels_in,
+        return super().to_hugging_face() | {
             "id2label": {str(number): label for number, label in enumerate(labels)},
             "label2id": {label: number for number, label in enumerate(labels)},
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "intermediate_size": self.mlp_size,
-            "hidden_dropout_prob": self.drop,
             "attention_probs_dropout_prob": self.drop,
-            "layer_norm_eps": self.norm_eps,
-            "hidden_act": self.ffn_activate_fn,
             "qkv_bias": self.attn_bias,
-            "torch_dtype": str(self.dtype).removeprefix("torch."),
         }
 
 
@@ -249,27 +238,22 @@ class ViT(BaseModel):
             **both("blocks.output_layernorm", "vit.layernorm"),
             **both("head", "classifier"),
         }
+        query, key, value = PROJECTIONS
+        parts = {
+            query: "attention.attention.query",
+            key: "attention.attention.key",
+            value: "attention.attention.value",
+            ATTENTION_NORM: "layernorm_before",
+            ATTENTION_OUT: "attention.output.dense",
+            FFN_NORM: "layernorm_after",
+            FFN_IN: "intermediate.dense",
+            FFN_OUT: "output.dense",
+        }
         for layer in range(config.num_layers):
-            pieces |= _layer(f"blocks.layers.{layer}.", f"vit.encoder.layer.{layer}.")
+            pieces |= renamed(parts, f"blocks.layers.{layer}.", f"vit.encoder.layer.{layer}.")
         return KeyMap(
             pieces,
             prefix="vit.",
             ignored=(r"^(vit\.)?pooler\.",),
             new=(r"head\.", r"representation_layer\."),
         )
-
-
-def _layer(ours: str, theirs: str) -> dict[str, Piece]:
-    attention, ffn = ours + "self_att.self_attention.", ours + "ffn.ffn."
-    parts = {
-        ours + "self_att.layernorm_before_attention": "layernorm_before",
-        attention + "project_q": "attention.attention.query",
-        attention + "project_k": "attention.attention.key",
-        attention + "project_v": "attention.attention.value",
-        attention + "attention_out": "attention.output.dense",
-        ours + "ffn.layernorm_before_ffn": "layernorm_after",
-        ffn + "w_in.w": "intermediate.dense",
-        ffn + "w_out": "output.dense",
-    }
-    pieces = [both(own, theirs + other) for own, other in parts.items()]
-    return {name: piece for part in pieces for name, piece in part.items()}

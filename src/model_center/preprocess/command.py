@@ -56,54 +56,25 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments; those of the recipe are None when not given, so that a preset may
-    say.
-    """
+    """The arguments; those of the recipe are None where not given, so that a preset may say."""
     parser.description = DESCRIPTION
     add = parser.add_argument
-    add(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text, a document per line, or JSONL (*.jsonl, *.json)",
-    )
+    files = "text, a document per line, or JSONL (*.jsonl, *.json)"
+    add("--input", nargs="+", required=True, metavar="FILE", help=files)
     add("--output", required=True, metavar="PREFIX", help="where PREFIX.bin and PREFIX.idx go")
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="NAME",
-        help="a folder, an identifier of model_center or a name on the hub",
-    )
-    add(
-        "--tokenizer-type",
-        choices=["auto", *TOKENIZERS],
-        help="whose tokenizer the folder holds (default: as transformers sees)",
-    )
-    add(
-        "--preset",
-        choices=[name for name in PRESETS if name],
-        default="",
-        help="the rules by which a model's data were made",
-    )
+    named = "a folder, an identifier of model_center or a name on the hub"
+    add("--tokenizer", required=True, metavar="NAME", help=named)
+    kind = "whose tokenizer the folder holds (default: as transformers sees)"
+    add("--tokenizer-type", choices=["auto", *TOKENIZERS], help=kind)
+    rules = "the rules by which a model's data were made"
+    add("--preset", choices=[name for name in PRESETS if name], default="", help=rules)
     add("--key", metavar="NAME", help="key of the text in JSONL (default: text)")
-    add(
-        "--append-eod",
-        action="store_true",
-        default=None,
-        help="end every document with the tokenizer's eos",
-    )
-    add(
-        "--split-length",
-        type=int,
-        metavar="N",
-        help="cut documents into sequences of at most N tokens",
-    )
-    add(
-        "--dtype",
-        choices=["auto", "uint16", "int32"],
-        help="of the file (default: uint16 if all ids fit)",
-    )
+    end = "end every document with the tokenizer's eos"
+    add("--append-eod", action="store_true", default=None, help=end)
+    cut = "cut documents into sequences of at most N tokens"
+    add("--split-length", type=int, metavar="N", help=cut)
+    small = "of the file (default: uint16 if all ids fit)"
+    add("--dtype", choices=["auto", "uint16", "int32"], help=small)
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenise (default: 1)")
 
 
@@ -150,9 +121,8 @@ def run(args: argparse.Namespace) -> None:
             )
         builder.finalize(f"{args.output}.idx")
     console.print(
-        f"{args.output}.bin, .idx: {counts['documents']:,} documents, "
-        f"{counts['sequences']:,} sequences, {counts['tokens']:,} "
-        f"tokens of {dtype}; {counts['skipped']:,} lines skipped.",
+        f"{args.output}.bin, .idx: {counts['documents']:,} documents, {counts['sequences']:,} "
+        f"sequences, {counts['tokens']:,} tokens of {dtype}; {counts['skipped']:,} lines skipped.",
         highlight=False,
     )
 
@@ -193,9 +163,7 @@ def _dtype(name: str, num_ids: int) -> np.dtype[Any]:
 
 
 def _add(builder: MMapIndexedDatasetBuilder, encoded: Encoded) -> collections.Counter[str]:
-    """Add every document to the builder; returns counts of documents, sequences, tokens and skipped
-    lines.
-    """
+    """Add every document; returns counts of documents, sequences, tokens and skipped lines."""
     counts = collections.Counter(documents=len(encoded.documents), skipped=encoded.skipped)
     for document in encoded.documents:
         for sequence in document:
@@ -209,9 +177,7 @@ def _add(builder: MMapIndexedDatasetBuilder, encoded: Encoded) -> collections.Co
 def _encoded(
     recipe: Recipe, source: Iterator[Batch], workers: int
 ) -> Iterator[tuple[Batch, Encoded]]:
-    """Every batch with what it becomes, in order; with several workers, a few batches ahead of the
-    reader.
-    """
+    """Every batch with what it becomes, in order; workers are a few batches ahead."""
     if workers == 1:
         yield from ((batch, encode(recipe, batch)) for batch in source)
         return

@@ -1,6 +1,4 @@
-"""Tokenizers: classes whose `from_pretrained` takes this project's identifiers, a folder or a
-repository.
-"""
+"""Tokenizers; `from_pretrained` takes our identifiers, a folder or a repository."""
 
 from model_center.tokenizer.cpm1 import CPM1Tokenizer
 from model_center.tokenizer.cpm2 import CPM2Tokenizer

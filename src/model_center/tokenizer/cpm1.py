@@ -16,8 +16,7 @@ from model_center.tokenizer.word_pieces import LINE, SPACE
 
 
 class CPM1Tokenizer(Identified, PreTrainedTokenizer):
-    """Words found by jieba, cut into the longest pieces of the vocabulary; spaces and ends of lines
-    have tokens.
+    """Jieba's words, cut into the longest pieces of the vocabulary; blanks have tokens.
 
     It does all that a tokenizer of transformers does (batches, pairs, padding, truncation,
     `save_pretrained`, ...). No special tokens are added to a text, and none are recognised in it:
@@ -78,9 +77,7 @@ class CPM1Tokenizer(Identified, PreTrainedTokenizer):
 
     @classmethod
     def convert_to_native_format(cls, **arguments: Any) -> dict[str, Any]:
-        """The constructor's arguments when a tokenizer is loaded: transformers has set those aside
-        that end in "_token".
-        """
+        """The arguments on loading, where transformers sets those aside that end in "_token"."""
         named = arguments.pop("model_specific_special_tokens", {})
         return arguments | {name: str(token) for name, token in named.items()}
 
@@ -115,9 +112,7 @@ class CPM1Tokenizer(Identified, PreTrainedTokenizer):
         return self.encoder[str(self.unk_token)]
 
     def get_vocab(self) -> dict[str, int]:
-        """Token to id, with the private and the added tokens; an id that no token is encoded to has
-        a name nevertheless.
-        """
+        """Token to id, private and added tokens too; ids that nothing is encoded to have names."""
         named = {
             number: token if self.encoder[token] == number else f"<line {number}>"
             for number, token in self.decoder.items()

@@ -1,6 +1,4 @@
-"""`CPM2Tokenizer`: CPM-1's way of tokenising, with sentinels for spans and a token that starts a
-document.
-"""
+"""`CPM2Tokenizer`: CPM-1's, with sentinels for spans and a token that starts documents."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ class CPM2Tokenizer(CPM1Tokenizer):
         max_sentinels: int = 190,
         **kwargs: Any,
     ) -> None:
-        """A tokenizer over `vocab_file`, with `max_sentinels` sentinels; see CPM1Tokenizer for the
-        other arguments.
-        """
+        """A tokenizer over `vocab_file` with `max_sentinels` sentinels; see CPM1Tokenizer."""
         super().__init__(
             vocab_file,
             max_len,
@@ -52,9 +48,7 @@ class CPM2Tokenizer(CPM1Tokenizer):
     def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
         cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Found:
-        """The tokenizer of a folder or identifier; its tokens for blanks are "▂" and "▃", as
-        CPM-2's vocabulary has them.
-        """
+        """The tokenizer of a folder or identifier; blanks are "▂" and "▃" in its vocabulary."""
         return super().from_pretrained(
             name_or_path, *args, **{"space_token": "\u2582", "line_token": "\u2583"} | kwargs
         )

@@ -21,8 +21,7 @@ FIRST_SPECIAL = 50000
 
 
 class GLMTokenizer(Identified, PreTrainedTokenizer):
-    """SentencePiece pieces; `[CLS]` is 50002, `[S]` (start of a span) 50006, `[E]` (its end) 50007,
-    `[MASK]` 50008.
+    """SentencePiece pieces; `[CLS]` is 50002, `[S]` 50006, `[E]` 50007, `[MASK]` 50008.
 
     It does all that a tokenizer of transformers does. No special tokens are added to a text; those
     that a text names are recognised, so that "[MASK]" can be written into it.
@@ -37,8 +36,7 @@ class GLMTokenizer(Identified, PreTrainedTokenizer):
         first_special_id: int = FIRST_SPECIAL,
         **kwargs: Any,
     ) -> None:
-        """A tokenizer over the SentencePiece model `vocab_file`, its special tokens from
-        `first_special_id` on.
+        """A tokenizer over `vocab_file`; special tokens have ids from `first_special_id` on.
 
         Raises:
             DataError: for a model that is missing or has more pieces than ids below
@@ -75,9 +73,7 @@ class GLMTokenizer(Identified, PreTrainedTokenizer):
         return int(self.pieces.get_piece_size())
 
     def get_vocab(self) -> dict[str, int]:
-        """Token to id, without holes, since the next token that is added gets the id after the last
-        one.
-        """
+        """Token to id, without holes, as a new token gets the id after the last one."""
         named = {number: token.content for number, token in self.added_tokens_decoder.items()}
         named |= {number: self.pieces.id_to_piece(number) for number in range(self.vocab_size)}
         return {named.get(number, f"<unused {number}>"): number for number in range(max(named) + 1)}

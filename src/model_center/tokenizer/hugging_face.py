@@ -31,8 +31,7 @@ class Borrowed(Identified, TokenizersBackend):
     def convert_to_native_format(
         cls, trust_remote_code: bool = False, **files: Any
     ) -> dict[str, Any]:
-        """What transformers builds the tokenizer from, which it does by class: for ours it would
-        guess where it knows theirs.
+        """What transformers builds the tokenizer from; for our classes it would guess.
 
         A `tokenizer.json` says everything and is taken as it is, whatever the class (a LLaMA 3 is
         no SentencePiece).
@@ -76,9 +75,7 @@ class OPTTokenizer(Borrowed, HuggingFaceGPT2):
 
 
 class LlamaTokenizer(Borrowed, HuggingFaceLlama):
-    """SentencePiece BPE of LLaMA 1 and 2; of LLaMA 3, whose files hold a byte-level BPE, what they
-    say.
-    """
+    """SentencePiece BPE of LLaMA 1 and 2; the byte-level BPE of LLaMA 3's files."""
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
@@ -98,9 +95,7 @@ class LlamaTokenizer(Borrowed, HuggingFaceLlama):
     def convert_to_native_format(
         cls, trust_remote_code: bool = False, **files: Any
     ) -> dict[str, Any]:
-        """As of every tokenizer; from a bare `tokenizer.model`, texts start with `<s>`, as LLaMA
-        was trained.
-        """
+        """As of every tokenizer; with a bare `tokenizer.model`, texts start with `<s>`."""
         if not files.get("tokenizer_file"):
             files.setdefault("add_bos_token", True)
         return super().convert_to_native_format(trust_remote_code, **files)

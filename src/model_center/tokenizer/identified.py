@@ -15,16 +15,13 @@ Found = TypeVar("Found", bound="Identified")
 
 
 class Identified(PreTrainedTokenizerBase):
-    """A tokenizer of transformers whose `from_pretrained` also knows this project's identifiers
-    ("gpt2-base").
-    """
+    """A tokenizer whose `from_pretrained` knows our identifiers ("gpt2-base") too."""
 
     @classmethod
     def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
         cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
     ) -> Found:
-        """The tokenizer of a folder, of an identifier of this project or of a repository
-        "org/name".
+        """The tokenizer of a folder, of our identifier or of a repository "org/name".
 
         `args` and `kwargs` are those of transformers.
 

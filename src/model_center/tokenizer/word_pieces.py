@@ -1,6 +1,4 @@
-"""CPM's way from text to tokens: blanks get tokens, jieba finds words, words are cut into the
-longest known pieces.
-"""
+"""CPM's tokens: those of blanks, and jieba's words, cut into the longest known pieces."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ VISIBLE_BLANKS = str.maketrans({" ": "\u2582", "\n": "\u2583"})
 
 
 def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
-    """The tokens of a vocabulary file, one on each line: the id of a token is the number of its
-    line, from 0.
+    """The tokens of a vocabulary file, one a line: its number, from 0, is the id.
 
     Raises:
         DataError: for a file that is missing.
@@ -36,9 +33,7 @@ def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
 
 
 def mark_blanks(text: str, space_token: str, line_token: str) -> str:
-    """`text` with its spaces and ends of lines, and the tokens that stand for them, as the two
-    private characters.
-    """
+    """`text` with blanks, ends of lines and their tokens as the two private characters."""
     lines_marked = text.replace("\n", LINE).replace(line_token, LINE)
     return lines_marked.replace(" ", SPACE).replace(space_token, SPACE)
 
@@ -59,9 +54,7 @@ def pieces(text: str, vocabulary: Container[str], unknown: str, *, half_width: b
 
 
 def longest_pieces(word: str, vocabulary: Container[str], unknown: str) -> list[str]:
-    """`word` cut from the left, each time by the longest piece of the vocabulary; an unknown
-    character is `unknown`.
-    """
+    """`word` cut from the left by the longest known piece each time; else `unknown`."""
     if len(word) > LONGEST_WORD:
         return [unknown]
     found, start = [], 0

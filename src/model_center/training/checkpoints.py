@@ -1,5 +1,4 @@
-"""Checkpoints of a run: complete or absent, whatever moment the machine dies at, and for any number
-of ranks.
+"""Checkpoints of a run: complete or absent, for any number of ranks.
 
 A checkpoint is a folder `step-00000100` with
 
@@ -144,8 +143,7 @@ def check_same_run(
 
 
 def load_state(checkpoint: pathlib.Path, optim_manager: bmt.optim.OptimManager) -> dict[str, Any]:
-    """Put back everything but the model: optimizers, schedules, loss scale, random states.
-    Collective.
+    """Put back all but the model: optimizers, schedules, scale, random states. Collective.
 
     On another number of ranks the random states stay as they are. Returns the progress that the
     checkpoint was saved with.

@@ -9,9 +9,7 @@ PARTIAL = ".partial"
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Replace a file so that a reader, or a crash, meets the old text or the new one and nothing
-    between.
-    """
+    """Replace a file so that a reader, or a crash, meets the old text or the new one."""
     beside = path.with_name(path.name + PARTIAL)
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -35,11 +35,8 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
             f"no parameter of {type(model).__name__} is to be trained: all have "
             "requires_grad=False."
         )
-    kind = (
-        bmt.optim.AdamOffloadOptimizer
-        if args.optimizer == "adam-offload"
-        else bmt.optim.AdamOptimizer
-    )
+    on_host = args.optimizer == "adam-offload"
+    kind = bmt.optim.AdamOffloadOptimizer if on_host else bmt.optim.AdamOptimizer
     return kind(groups, lr=args.lr)
 
 
@@ -95,9 +92,7 @@ def make_manager(
     scheduler: bmt.lr_scheduler.WarmupLRScheduler,
     args: argparse.Namespace,
 ) -> bmt.optim.OptimManager:
-    """What drives both; only fp16 has so few exponent bits that small gradients vanish unless the
-    loss is scaled.
-    """
+    """What drives both; the loss is scaled for fp16, whose small gradients would vanish."""
     scale = args.loss_scale if args.dtype == "fp16" and args.loss_scale > 0 else None
     manager = bmt.optim.OptimManager(loss_scale=scale)
     manager.add_optimizer(optimizer, scheduler)

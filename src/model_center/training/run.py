@@ -1,6 +1,4 @@
-"""Run: one training of one model, in steps that the program asks for, and all that a step brings
-with it.
-"""
+"""Run: one training of one model, in steps that the program asks for."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import math
 import pathlib
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -28,14 +25,11 @@ from model_center.training.stop import StopRequest
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and has saved a checkpoint; `Run` catches it where its `with`
-    ends.
-    """
+    """The run was asked to stop, and has saved a checkpoint; `Run` catches it."""
 
 
 class Run:
-    """A training run: optimizer, schedule, checkpoints, log. To be entered by `with`; all ranks
-    make the same calls.
+    """A training run: optimizer, schedule, checkpoints, log; entered by `with`, by all ranks.
 
         with Run(model, loader, args) as run:
             for epoch in run.epochs():
@@ -105,16 +99,12 @@ class Run:
         self.log.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, *raised: Any) -> bool:
+        error = raised[1]
         if error is None:
             self._save()
         self._stop.restore()
-        self.log.__exit__(kind, error, trace)
+        self.log.__exit__(*raised)
         if isinstance(error, Stopped):
             self.log.say(
                 f"stopped after step {self.step}: "
@@ -141,9 +131,7 @@ class Run:
                 return
 
     def update(self, losses: Iterable[torch.Tensor]) -> float:
-        """One optimizer step on the sum of the losses, and what is due after it; returns the loss,
-        averaged over ranks.
-        """
+        """One optimizer step on the sum of the losses; returns it, averaged over ranks."""
         lr, loss_scale = float(self.optimizer.param_groups[0]["lr"]), self.manager.loss_scale
         total = torch.zeros((), device=bmt.device())
         self.manager.zero_grad()
@@ -167,9 +155,7 @@ class Run:
         return mean_loss
 
     def record(self, **values: Any) -> None:
-        """Show what was found out about the model as it is after this step, and keep it in the
-        log.
-        """
+        """Show and log what was found out about the model as it is after this step."""
         self.log.record(self.step, **values)
         self._recorded = True
 
@@ -198,9 +184,7 @@ class Run:
         return mean_loss, wish > 0
 
     def _to_go_on_from(self) -> pathlib.Path | None:
-        """The checkpoint to resume; ResumeError for one that is not to be overwritten, or that is
-        another run's.
-        """
+        """The checkpoint to resume; ResumeError if that was not asked for, or for another run's."""
         checkpoint = self.checkpoints.latest() if self.checkpoints else None
         if checkpoint is None:
             return None
@@ -254,9 +238,8 @@ class Run:
         rows = self.args.batch_size * self.args.gradient_accumulation * bmt.world_size()
         begin = f"going on from {checkpoint}" if checkpoint is not None else "starting anew"
         return (
-            f"{type(self.model).__name__}, {self.args.dtype}, "
-            f"ZeRO-{self.args.zero_level} over {where}; up to step "
-            f"{self.total_steps} of {rows} rows; {begin}; checkpoints: "
+            f"{type(self.model).__name__}, {self.args.dtype}, ZeRO-{self.args.zero_level} over "
+            f"{where}; up to step {self.total_steps} of {rows} rows; {begin}; checkpoints: "
             f"{self.args.save or 'none, for want of --save'}"
         )
 
@@ -274,18 +257,14 @@ class Run:
         self._saved, self._clock = self.step, time.perf_counter()
 
     def _is_kept(self, record: dict[str, Any]) -> bool:
-        """What was recorded after the step of the checkpoint is still to come, unless the
-        checkpoint knows of it.
-        """
+        """Whether it came before the checkpoint, or the checkpoint knows of it."""
         return record["step"] < self.step or (
             record["step"] == self.step and (self._recorded or "loss" in record)
         )
 
 
 def _made_with(model: torch.nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """What two parts of one run have in common: data, seed, dtype, and names and shapes of all
-    weights.
-    """
+    """What two parts of one run share: data, seed, dtype, and weights' names and shapes."""
     weights = "\n".join(f"{entry.name} {entry.shape}" for entry in entries(model))
     return {
         "dataset": args.dataset_name,

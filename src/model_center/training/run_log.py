@@ -1,6 +1,4 @@
-"""What a run shows and leaves behind: progress on the screen, a file of metrics, curves for
-TensorBoard.
-"""
+"""What a run shows and keeps: progress, a file of metrics, curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -45,8 +42,7 @@ class StepReport:
 
 
 class RunLog:
-    """Progress on a terminal, plain lines every `log_every` steps elsewhere; all of it on rank 0
-    only.
+    """Progress on a terminal, elsewhere lines every `log_every` steps; on rank 0 only.
 
     Args:
         folder: where `metrics.jsonl` and the curves go; None to keep nothing.
@@ -94,12 +90,7 @@ class RunLog:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._bar.stop()
         if self.curves is not None:
             self.curves.close()

@@ -1,6 +1,4 @@
-"""The start and the end of a training program: process group, model, and the folder that others
-load.
-"""
+"""Start and end of a training program: process group, model, the folder to load from."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def class_of(name: str, default: type[Model]) -> type[Model]:
-    """The class of the model in a folder or of a known name: `default`, or the one that its
-    configuration names.
+    """The class of the model in a folder or of a known name; `default` if none is named.
 
     Raises:
         ConfigError: for a model that is not known, or none of the kind of `default`.
@@ -74,9 +71,7 @@ def pretrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) ->
 
 
 def untrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) -> Model:
-    """A model of the configuration of `--model-config` with first values, or with the weights of
-    `--load`. Collective.
-    """
+    """The model of `--model-config`, with first values or the weights of `--load`. Collective."""
     config = kind._CONFIG_TYPE.from_pretrained(
         args.model_config, **model_options(args), **overrides
     )
@@ -97,8 +92,7 @@ def _loaded(model: Model, path: str) -> Model:
 def save_model(
     model: BaseModel, args: argparse.Namespace, tokenizer: Any = None
 ) -> pathlib.Path | None:
-    """Write the model, and a tokenizer beside it, as the folder `--save-name` in `--save`, for
-    `from_pretrained`. Collective.
+    """Write model and tokenizer to the folder `--save-name` in `--save`. Collective.
 
     Hugging Face's format where it has the model, else ModelCenter's. Returns the folder; None
     without --save.

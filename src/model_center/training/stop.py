@@ -16,8 +16,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Ctrl-C, SIGTERM and the end of torchrun as a wish to stop after the step at hand, on which
-    all ranks agree.
+    """Ctrl-C, SIGTERM and torchrun's end as a wish to stop that all ranks agree on.
 
     A signal reaches the ranks at different moments of different steps, or only one of them. A
     torchrun that is killed outright tells them nothing; going on without it, they would write where

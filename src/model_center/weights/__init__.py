@@ -1,3 +1,1 @@
-"""Weights in and out: names of checkpoints, where they come from, reading, writing and converting
-them.
-"""
+"""Weights in and out: where they come from, reading, writing and converting them."""

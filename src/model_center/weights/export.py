@@ -33,9 +33,7 @@ class Target:
 
 
 def with_dtype(content: Mapping[str, Any], headers: Mapping[str, Header]) -> dict[str, Any]:
-    """A config.json that names the dtype which holds all of these tensors: transformers loads them
-    in it.
-    """
+    """A config.json with the dtype that holds all of these tensors, as transformers loads."""
     floats = {header.dtype for header in headers.values() if header.dtype.is_floating_point}
     if not floats:
         return dict(content)
@@ -66,8 +64,7 @@ def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Targ
 
 
 def _check_complete(key_map: KeyMap, ours: Collection[str]) -> None:
-    """See that the model has what theirs is made of; with a new head in place of another it need
-    not.
+    """See that the model has what theirs is made of, unless a new head replaces another.
 
     Raises:
         WeightsError: naming what is missing: transformers would draw it at random.
@@ -76,9 +73,8 @@ def _check_complete(key_map: KeyMap, ours: Collection[str]) -> None:
     if missing and not any(key_map.may_be_new(name) for name in ours):
         raise WeightsError(
             "the model has no "
-            f"{missing[0]!r}{f', and {len(missing) - 1} more,' if len(missing) > 1 else ''} "
-            "to be written as "
-            f"{key_map.pieces[missing[0]].name!r}: merge adapters first "
+            f"{missing[0]!r}{f', and {len(missing) - 1} more,' if len(missing) > 1 else ''} to be "
+            f"written as {key_map.pieces[missing[0]].name!r}: merge adapters first "
             "(merge_and_unload), or save with format='model_center'."
         )
 
@@ -171,8 +167,7 @@ class _Assembly:
             place.copy_(tensor)
         elif not torch.equal(place, tensor.detach().to("cpu")):
             raise WeightsError(
-                f"{name!r} and {before!r} are one tensor, {piece.name!r}, in Hugging "
-                "Face's format, but differ: it cannot hold "
-                "this model. Save it with format='model_center'."
+                f"{name!r} and {before!r} are one tensor, {piece.name!r}, in Hugging Face's "
+                "format, but differ: it cannot hold this model. Save it with format='model_center'."
             )
         self._missing.discard(name)

@@ -1,14 +1,21 @@
-"""Where each of a model's tensors is in a checkpoint of Hugging Face: data, for reading and for
-writing.
-"""
+"""Where each tensor of a model is in a checkpoint of Hugging Face, as data."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from model_center.errors import WeightsError
+
+# Parts of a TransformerBlock.
+ATTENTION_NORM, FFN_NORM = "self_att.layernorm_before_attention", "ffn.layernorm_before_ffn"
+PROJECTIONS = tuple(f"self_att.self_attention.project_{name}" for name in "qkv")
+ATTENTION_OUT, FFN_IN, FFN_OUT = (
+    "self_att.self_attention.attention_out",
+    "ffn.ffn.w_in.w",
+    "ffn.ffn.w_out",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +72,7 @@ class KeyMap:
                 ) from error
 
     def spellings(self, name: str) -> Iterator[str]:
-        """Names that files have for their tensor `name`: with and without the prefix, and as
-        TensorFlow called its norms.
-        """
+        """Names that files have for their tensor: with or without prefix, TensorFlow's norms."""
         bare = name.removeprefix(self.prefix)
         for spelled in dict.fromkeys((name, bare, self.prefix + bare)):
             yield spelled
@@ -108,4 +113,38 @@ class KeyMap:
 
 def both(ours: str, theirs: str) -> dict[str, Piece]:
     """Weight and bias of one part."""
-    return {f"{ours}.{kind}": Piece(f"{theirs}.{kind}") for kind in ("weight", "bias")}
+    return renamed({ours: theirs})
+
+
+def renamed(
+    parts: Mapping[str, str],
+    ours: str = "",
+    theirs: str = "",
+    *,
+    kinds: Sequence[str] = ("weight", "bias"),
+    transpose: bool = False,
+) -> dict[str, Piece]:
+    """The tensors of several parts, which have other names there.
+
+    Args:
+        parts: our name of a part to theirs.
+        ours, theirs: what all of these names begin with.
+        kinds: the tensors of each part.
+        transpose: whether their matrices are turned.
+    """
+    return {
+        f"{ours}{own}.{kind}": Piece(f"{theirs}{other}.{kind}", transpose and kind == "weight")
+        for own, other in parts.items()
+        for kind in kinds
+    }
+
+
+def packed(ours: str, theirs: str, width: int, *, transpose: bool = False) -> dict[str, Piece]:
+    """A layer's query, key and value, which are one map there: `width` rows each."""
+    return {
+        f"{ours}{name}.{kind}": Piece(
+            f"{theirs}.{kind}", transpose and kind == "weight", (place * width, (place + 1) * width)
+        )
+        for place, name in enumerate(PROJECTIONS)
+        for kind in ("weight", "bias")
+    }

@@ -1,6 +1,4 @@
-"""Reading weights into a model: every rank its own slices, and nothing left without values in
-silence.
-"""
+"""Reading weights: each rank its own slices, and nothing without values in silence."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ class Opened(NamedTuple):
 def load_weights(
     model: torch.nn.Module, folder: str | os.PathLike[str], key_map: KeyMap | None = None
 ) -> LoadReport:
-    """Give the parameters and persistent buffers of `model` the values in `folder`. Collective in a
-    process group.
+    """Give parameters and persistent buffers of `model` the values in `folder`. Collective.
 
     The folder (or file) has ModelCenter's names or those of `key_map`; which, its names tell. Each
     rank reads its own slices, converted to the model's dtype. Heads that `key_map` allows to be new
@@ -135,9 +132,8 @@ def _check_copies(source: Source, found: Match) -> None:
     for copy, kept in found.copies:
         if not _are_equal(source, copy, kept):
             raise WeightsError(
-                f"{copy!r} and {kept!r} differ in {source.path}, but the model's "
-                "configuration makes them one tensor: "
-                "load it with tied=False."
+                f"{copy!r} and {kept!r} differ in {source.path}, but the model's configuration "
+                "makes them one tensor: load it with tied=False."
             )
 
 
@@ -156,9 +152,7 @@ def _check_ties(source: Mapped, ties: Sequence[Sequence[str]]) -> None:
 
 
 def _are_equal(source: Source, one: str, other: str) -> bool:
-    """Whether two tensors of a file have the same shape and values; of large ones the ends are
-    compared.
-    """
+    """Whether two tensors of a file are equal; of large ones the ends are compared."""
     shape = source.headers[one].shape
     numel = torch.Size(shape).numel()
     ends = ((0, min(SAMPLE, numel)), (max(numel - SAMPLE, 0), numel))

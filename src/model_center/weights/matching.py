@@ -138,9 +138,7 @@ class Mapped(Source):
         return 0 if rows is None else rows[0] * torch.Size(self.headers[name].shape[1:]).numel()
 
     def _columns(self, name: str, first: int, last: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Our rows [first, last) as they are there: columns, (columns of ours, last - first), in
-        `scratch`.
-        """
+        """Our rows [first, last) as they are there, (columns of ours, last - first)."""
         piece, dtype = self.pieces[name], self.headers[name].dtype
         height, width = self._source.headers[piece.name].shape
         if last - first == width:
@@ -155,8 +153,7 @@ class Mapped(Source):
 
 
 def check_coverage(source: Source, pieces: Mapping[str, Piece]) -> None:
-    """See that pieces which are rows of a tensor are together all of it, as far as ours are in the
-    file at all.
+    """See that pieces which are rows of a tensor make all of it, if they are in the file.
 
     Raises:
         WeightsError: naming a tensor of which rows would be left over: the file is of another size

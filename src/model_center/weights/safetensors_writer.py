@@ -1,5 +1,4 @@
-"""Writing safetensors files tensor by tensor, in any order, so that memory needs to hold one tensor
-only.
+"""Writing safetensors files tensor by tensor, in any order, one in memory at a time.
 
 The format: the length of a JSON header in 8 bytes, little-endian; the header, padded with blanks to
 a multiple of 8: for each tensor its dtype, shape and the place of its bytes behind the header; the
@@ -104,9 +103,7 @@ def _write_at(file: pathlib.Path, offset: int, left: memoryview) -> None:
 
 
 def shards(headers: Mapping[str, Header], max_shard_size: int) -> list[list[str]]:
-    """Names in order, cut into groups of at most so many bytes; larger tensors are by
-    themselves.
-    """
+    """Names in order, in groups of at most so many bytes; larger tensors are alone."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, header in headers.items():

@@ -34,8 +34,7 @@ def save_hugging_face(
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
 ) -> None:
-    """Write config.json and safetensors files with the names of `key_map`. Collective in a process
-    group; rank 0 writes.
+    """Write config.json and safetensors files by `key_map`, on rank 0. Collective.
 
     Storages are gathered one at a time, and tensors written one at a time: neither a GPU nor rank
     0's memory holds the model. Tensors that the key map does not list keep their own names, of
@@ -74,8 +73,7 @@ def save_model_center(
     config: Mapping[str, Any],
     tokenizer: Any = None,
 ) -> None:
-    """Write config.json and pytorch_model.pt, full tensors under our names. Collective in a process
-    group; rank 0 writes.
+    """Write config.json and pytorch_model.pt under our names, on rank 0. Collective.
 
     Rank 0 needs host memory for the whole model. Otherwise as `save_hugging_face`.
     """

@@ -1,6 +1,4 @@
-"""A folder of several files, put in place so that what is half written is never taken for a
-checkpoint.
-"""
+"""A folder of several files, put in place so that no half is taken for a checkpoint."""
 
 from __future__ import annotations
 
@@ -87,9 +85,8 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise WeightsError(
-            f"cannot save to the folder {folder}: {error.strerror or error}; what was "
-            "there is unchanged. Free some space, or name "
-            "another folder."
+            f"cannot save to the folder {folder}: {error.strerror or error}; what was there is "
+            "unchanged. Free some space, or name another folder."
         ) from error
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from model_center.dataset.order import draw
-from model_center.dataset.pairs import Pairs, Tokens, padded
+from model_center.dataset.pairs import PairRows, Pairs, Tokens, padded
 from model_center.dataset.protocols import Epoch, shards_of
 
 IGNORED = -100
@@ -20,7 +20,7 @@ END_OF_LINE = 4  # the id of </n> in CPM-1's vocabulary
 MergedRow = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]
 
 
-class CPM1_Dataset(Dataset[dict[str, Any]]):
+class CPM1_Dataset(PairRows):
     """Inputs and targets from two files of token data, padded.
 
     A row is `ctx` int64 (max_length,), padded with 0; `tgt` the same, padded with -100; `len_ctx`,
@@ -33,19 +33,6 @@ class CPM1_Dataset(Dataset[dict[str, Any]]):
 
     def __init__(self, ctx: Tokens, tgt: Tokens, max_length: int = 1024) -> None:
         self._pairs, self._length = Pairs(ctx, tgt, max_length, max_length), max_length
-
-    @property
-    def num_shards(self) -> int:
-        """Among how many ranks the files are divided already."""
-        return self._pairs.num_shards
-
-    @property
-    def num_skipped(self) -> int:
-        """Pairs that are too long."""
-        return self._pairs.num_skipped
-
-    def __len__(self) -> int:
-        return len(self._pairs)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         ctx, tgt = self._pairs[operator.index(index)]

@@ -7,16 +7,15 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
 
-from model_center.dataset.pairs import Pairs, Tokens, padded
+from model_center.dataset.pairs import PairRows, Pairs, Tokens, padded
 
 IGNORED = -100
 # The data were made with 190 more ids before these than the published vocabulary has.
 FIRST_MOVED, MOVED_BY = 26240, 190
 
 
-class CPM2_Dataset(Dataset[dict[str, Any]]):
+class CPM2_Dataset(PairRows):
     """Inputs of the encoder and sequences of the decoder from two files of token data, padded.
 
     A row is `ctx` int64 (max_source_length,), padded with 0; `tgt` int64 (max_target_length + 1,),
@@ -34,19 +33,6 @@ class CPM2_Dataset(Dataset[dict[str, Any]]):
     ) -> None:
         self._source_length, self._target_length = max_source_length, max_target_length + 1
         self._pairs = Pairs(ctx, tgt, self._source_length, self._target_length)
-
-    @property
-    def num_shards(self) -> int:
-        """Among how many ranks the files are divided already."""
-        return self._pairs.num_shards
-
-    @property
-    def num_skipped(self) -> int:
-        """Pairs that are too long."""
-        return self._pairs.num_skipped
-
-    def __len__(self) -> int:
-        return len(self._pairs)
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
         ctx, tgt = map(_moved, self._pairs[operator.index(index)])

@@ -40,14 +40,10 @@ def bucket_of(
 
 
 def positions_of(positions: Positions, device: torch.device) -> torch.Tensor:
-    """Position numbers: 0 to n - 1 for a length n, else those given, (length,) or (batch,
-    length).
-    """
-    return (
-        positions.to(device)
-        if isinstance(positions, torch.Tensor)
-        else torch.arange(positions, device=device)
-    )
+    """Positions 0 to n - 1 for a length n, else those given, (length,) or (batch, length)."""
+    if isinstance(positions, torch.Tensor):
+        return positions.to(device)
+    return torch.arange(positions, device=device)
 
 
 class RelativePositionEmbedding(bmt.DistributedModule):

@@ -28,9 +28,7 @@ class RotaryTables(NamedTuple):
     interleaved: bool
 
     def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn the first `dim` channels of (batch, heads, positions, dim_head); the others are
-        passed through.
-        """
+        """Turn the first `dim` channels of (batch, heads, positions, dim_head)."""
         cos, sin = (table if table.dim() == 2 else table[:, None] for table in (self.cos, self.sin))
         dim = 2 * cos.shape[-1]
         turned = x[..., :dim].float()
@@ -85,9 +83,7 @@ class Rotary(torch.nn.Module):
         return RotaryTables(angles.cos(), angles.sin(), self.interleaved)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn both, (..., length, dim_head): keys from position 0 on; the queries are the last
-        ones of the keys.
-        """
+        """Turn both, (..., length, dim_head): keys from 0 on; queries are at the last keys."""
         tables = self.tables(torch.arange(key.shape[-2], device=key.device))
         last = tables._replace(
             cos=tables.cos[-query.shape[-2] :], sin=tables.sin[-query.shape[-2] :]
@@ -96,9 +92,7 @@ class Rotary(torch.nn.Module):
 
 
 class RotaryEmbedding(Rotary):
-    """GPT-J's layout, pairs side by side: the first `rotary_dim` channels are turned, base
-    10000.
-    """
+    """GPT-J's layout, pairs side by side; only `rotary_dim` channels turn, base 10000."""
 
     def __init__(self, rotary_dim: int) -> None:
         super().__init__(rotary_dim, 10000.0, interleaved=True)

@@ -1,6 +1,4 @@
-"""CPM-3's relative positions: buckets of distances within a segment, a number per pair of segments
-between them.
-"""
+"""CPM-3's relative positions: distances within a segment, a number per pair of segments."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ class SegmentPositionEmbedding(bmt.DistributedModule):
         key_segment: Positions | None = None,
         query_segment: Positions | None = None,
     ) -> torch.Tensor:
-        """The bias of all pairs, (batch, heads, queries, keys), batch 1 where nothing given has
-        one.
+        """The bias of all pairs, (batch, heads, queries, keys), or of batch 1.
 
         Args:
             key_pos, query_pos: lengths or positions (batch, length); 0 on where only the segments
