@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
@@ -15,7 +16,7 @@ from bmtrain.distributed.transport import Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
-from bmtrain.torch_internals import at_end_of_backward, backward_pass
+from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
 
 NO_PASS: Final = -1  # the number while no backward pass runs
 Work = Callable[[], object]
@@ -172,6 +173,9 @@ class Backward:
         self._waiting: list[Gradient] = []  # their gradients are deferred on this rank
         self._uses: list[OpenUse] = []
         self.task = NO_PASS
+        # Called by autograd at the end of the pass. Autograd alone keeps it, so it dies with a pass
+        # that raises.
+        self._end: weakref.ref[object] | None = None
         self.participants: list[Participant] = []
         self._deferring = False
 
@@ -252,7 +256,13 @@ class Backward:
         self._on_finish()
 
     def flush(self) -> None:
-        """Reduce what `deferring` held back and no later backward pass has reduced. Collective."""
+        """Reduce what `deferring` held back and no later backward pass has reduced. Collective.
+
+        Raises:
+            ParameterError: if a pass has raised since, and part of the sum is lost.
+        """
+        self._abandon_dead_pass()
+        self._refuse_lost()
         self._host.refuse(
             "gradients were clipped or applied inside: call clip_grad_norm and step after "
             "the function"
@@ -306,14 +316,31 @@ class Backward:
         task = backward_pass()
         if task in (self.task, NO_PASS):
             return
+        if self.task != NO_PASS and (self._end is None or self._end() is None):
+            self.abandon()  # it has raised, and nothing was gathered since
         if self.task != NO_PASS:
             self._refuse_hooks()
             # A pass inside a pass, as reentrant checkpointing runs one. Autograd tells only the
-            # number of the innermost, so what the outer pass has brought so far is shown now. So is
-            # what a pass that raised has left, unless a gather has abandoned it since.
+            # number of the innermost, so what the outer pass has brought so far is shown now.
             self.finish()
+        self._refuse_lost()
         self.task = task
-        at_end_of_backward(self.finish)
+        end = functools.partial(self.finish)
+        self._end = weakref.ref(end)
+        at_end_of_backward(end)
+
+    def _abandon_dead_pass(self) -> None:
+        if self.task != NO_PASS and not in_backward():
+            self.abandon()
+
+    def _refuse_lost(self) -> None:
+        """ParameterError while a sum over micro-batches is incomplete."""
+        if any(gradient.is_lost for gradient in self._waiting):
+            raise ParameterError(
+                "a backward pass raised while gradients were held back (reduce_gradients=False): "
+                "part of their sum is lost. Clear the gradients (manager.zero_grad()) and begin "
+                "with the first micro-batch again."
+            )
 
     def _refuse_hooks(self) -> None:
         """ParameterError if hooks would see a gradient in two parts.
@@ -337,8 +364,16 @@ class Backward:
         self.task = NO_PASS
         for use in self._uses:
             use.drop()
+        # Gradients are put back on the compute stream. Without this wait, a reduction in flight
+        # could overwrite them.
+        self._transport.wait_for_reductions()
+        is_incomplete = any(gradient.had_deferred for gradient in self._waiting)
         for gradient in self._gradients:
             gradient.abandon()
+        if is_incomplete:
+            self._waiting = list(dict.fromkeys([*self._waiting, *self._gradients]))
+            for gradient in self._waiting:
+                gradient.lose_deferred()
         self._uses.clear()
         self._gradients.clear()
         for participant in self.participants:

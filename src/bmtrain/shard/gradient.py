@@ -104,6 +104,9 @@ class Gradient:
         self._live = [False] * len(layout.slots)
         self._touched = [False] * len(layout.slots)
         self._deferred: torch.Tensor | None = None
+        self._has_deferred_before = False  # at the beginning of the pass
+        #: whether a pass has raised that added to what earlier ones had deferred
+        self.is_lost = False
         self._content = Content.UNWRITTEN
         self._stays = False  # a captured graph has its address baked in
         self.is_open = False
@@ -129,7 +132,12 @@ class Gradient:
     @property
     def has_deferred(self) -> bool:
         """Whether this rank holds gradients back for a later reduction."""
-        return self._deferred is not None or self._keeps_slices
+        return self._deferred is not None or self._keeps_slices or self.is_lost
+
+    @property
+    def had_deferred(self) -> bool:
+        """Whether gradients were held back before this pass."""
+        return self._has_deferred_before if self.is_open else self.has_deferred
 
     def expect(self) -> None:
         """A backward pass may come: free cleared memory, prepare for the reduction.
@@ -153,6 +161,7 @@ class Gradient:
             for index, live in enumerate(self._live):
                 if not live and self._total is not None:
                     self._slice(self._total, index).zero_()
+        self._has_deferred_before = self.has_deferred
         if not self.has_deferred:
             self._touched = [False] * len(self._live)
         self._set_aside(grads)
@@ -195,11 +204,23 @@ class Gradient:
         if self._deferred is not None:
             self._deferred[slot.offset : slot.end].zero_()
         if not any(self._touched):
-            self._deferred = None
+            self._deferred, self.is_lost = None, False
+
+    def lose_deferred(self) -> None:
+        """What passes had deferred is incomplete: the program must clear these gradients first."""
+        self._deferred, self._keeps_slices = None, False
+        self._slices.clear()
+        self.is_lost = any(self._touched)
 
     def abandon(self) -> None:
-        """Leave a pass that has raised: `.grad` of hooked parameters is as it was."""
+        """Leave a pass that has raised: `.grad` of hooked parameters is as it was.
+
+        What the pass itself has deferred is dropped. Sums with what earlier passes had deferred
+        cannot be taken apart: see `lose_deferred`.
+        """
         self.is_open = False
+        if not self._has_deferred_before:
+            self._deferred, self._keeps_slices = None, False
         self._slices.clear()
         for index, before in self._before.items():
             self._slots[index].copy_(before)

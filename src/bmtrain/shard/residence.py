@@ -26,27 +26,40 @@ class RingBuffer:
         held: whether a gather fills it or a holder reads it.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._num_own = num_references(tensor)
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._numel, self._dtype, self._device = numel, dtype, device
         self.owner: object | None = None
-        self.free: torch.Event | None = None
         self.held = False
+        self._allocate(numel)
 
-    def part_from_readers(self) -> None:
-        """Replace the memory if anything but the ring still refers to it.
+    def _allocate(self, numel: int) -> None:
+        # The buffer outlives this call: an inference tensor could not be used in training.
+        with torch.inference_mode(False):
+            self.tensor = torch.empty(numel, dtype=self._dtype, device=self._device)
+        self._num_own = num_references(self.tensor)
+        # An old event says nothing about new memory: without None, the gather could fill it while
+        # kernels that used it before still run.
+        self.free: torch.Event | None = None
+
+    @property
+    def has_memory(self) -> bool:
+        """False from `let_go` on."""
+        return self.tensor.numel() == self._numel
+
+    def let_go(self) -> None:
+        """Free the memory. The buffer stays in the ring, and its owner with it."""
+        self._allocate(0)
+
+    def prepare(self) -> None:
+        """Before a refill: replace the memory if there is none, or if others refer to it.
 
         A custom function may have kept a weight, a program may hold what a block returned, a graph
         made with create_graph=True holds what backward read: filling the buffer again would change
         their values in silence. The replacement is invisible to other ranks: it changes no
         collective.
         """
-        if num_references(self.tensor) > self._num_own:
-            with torch.inference_mode(False):
-                self.tensor = torch.empty_like(self.tensor)
-            # The old event says nothing about new memory: without None, the gather could fill it
-            # while kernels that used it before still run.
-            self.free, self._num_own = None, num_references(self.tensor)
+        if not self.has_memory or num_references(self.tensor) > self._num_own:
+            self._allocate(self._numel)
 
     def alias(self) -> torch.Tensor:
         """The same memory with its own version counter: to autograd a refill changes nothing."""
@@ -87,12 +100,12 @@ class Ring:
     @property
     def num_buffers(self) -> int:
         """Buffers allocated now."""
-        return len(self._buffers)
+        return len(self.tensors)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The memory of the buffers."""
-        return [buffer.tensor for buffer in self._buffers]
+        return [buffer.tensor for buffer in self._buffers if buffer.has_memory]
 
     @property
     def num_kept(self) -> int:
@@ -105,10 +118,16 @@ class Ring:
         self._num_present += 1
 
     def leave(self) -> None:
-        """A storage of this size is gone; with the last, the buffers that are not held go too."""
+        """A storage of this size is gone; with the last, the memory that is not held is freed.
+
+        The buffers stay in the ring: residences of storages that are gone still take their turns,
+        and which buffer is whose must be the same on all ranks.
+        """
         self._num_present -= 1
         if self._num_present == 0:
-            self._buffers = [buffer for buffer in self._buffers if buffer.held]
+            for buffer in self._buffers:
+                if not buffer.held:
+                    buffer.let_go()
 
     def take(self, owner: object) -> RingBuffer:
         """A buffer for `owner`, to be filled after its `free` event; held until given back."""
@@ -116,14 +135,10 @@ class Ring:
         if free and (len(self._buffers) >= self.num_kept):
             buffer = free[0]
         else:
-            # The buffer outlives this call: an inference tensor could not be used in training.
-            with torch.inference_mode(False):
-                buffer = RingBuffer(
-                    torch.empty(self._numel, dtype=self._dtype, device=self._device)
-                )
+            buffer = RingBuffer(self._numel, self._dtype, self._device)
             self._buffers.append(buffer)
         buffer.owner, buffer.held = owner, True
-        buffer.part_from_readers()
+        buffer.prepare()
         return buffer
 
     def give_back(self, buffer: RingBuffer, last_read: torch.Event | None) -> None:
