@@ -17,6 +17,7 @@ from tests.tensors import grad_of, own_slice
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.recompute.level import Level
 
 
 def compare_programs() -> None:
@@ -98,12 +99,18 @@ def behind(small: Small, inside: Callable[[Small], object]) -> tuple[list[str], 
     return [text for found in messages for text in found], losses
 
 
+def offload(small: Small) -> None:
+    """Inputs wait on the host from the next call on."""
+    small.block.use_checkpoint = Level.OFFLOADED
+
+
 def fall_back() -> None:
     recorded = graphs.use()
     for inside, reason in (
         (clip, "clip_grad_norm"),
         (read, "not permitted"),
         (keep_back, "reduce_gradients"),
+        (offload, "Level.OFFLOADED"),
     ):
         small, plain = Small(), Small()
         messages, losses = behind(small, inside)

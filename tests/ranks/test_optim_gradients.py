@@ -239,6 +239,31 @@ def ordinary_alone_refused() -> None:
             ordinary_alone(rows_of)
 
 
+def ordinary_written(managed: bool) -> None:
+    """After the third step each rank writes something else into the head: the fourth finds it."""
+    block, head = make()
+    optimizer = torch.optim.SGD([*head.parameters(), *(block.parameters() if managed else ())], 0.1)
+    manager = bmt.optim.OptimManager()
+    if managed:
+        manager.add_optimizer(optimizer)
+    x = torch.randn(12, 7, generator=torch.Generator().manual_seed(0))
+    for step in range(1, 5):
+        if step == 4:
+            with torch.no_grad():
+                next(head.parameters()).add_(1e-2 * bmt.rank())
+            with pytest.raises(ParameterError, match="values differ between ranks"):
+                optimizer.step()
+            return
+        manager.zero_grad()
+        manager.backward(head(block(x)).square().mean())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_ordinary_parameters_that_ranks_write_differently(managed: bool) -> None:
+    run_ranks(ordinary_written, 2, managed)
+
+
 def told_nothing_at_first(what: str) -> None:
     """An adapter in front of a block whose last layer begins with zeros; one that sees the same
     rows first; settings.

@@ -399,12 +399,32 @@ def wrong(case: str) -> None:
     elif case == "scalar":
         with pytest.raises(ConfigurationError, match="hidden argument 0 is float"):
             blocks(1.0, mask, shift)
+    elif case == "states":
+        narrowing = make_list(
+            [torch.nn.Linear(*sizes) for sizes in ((8, 6), (6, 6), (6, 6), (6, 6))]
+        )
+        with pytest.raises(
+            ConfigurationError, match=r"\(1, 3, 8\).*before one block and \(1, 3, 6\)"
+        ):
+            narrowing(x[:2], return_hidden_states=True)
+        assert narrowing(x[:2]).shape == (2, SEQ, 6)
     out = blocks(x[:2], mask[:2], shift)  # goes on after the error
     assert out.shape == (2, SEQ, WIDTH)
 
 
 @pytest.mark.parametrize(
-    "case", ["stages", "shared", "rows", "shapes", "one rank", "unknown name", "no rows", "scalar"]
+    "case",
+    [
+        "stages",
+        "shared",
+        "rows",
+        "shapes",
+        "one rank",
+        "unknown name",
+        "no rows",
+        "scalar",
+        "states",
+    ],
 )
 def test_bad_input_is_an_error_on_every_rank(case: str) -> None:
     run_ranks(wrong, 2, case, init={"pipe_size": 2, "num_micro_batches": 4})

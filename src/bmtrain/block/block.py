@@ -340,6 +340,11 @@ class Block(DistributedModule):
             return self._run(
                 Execution(invocation, runner.plain, packs=torch.is_grad_enabled()), args, kwargs
             )
+        if level is Level.OFFLOADED:
+            self._context.host.refuse(
+                "a block has use_checkpoint=Level.OFFLOADED: its copies to the host and back are "
+                "not part of a graph"
+            )
         moved = (
             [x for x in args if isinstance(x, torch.Tensor) and is_movable(x)]
             if level is Level.OFFLOADED

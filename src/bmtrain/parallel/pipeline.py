@@ -12,6 +12,7 @@ import torch
 from bmtrain.block.block import Block
 from bmtrain.block.stack import BlockList, plan_gathers, run_block, wrap_all
 from bmtrain.distributed import autograd, collectives, stages
+from bmtrain.distributed.agreement import agree
 from bmtrain.distributed.collectives import Transfer
 from bmtrain.distributed.stages import Head, Link, Links, Share
 from bmtrain.errors import ConfigurationError
@@ -120,6 +121,9 @@ class PipelineTransformerBlockList(BlockList):
         # Do not prefetch what is gathered next: other stages may need activations from this rank
         # before they join that gather, a deadlock.
         current.service(Engine).schedule.interrupt()
+        if known is None and return_hidden_states:
+            # The stages that cannot stack must not leave the others waiting for their rows.
+            agree(passing.misfit(), axis, kind=ConfigurationError)
         held = passing.finish()
         if known is None:
             known = self._known[key] = _Known(
@@ -264,6 +268,19 @@ class _Passing:
         hidden = stages.take_over(self.incoming, arriving, link, joined.ties)
         self.ties += [x for x in hidden if x.requires_grad]
         return hidden
+
+    def misfit(self) -> str | None:
+        """Why the hidden states of this stage cannot be stacked."""
+        for place, first in enumerate(self._inputs[0][0]):
+            for hidden in self._inputs[0]:
+                other = hidden[place]
+                if (other.shape, other.dtype) != (first.shape, first.dtype):
+                    return (
+                        f"return_hidden_states: hidden {place} is {tuple(first.shape)} "
+                        f"{first.dtype} before one block and {tuple(other.shape)} {other.dtype} "
+                        "before another: expected the same everywhere, as they are stacked."
+                    )
+        return None
 
     def finish(self) -> list[torch.Tensor | None]:
         """Complete sends; returns what this stage holds for the owners of the rows.

@@ -42,7 +42,7 @@ class Steps:
             replicated,
             sharded,
         )
-        self._alone: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Alone] = (
+        self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
         )
         own = weakref.ref(self)  # torch keeps the hook: it must not keep the run alive
@@ -59,25 +59,49 @@ class Steps:
 
         Raises:
             ParameterError: if the optimizer has, beside sharded parameters, ordinary ones whose
-                gradients are not summed over ranks; or parameters that were replaced when their
-                model was sharded, which it would train in vain.
+                gradients are not summed over ranks; ordinary ones that ranks have given other
+                values; or parameters that were replaced when their model was sharded, which it
+                would train in vain.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
         if self._axis.size == 1:
             return
         known = {id(param) for param in self._replicated}
-        alone = [x for x in params if _is_ordinary(x) and x.requires_grad and id(x) not in known]
+        ordinary = [x for x in params if _is_ordinary(x)]
+        alone = [x for x in ordinary if x.requires_grad and id(x) not in known]
         if any(isinstance(param, Slices) for param in params):
             self._ledger.enter(self._axis, _described(optimizer, params), is_on_host=False)
             if alone:
                 raise _not_summed(
                     optimizer, alone[0], "its gradient is that of this rank's rows alone"
                 )
-        elif alone and self._sharded:
-            self._compare(optimizer, alone)
+        if not (ordinary and self._sharded):
+            return
+        state = self._ordinary.setdefault(optimizer, _Ordinary())
+        state.num_steps += 1
+        if alone:
+            self._compare_gradients(optimizer, state, alone)
+        if state.is_due:
+            self._compare_values(optimizer, ordinary)
 
-    def _compare(self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> None:
+    def _compare_values(
+        self, optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]
+    ) -> None:
+        """Check that ordinary parameters are the same on all ranks; the host waits for them."""
+        self._ledger.note(self._axis, f"values of {len(params)} ordinary parameters")
+        for param, is_other in zip(params, differ(params, self._axis), strict=True):
+            if is_other:
+                raise ParameterError(
+                    f"{type(optimizer).__name__} has an ordinary parameter of shape "
+                    f"{tuple(param.shape)} whose values differ between ranks: what writes into it "
+                    "must write the same on all ranks. Broadcast it from one "
+                    "(bmtrain.distributed.broadcast(param.data, 0)) before the step."
+                )
+
+    def _compare_gradients(
+        self, optimizer: torch.optim.Optimizer, state: _Ordinary, params: Sequence[torch.Tensor]
+    ) -> None:
         """Check that ordinary parameters have the same gradients and settings on all ranks.
 
         They do where DistributedDataParallel has summed the gradients, and where a second model is
@@ -85,14 +109,11 @@ class Steps:
         in steps 1, 2, 4, 8, ..., and for each parameter until its gradient has once not been zero:
         first gradients behind a layer that begins with zeros are zero, and say nothing.
         """
-        state = self._alone.setdefault(optimizer, _Alone())
-        state.num_steps += 1
         self._ledger.note(self._axis, _described(optimizer, params))
-        is_due = state.num_steps & (state.num_steps - 1) == 0
         looked_at = [
             param
             for param in params
-            if param.grad is not None and (is_due or id(param) not in state.seen)
+            if param.grad is not None and (state.is_due or id(param) not in state.seen)
         ]
         if not looked_at:
             return
@@ -113,8 +134,8 @@ class Steps:
 
 
 @dataclasses.dataclass
-class _Alone:
-    """An optimizer of ordinary parameters only.
+class _Ordinary:
+    """The ordinary parameters of an optimizer.
 
     Attributes:
         num_steps: steps so far.
@@ -123,6 +144,11 @@ class _Alone:
 
     num_steps: int = 0
     seen: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks compare at this step: the 1st, 2nd, 4th, 8th, ..."""
+        return self.num_steps & (self.num_steps - 1) == 0
 
 
 def _is_ordinary(x: torch.Tensor) -> bool:
