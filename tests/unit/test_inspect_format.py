@@ -14,9 +14,9 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, NotInitializedError
-from bmtrain.inspect import moments
-from bmtrain.inspect.folding import fold, ranges
-from bmtrain.inspect.records import Key, in_order, number, shape_of_all
+from bmtrain.inspect import statistics as of_tensors
+from bmtrain.inspect.tables import fold, ranges
+from bmtrain.inspect.tensors import Key, in_order, number, shape_of_all
 
 CPU = torch.device("cpu")
 ROW = {
@@ -148,7 +148,7 @@ def test_shape_of_all_ranks(shapes: list[tuple[int, ...]], whole: tuple[int, ...
 
 def statistics(x: torch.Tensor) -> dict[str, float | None]:
     """By the functions under test."""
-    (found,) = moments.statistics_of(moments.measure([x], CPU))
+    (found,) = of_tensors.statistics_of(of_tensors.measure([x], CPU))
     assert found is not None
     return dataclasses.asdict(found)
 
@@ -161,7 +161,7 @@ def test_statistics_are_those_of_torch(
     dtype: torch.dtype, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In fp64, in chunks of any size, of strided, sparse and 0-dim tensors."""
-    monkeypatch.setattr(moments, "CHUNK", chunk)
+    monkeypatch.setattr(of_tensors, "CHUNK", chunk)
     x = (torch.randn(5, 9, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     for y in (x, x.T, x[:, ::2], x.to_sparse() if dtype.is_floating_point else x, x[:1, :2]):
         exact = y.to_dense().double() if y.is_sparse else y.double()
@@ -197,7 +197,7 @@ def test_nothing_cancels() -> None:
 def test_no_numbers(x: torch.Tensor) -> None:
     """Empty, complex and meta tensors have none, and break nothing."""
     assert set(statistics(x).values()) == {None}
-    assert moments.statistics_of(moments.measure([None], CPU)) == [None]
+    assert of_tensors.statistics_of(of_tensors.measure([None], CPU)) == [None]
 
 
 def test_bad_numbers_are_seen() -> None:

@@ -10,8 +10,7 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
-from bmtrain.inspect.moments import add_ranks, measure, statistics_of
-from bmtrain.inspect.summary import entry
+from bmtrain.inspect.statistics import add_ranks, entry, measure, statistics_of
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.parameter import DistributedParameter

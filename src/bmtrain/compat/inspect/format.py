@@ -1,5 +1,5 @@
-"""`bmtrain.inspect.format`: `format_summary` of inspect/summary.py."""
+"""`bmtrain.inspect.format`: `format_summary` of inspect/statistics.py."""
 
-from bmtrain.inspect.summary import format_summary
+from bmtrain.inspect.statistics import format_summary
 
 __all__ = ["format_summary"]

@@ -1,19 +1,201 @@
-"""precision_report: the dtypes in use, read from the objects that own them."""
+"""Tables of parameters and of their precision, equal layers folded into one line."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, TextIO
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TextIO, TypeVar
 
+import rich.console
+import rich.table
+import rich.text
 import torch
 
 from bmtrain.errors import ConfigurationError
-from bmtrain.inspect.folding import fold
 from bmtrain.inspect.parameters import matching_parameters, whole_shape
-from bmtrain.inspect.table import print_table
+from bmtrain.runtime import world
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
+
+Settings = TypeVar("Settings", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded(Generic[Settings]):
+    """A folded name, the number of names that it stands for, and their common settings."""
+
+    name: str
+    count: int
+    settings: Settings
+
+
+def fold(named: Iterable[tuple[str, Settings]]) -> list[Folded[Settings]]:
+    """Fold dotted names of equal settings that differ only in numbers, in order of appearance.
+
+    Inner numbers are folded before outer ones, so the members of an outer range are equal at all
+    inner levels.
+    """
+    rows = [Folded(name, 1, settings) for name, settings in named]
+    depth = max((row.name.count(".") + 1 for row in rows), default=0)
+    for place in reversed(range(depth)):
+        groups: dict[Hashable, list[Folded[Settings]]] = {}
+        for row in rows:
+            words = row.name.split(".")
+            is_number = place < len(words) and words[place].isdecimal()
+            key = (*words[:place], None, *words[place + 1 :]) if is_number else row.name
+            groups.setdefault((key, row.settings), []).append(row)
+        rows = [_merged(members, place) for members in groups.values()]
+    return rows
+
+
+def _merged(members: Sequence[Folded[Settings]], place: int) -> Folded[Settings]:
+    """Merge members that differ only in the number at `place` into one row."""
+    first = members[0]
+    if len(members) == 1:
+        return first
+    words = first.name.split(".")
+    words[place] = f"[{ranges(int(row.name.split('.')[place]) for row in members)}]"
+    return Folded(".".join(words), sum(row.count for row in members), first.settings)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0-3,7` for 0, 1, 2, 3 and 7."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+LOG_WIDTH = 160  # columns, if the output is not a terminal
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    lines: Iterable[Sequence[str]],
+    caption: str,
+    file: TextIO | None,
+) -> None:
+    """Print a table to stdout or `file`, on rank 0: first column left-aligned, others right."""
+    if world.rank() != 0:
+        return
+    table = rich.table.Table(title=rich.text.Text(title), caption=rich.text.Text(caption))
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", overflow="fold")
+    for cells in lines:
+        table.add_row(*(rich.text.Text(cell) for cell in cells))
+    console = rich.console.Console(file=file)
+    if not console.is_terminal:
+        console = rich.console.Console(file=file, width=LOG_WIDTH)
+    console.print(table)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterRow:
+    """One line of the table: `count` parameters with equal settings.
+
+    Attributes:
+        name: the folded name, `layers.[0-39].attention.weight` for 40 of them.
+        count: the number of parameters.
+        shape: the shape of each full tensor.
+        dtype: the dtype in which each is stored.
+        num_local: elements of each that this rank holds; all of them if it is not sharded.
+        sharded, trainable: whether they are.
+        group: as given to DistributedParameter.
+    """
+
+    name: str = ""
+    count: int = 1
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_local: int
+    sharded: bool
+    trainable: bool
+    group: str | None
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements of all `count` full tensors."""
+        return self.count * math.prod(self.shape)
+
+
+def print_inspect(
+    model: torch.nn.Module, pattern: str = "*", file: TextIO | None = None
+) -> list[ParameterRow]:
+    """Print on rank 0 the parameters whose name matches, with equal layers folded. Not collective.
+
+    Args:
+        model: any module, sharded or not.
+        pattern: as in `inspect_model`.
+        file: where to print; stdout by default.
+
+    Returns:
+        The lines of the table, on every rank.
+
+    Raises:
+        ConfigurationError: for arguments of the wrong type.
+    """
+    found = matching_parameters(model, pattern, what="print_inspect")
+    folded = fold((name, _settings(param)) for name, param in found.items())
+    rows = [dataclasses.replace(line.settings, name=line.name, count=line.count) for line in folded]
+    columns = (
+        "parameter",
+        "shape",
+        "dtype",
+        "elements",
+        f"on rank {world.rank()}",
+        "sharded",
+        "trainable",
+        "group",
+    )
+    print_table(
+        model.__class__.__name__, columns, [_cells(row) for row in rows], _totals(rows), file
+    )
+    return rows
+
+
+def _settings(param: torch.nn.Parameter) -> ParameterRow:
+    """The settings that must be equal for parameters to be folded."""
+    return ParameterRow(
+        shape=whole_shape(param),
+        dtype=param.dtype,
+        num_local=local_of(param).numel(),
+        sharded=isinstance(param, DistributedParameter),
+        trainable=param.requires_grad,
+        group=param.group if isinstance(param, DistributedParameter) else None,
+    )
+
+
+def _cells(row: ParameterRow) -> tuple[str, ...]:
+    times = f"{row.count} x " if row.count > 1 else ""
+    dtype = str(row.dtype).removeprefix("torch.")
+    flags = ("yes" if flag else "no" for flag in (row.sharded, row.trainable))
+    return (
+        row.name,
+        f"{times}{row.shape}",
+        dtype,
+        f"{row.num_elements:,}",
+        f"{row.count * row.num_local:,}",
+        *flags,
+        row.group or "",
+    )
+
+
+def _totals(rows: list[ParameterRow]) -> str:
+    total, local = (
+        sum(row.num_elements for row in rows),
+        sum(row.count * row.num_local for row in rows),
+    )
+    trainable = sum(row.num_elements for row in rows if row.trainable)
+    count = sum(row.count for row in rows)
+    return (
+        f"{count:,} parameters of {total:,} elements, {trainable:,} trainable; {local:,} "
+        f"on rank {world.rank()}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +272,7 @@ def precision_report(
     owners = _owners([optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
     groups: dict[PrecisionRow, dict[str, torch.nn.Parameter]] = {}
     for name, param in found.items():
-        groups.setdefault(_settings(param, owners.get(param)), {})[name] = param
+        groups.setdefault(_precision_of(param, owners.get(param)), {})[name] = param
     rows = [_row(settings, members) for settings, members in groups.items()]
     columns = (
         "parameters",
@@ -111,7 +293,7 @@ def precision_report(
     print_table(
         f"Precision of {model.__class__.__name__}",
         columns,
-        [_cells(row) for row in rows],
+        [_precision_cells(row) for row in rows],
         caption,
         file,
     )
@@ -135,7 +317,7 @@ def _owners(optimizers: Iterable[torch.optim.Optimizer]) -> dict[torch.nn.Parame
     return owners
 
 
-def _settings(param: torch.nn.Parameter, owner: _Owner | None) -> PrecisionRow:
+def _precision_of(param: torch.nn.Parameter, owner: _Owner | None) -> PrecisionRow:
     sharded, trainable = isinstance(param, DistributedParameter), param.requires_grad
     reduced, accumulated = _gradient_dtypes(param, owner) if trainable else (None, None)
     return PrecisionRow(
@@ -190,7 +372,7 @@ def _is_expected(row: PrecisionRow) -> bool:
     return bool(row.moments) and not row.state_exists
 
 
-def _cells(row: PrecisionRow) -> tuple[str, ...]:
+def _precision_cells(row: PrecisionRow) -> tuple[str, ...]:
     names = (
         row.names[0] if len(row.names) == 1 else f"{row.names[0]} and {row.num_parameters - 1} more"
     )
