@@ -57,7 +57,7 @@ class Bert(MaskedModel):
         use_cache: bool = False,
         past_key_values: Past = None,
         output_logits: bool = True,
-        output_pooler_output: bool = True,
+        output_pooler_output: bool = False,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
         return_dict: bool = True,

@@ -248,6 +248,7 @@ class CausalDecoding(Decoding):
             use_cache=True,
             past_key_values=self.cache,
             output_logits=False,
+            return_dict=True,
             **masked,
             **self._inputs,
         )

@@ -18,7 +18,8 @@ from model_center.layer.mask import mask_from
 from model_center.layer.patch_embedding import PatchEmbedding
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
-from model_center.model.outputs import BaseModelOutput, as_tuple
+from model_center.model.inputs import needs_dict
+from model_center.model.outputs import BaseModelOutput
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -175,7 +176,7 @@ class ViT(BaseModel):
         *,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
-        return_dict: bool = True,
+        return_dict: bool = False,
     ) -> Any:
         """Classify images.
 
@@ -184,15 +185,17 @@ class ViT(BaseModel):
             register_blk: only -1.
             attention_mask: (batch, patches + 1) or (batch, patches + 1, patches + 1), nonzero where
                 a patch is seen; the class token comes first.
-            output_attentions, output_hidden_states: what else to return.
-            return_dict: False for a tuple of all fields.
+            output_attentions, output_hidden_states: what else to return, with `return_dict`.
+            return_dict: return a BaseModelOutput, whose last hidden state is (batch, patches + 1,
+                hidden_size).
 
-        Returns a BaseModelOutput with `logits` (batch, num_classes), and `last_hidden_state`
-        (batch, patches + 1, hidden_size).
+        Returns scores (batch, num_classes).
 
         Raises:
-            InputError: for images of another shape, or a mask of another length.
+            InputError: for images of another shape, a mask of another length, or further outputs
+                without `return_dict`.
         """
+        needs_dict(return_dict, output_attentions or output_hidden_states)
         if register_blk != -1:
             raise InputError(
                 f"register_blk is {register_blk}: only -1 is supported; ask for "
@@ -214,13 +217,15 @@ class ViT(BaseModel):
             output_hidden_states,
             return_dict=True,
         )
-        output = BaseModelOutput(
+        logits = self.logits(out.last_hidden_state[:, 0])
+        if not return_dict:
+            return logits
+        return BaseModelOutput(
             last_hidden_state=out.last_hidden_state,
-            logits=self.logits(out.last_hidden_state[:, 0]),
+            logits=logits,
             hidden_states=out.hidden_states,
             attentions=out.attentions,
         )
-        return output if return_dict else as_tuple(output)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Class tokens (batch, hidden_size) to scores (batch, num_classes)."""
