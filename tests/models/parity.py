@@ -129,8 +129,23 @@ def gradients(model: Any, folder: pathlib.Path) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         for param, source in zip(shadow.parameters(), model.parameters(), strict=True):
             param.copy_(torch.zeros_like(source) if source.grad is None else source.grad)
+    if isinstance(model, BaseModel):
+        add_up_copies(shadow)
     shadow.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
+
+
+def add_up_copies(shadow: BaseModel) -> None:
+    """Give gradients of tensors that are one tensor in theirs (the norms of GPT-J) their sum."""
+    own = dict(shadow.named_parameters())
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for name, piece in shadow.key_map(shadow.config).pieces.items():
+        groups.setdefault(piece, []).append(own[name])
+    with torch.no_grad():
+        for group in groups.values():
+            total = torch.stack(group).sum(0)
+            for param in group:
+                param.copy_(total)
 
 
 def assert_same_gradients(
