@@ -103,8 +103,10 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def way_out(name: str) -> str:
-    """The format in which a model is saved: Hugging Face has no CPM and no GLM of this kind."""
-    return "model_center" if name.startswith(("cpm", "glm")) else "hf"
+    """The format in which a model is saved: Hugging Face has no CPM, no GLM of this kind, and one
+    norm where GPT-J has two.
+    """
+    return "model_center" if name.startswith(("cpm", "glm", "gptj")) else "hf"
 
 
 def batch(name: str, step: int) -> dict[str, torch.Tensor]:
