@@ -133,13 +133,18 @@ class GPTj(TokenModel):
         self,
         hidden: torch.Tensor,
         mask: AttentionMask,
-        token_type_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         start: int,
     ) -> tuple[torch.Tensor, PositionBias | None]:
-        """As in TokenModel: positions turn queries and keys."""
-        tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
-        return self.embed_dropout(self.with_types(hidden, token_type_ids)), tables
+        """As in TokenModel: positions turn queries and keys. They are counted, whatever
+        `position_ids` say, as in ModelCenter.
+        """
+        tables = self.position_bias.tables(positions_from(None, start, hidden))
+        return self.embed_dropout(hidden), tables
+
+    def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
+        """As in CausalModel: only distances count, which padding in front does not change."""
+        return {"attention_mask": mask}
 
     @classmethod
     def key_map(cls, config: GPTjConfig) -> KeyMap:

@@ -44,8 +44,8 @@ class VitConfig(Config):
         num_classes: what the head scores.
         hidden_size, num_layers, num_heads, mlp_size: sizes.
         attn_bias, norm_bias, ffn_bias: which parts have a bias.
-        attn_scale: whether scores of the attention are divided by the square root of their length;
-            None for yes.
+        attn_scale: accepted; scores are always divided by the square root of their length, as in
+            ModelCenter.
         representation_size: width of a layer before the head; None for none.
         drop: dropout probability.
         norm_eps: of the norms. Models that Google published were trained with 1e-12, which Hugging
@@ -88,7 +88,6 @@ class VitConfig(Config):
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""
         super().__post_init__()
-        self.attn_scale = self.attn_scale is not False
         for whole, part in (("hidden_size", "num_heads"), ("img_size", "patch_size")):
             if (
                 getattr(self, part) < 1
@@ -119,9 +118,7 @@ class VitConfig(Config):
         Raises:
             ConfigError: for values that transformers' model cannot have.
         """
-        self.refuse_unless(
-            attn_bias=True, norm_bias=True, ffn_bias=True, attn_scale=True, representation_size=None
-        )
+        self.refuse_unless(attn_bias=True, norm_bias=True, ffn_bias=True, representation_size=None)
         self.refuse_unless(ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED))
         labels = [f"LABEL_{number}" for number in range(self.num_classes)]
         return super().to_hugging_face() | {
@@ -156,7 +153,7 @@ class ViT(BaseModel):
             att_bias=config.attn_bias,
             ffn_bias=config.ffn_bias,
             ffn_activate_fn=config.ffn_activate_fn,
-            attn_scale=bool(config.attn_scale),
+            attn_scale=True,
             dropout_p=config.drop,
             sharding=policy_of(config),
         )
