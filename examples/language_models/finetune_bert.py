@@ -42,7 +42,9 @@ class Classifier(torch.nn.Module):
         inputs = {
             name: batch[name + choice] for name in ("input_ids", "attention_mask", "token_type_ids")
         }
-        return self.dense(self.bert(**inputs, output_logits=False).pooler_output)
+        return self.dense(
+            self.bert(**inputs, output_logits=False, output_pooler_output=True).pooler_output
+        )
 
 
 def main() -> None:

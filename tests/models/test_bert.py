@@ -73,7 +73,10 @@ def test_pooler(pair: tuple[Bert, Any]) -> None:
     """Its output, and the gradients of its parameters and of what is below."""
     ours, theirs = pair
     inputs, _ = inputs_of("right")
-    out, expected = ours(**inputs).pooler_output, theirs.bert(**inputs).pooler_output
+    out, expected = (
+        ours(**inputs, output_pooler_output=True).pooler_output,
+        theirs.bert(**inputs).pooler_output,
+    )
     parity.assert_close(out, expected)
     weight, other = ours.pooler.dense.weight, theirs.bert.pooler.dense.weight
     found = torch.autograd.grad(out.sin().sum(), [weight, ours.input_embedding.weight])
@@ -82,7 +85,7 @@ def test_pooler(pair: tuple[Bert, Any]) -> None:
     )
     for one, reference in zip(found, wanted, strict=True):
         parity.assert_close(one, reference)
-    assert ours(**inputs, output_pooler_output=False).pooler_output is None
+    assert ours(**inputs).pooler_output is None
 
 
 def test_untied_with_another_activation(tmp_path: pathlib.Path) -> None:
@@ -166,13 +169,13 @@ def test_half_precision(pair: tuple[Bert, Any], dtype: torch.dtype) -> None:
 def test_outputs(pair: tuple[Bert, Any]) -> None:
     ours, _ = pair
     ids = parity.token_ids(2, 5)
-    out = ours(ids, return_dict=False)
+    out = ours(ids, output_pooler_output=True, return_dict=False)
     assert len(out) == 6
     assert out[0].shape == (2, 5, 32)
     assert out[1].shape == (2, 32)
     assert out[2] is None
     assert out[3].shape == (2, 5, 64)
-    assert list(ours(ids, output_logits=False)) == ["last_hidden_state", "pooler_output"]
+    assert list(ours(ids, output_logits=False)) == ["last_hidden_state"]
 
 
 def test_a_classification_head(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -> None:

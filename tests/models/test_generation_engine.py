@@ -69,7 +69,9 @@ def uncached(model: Any, ids: torch.Tensor, num_new: int, **inputs: torch.Tensor
     with torch.no_grad():
         for _ in range(num_new):
             extra = {name: value[:, : ids.shape[1]] for name, value in inputs.items()}
-            ids = torch.cat([ids, model(input_ids=ids, **extra).logits[:, -1:].argmax(-1)], 1)
+            ids = torch.cat(
+                [ids, parity.logits_of(model(input_ids=ids, **extra))[:, -1:].argmax(-1)], 1
+            )
     return ids[:, prefix:]
 
 

@@ -209,10 +209,16 @@ def test_places_and_scores(model: GLM, weights: Weights, side: str) -> None:
     ids, mask = two_spans(), parity.padding_mask(2, 14, side, 2)
     valid = parity.valid_of(mask, ids)
     with torch.no_grad():
-        out = model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=True)
+        out = model(
+            ids,
+            attention_mask=mask,
+            output_hidden_states=True,
+            output_attentions=True,
+            return_dict=True,
+        )
         plain = model(ids, attention_mask=mask)
     expected = reference(weights, ids, valid=mask)
-    parity.assert_close(plain.logits[valid], expected[valid])
+    parity.assert_close(plain[valid], expected[valid])
     parity.assert_close(out.logits[valid], expected[valid])
     assert len(out.hidden_states) == LAYERS + 1
     assert out.hidden_states[-1] is out.last_hidden_state
@@ -228,14 +234,12 @@ def test_given_positions_and_sep_are_what_would_be_found(model: GLM, weights: We
     sep = model.context_length(ids)
     assert sep.tolist() == [8, 6]
     with torch.no_grad():
-        expected = model(ids).logits
+        expected = model(ids)
         places, inner = model.places(ids, None, sep)
-        assert torch.equal(model(ids, places, inner, sep).logits, expected)
-        assert torch.equal(model(ids.int(), places).logits, expected)
-        parity.assert_close(
-            model(ids, sep=torch.tensor([6, 6])).logits, reference(weights, ids, [6, 6])
-        )
-        other = model(ids, places.flip(1), inner).logits
+        assert torch.equal(model(ids, places, inner, sep), expected)
+        assert torch.equal(model(ids.int(), places), expected)
+        parity.assert_close(model(ids, sep=torch.tensor([6, 6])), reference(weights, ids, [6, 6]))
+        other = model(ids, places.flip(1), inner)
     assert not torch.allclose(other, expected)
 
 
@@ -244,23 +248,22 @@ def test_without_spans_all_is_context_and_without_blanks_spans_follow_it(
 ) -> None:
     ids = parity.token_ids(2, 9, high=50)
     with torch.no_grad():
-        parity.assert_close(model(ids).logits, reference(weights, ids))
+        parity.assert_close(model(ids), reference(weights, ids))
         ids[:, 5] = START
-        parity.assert_close(model(ids).logits, reference(weights, ids))
+        parity.assert_close(model(ids), reference(weights, ids))
 
 
 def test_length_and_inputs_embeds(model: GLM) -> None:
     ids, length = two_spans(), torch.tensor([12, 14])
     mask = torch.arange(14) < length[:, None]
     with torch.no_grad():
-        expected = model(ids, attention_mask=mask).logits
-        parity.assert_close(model(ids, length=length).logits[mask], expected[mask])
+        expected = model(ids, attention_mask=mask)
+        parity.assert_close(model(ids, length=length)[mask], expected[mask])
         sep = model.context_length(ids)
         places, inner = model.places(ids, mask, sep)
         embeds = model.input_embedding(ids)
         parity.assert_close(
-            model(None, places, inner, sep, inputs_embeds=embeds, attention_mask=mask).logits,
-            expected,
+            model(None, places, inner, sep, inputs_embeds=embeds, attention_mask=mask), expected
         )
 
 
@@ -293,7 +296,7 @@ def test_a_cache_gives_what_one_pass_gives(model: GLM, side: str) -> None:
     sep = model.context_length(ids)
     places, inner = model.places(ids, mask, sep)
     with torch.no_grad():
-        whole = model(ids, attention_mask=mask).logits
+        whole = model(ids, attention_mask=mask)
         for options in ({}, {"sep": sep}):
             past, pieces = None, []
             for start, stop in ((0, 9), (9, 11), (11, 12), (12, 13), (13, 14)):
@@ -304,6 +307,7 @@ def test_a_cache_gives_what_one_pass_gives(model: GLM, side: str) -> None:
                     attention_mask=None if mask is None else mask[:, :stop],
                     past_key_values=past,
                     use_cache=True,
+                    return_dict=True,
                     **options,
                 )
                 past = out.past_key_values
@@ -320,7 +324,7 @@ def test_generation_goes_on_with_the_last_span(model: GLM) -> None:
         row = list(prompt) if START in prompt else [*prompt, START]
         with torch.no_grad():
             for _ in range(6):
-                row.append(int(model(torch.tensor([row])).logits[0, -1].argmax()))
+                row.append(int(model(torch.tensor([row]))[0, -1].argmax()))
         found = generate(
             model, torch.tensor([prompt]), max_new_tokens=6, eos_token_id=(), pad_token_id=0
         )
@@ -361,7 +365,7 @@ def test_generation_goes_on_with_the_last_span(model: GLM) -> None:
 def log_likelihood(model: GLM, row: torch.Tensor, start: int) -> float:
     """Of the tokens from `start` on."""
     with torch.no_grad():
-        scores = model(row[None]).logits[0].log_softmax(-1)
+        scores = model(row[None])[0].log_softmax(-1)
     return sum(scores[place - 1, row[place]].item() for place in range(start, len(row)))
 
 
@@ -454,11 +458,11 @@ def test_classification_head_and_deep_copy(
 ) -> None:
     """The head for classes is called `output_projection` in GLM."""
     ids = two_spans()
-    assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+    assert torch.equal(copy.deepcopy(model)(ids), model(ids))
     folder = write_folder(tmp_path, weights)
     with pytest.warns(UserWarning, match=r"output_projection.weight: newly initialised"):
         other = GLM.from_pretrained(folder, cls_head=3).eval()
-    out = other(ids)
+    out = other(ids, return_dict=True)
     parity.assert_close(out.logits, out.last_hidden_state @ other.output_projection.weight.T)
     assert out.logits.shape == (2, 14, 3)
     with pytest.raises(InputError, match="classes"):
@@ -471,7 +475,10 @@ def test_bad_arguments(model: GLM, weights: Weights, tmp_path: pathlib.Path) -> 
         model(parity.token_ids(1, 21, high=50))
     with pytest.raises(InputError, match="row 0 has 2 spans and 1"):
         model(torch.tensor([[4, MASK, 5, START, 6, START]]))
-    first = model(ids[:, :9], use_cache=True)
+    first = model(ids[:, :9], use_cache=True, return_dict=True)
+    for more in ({"use_cache": True}, {"output_attentions": True}, {"output_logits": False}):
+        with pytest.raises(InputError, match="give return_dict=True"):
+            model(ids, **more)
     with pytest.raises(InputError, match="position_ids and block_position_ids of all tokens"):
         model(ids[:, 9:], past_key_values=first.past_key_values)
     with pytest.raises(InputError, match="position_ids and block_position_ids"):

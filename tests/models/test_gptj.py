@@ -1,10 +1,9 @@
-"""GPT-J against transformers: one norm a layer, interleaved rotary positions on a part of the
-channels.
+"""GPT-J against transformers: two norms a layer that are alike, interleaved rotary positions on a
+part of the channels.
 """
 
 from __future__ import annotations
 
-import copy
 import pathlib
 from typing import Any
 
@@ -96,37 +95,33 @@ def test_errors(tmp_path: pathlib.Path) -> None:
         GPTjConfig(**SMALL, att_bias=True).to_hugging_face()
 
 
-def test_positions_and_types(tmp_path: pathlib.Path) -> None:
-    ours, model = FAMILY.pair(tmp_path)
-    ids, positions, types = (
-        parity.token_ids(2, 9),
-        parity.token_ids(2, 9, low=0, high=30, seed=5),
-        parity.token_ids(2, 9, seed=6),
-    )
-    inputs = {"input_ids": ids, "position_ids": positions, "token_type_ids": types}
-    parity.assert_same_logits(ours, model, inputs, parity.valid_of(None, ids))
+def test_positions_and_types_are_not_looked_at(tmp_path: pathlib.Path) -> None:
+    """As in ModelCenter."""
+    ours, _ = FAMILY.pair(tmp_path)
+    ids, others = parity.token_ids(2, 9), parity.token_ids(2, 9, low=0, high=30, seed=5)
     with torch.no_grad():
-        past = ours(
-            **{name: value[:, :4] for name, value in inputs.items()}, use_cache=True
-        ).past_key_values
-        rest = ours(
-            input_ids=ids[:, 4:], position_ids=positions, token_type_ids=types, past_key_values=past
-        )
-        parity.assert_close(
-            rest.logits, ours(**inputs).logits[:, 4:], "numbers of all tokens, with a cache"
-        )
+        expected = ours(input_ids=ids)
+        for name in ("position_ids", "token_type_ids"):
+            assert torch.equal(ours(input_ids=ids, **{name: others}).logits, expected.logits)
 
 
-def test_the_norms_of_a_layer_are_one_parameter() -> None:
-    for model in (
-        GPTj(GPTjConfig(**SMALL)),
-        copy.deepcopy(GPTj(GPTjConfig(**SMALL))),
-        GPTj.without_values(GPTjConfig(**SMALL)),
-    ):
-        own = dict(model.named_parameters(remove_duplicate=False))
-        for one, other in NORMS:
-            assert own[one] is own[other]
-        assert {name for pair in NORMS for name in pair} <= model.state_dict().keys()
+def test_a_layer_has_two_norms() -> None:
+    """Each with values and gradients of its own, as in ModelCenter's files and optimizers."""
+    model = parity.randomized(GPTj(GPTjConfig(**SMALL, half=False)))
+    names = [name for name, _ in model.named_parameters()]
+    ids = parity.token_ids(2, 9)
+    before = model(ids).logits
+    for pair in NORMS:
+        for name in pair:
+            param = model.get_parameter(name)
+            assert names.count(name) == 1
+            (grad,) = torch.autograd.grad(model(ids).logits.square().sum(), param)
+            assert grad.abs().max() > 1e-3, name
+            with torch.no_grad():
+                kept = param.clone()
+                param += 0.5
+                assert (model(ids).logits - before).abs().max() > 1e-3, name
+                param.copy_(kept)
 
 
 def test_files_of_model_center_have_both_norms(tmp_path: pathlib.Path) -> None:
@@ -137,16 +132,22 @@ def test_files_of_model_center_have_both_norms(tmp_path: pathlib.Path) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.save(weights, tmp_path / "pytorch_model.pt")
     parity.assert_same_parameters(GPTj.from_pretrained(tmp_path), model)
-    one, other = NORMS[-1]
-    torch.save(
-        {name: tensor for name, tensor in weights.items() if name != other},
-        tmp_path / "pytorch_model.pt",
-    )
-    parity.assert_same_parameters(GPTj.from_pretrained(tmp_path), model)
+    other = NORMS[-1][1]
+    left_out = {name: tensor for name, tensor in weights.items() if name != other}
+    torch.save(left_out, tmp_path / "pytorch_model.pt")
+    with pytest.raises(WeightsError, match=other):
+        GPTj.from_pretrained(tmp_path)
+    ids = parity.token_ids(1, 9)
+    before = model(ids).logits
     weights[other][3] += 0.5
     torch.save(weights, tmp_path / "pytorch_model.pt")
-    with pytest.raises(WeightsError, match=f"{one}.*{other}.*differ|{other}.*{one}.*differ"):
-        GPTj.from_pretrained(tmp_path)
+    read = GPTj.from_pretrained(tmp_path)
+    assert torch.equal(read.get_parameter(other), weights[other])
+    assert not torch.equal(read(ids).logits, before)
+    with pytest.raises(WeightsError, match=r"are one tensor, .*ln_1.* but differ: it cannot hold"):
+        read.save_pretrained(tmp_path / "hf")
+    read.save_pretrained(tmp_path / "own", format="model_center")
+    parity.assert_same_parameters(GPTj.from_pretrained(tmp_path / "own"), read)
 
 
 def test_fresh() -> None:

@@ -90,6 +90,8 @@ def test_errors(tmp_path: pathlib.Path) -> None:
         Llama(LlamaConfig(**SMALL, num_heads_kv=3))
     with pytest.raises(ConfigError, match="proj_bias is True"):
         LlamaConfig(**SMALL, proj_bias=True).to_hugging_face()
+    assert LlamaConfig().num_heads_kv == LlamaConfig().num_heads == 32
+    assert LlamaConfig(num_heads_kv=8).num_heads_kv == 8
     with pytest.raises(ConfigError, match="partial_rotary_factor"):
         LlamaConfig.from_dict(
             {**TheirConfig(**SIZES).to_dict(), "rope_parameters": {"partial_rotary_factor": 0.5}}

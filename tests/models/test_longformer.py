@@ -104,8 +104,12 @@ def test_hidden_states_and_attentions(pair: tuple[Longformer, Any], side: str, k
     inputs, valid = inputs_of(side, kind)
     wanted = {"output_hidden_states": True, "output_attentions": True}
     with torch.no_grad():
-        plain, found, expected = ours(**inputs), ours(**inputs, **wanted), model(**inputs, **wanted)
-    parity.assert_close(found.logits[valid], plain.logits[valid])
+        plain, found = (
+            ours(**inputs, return_logits=True),
+            ours(**inputs, **wanted, output_logits=True),
+        )
+        expected = model(**inputs, **wanted)
+    parity.assert_close(found.logits[valid], plain[valid])
     for one, other in zip(found.hidden_states, expected.hidden_states, strict=True):
         parity.assert_close(one[valid], other[valid])
     for layer, probabilities in enumerate(found.attentions):
@@ -165,9 +169,10 @@ def test_length(pair: tuple[Longformer, Any]) -> None:
     ids, length = parity.token_ids(2, LENGTH), torch.tensor([11, LENGTH])
     mask = torch.arange(LENGTH) < length[:, None]
     with torch.no_grad():
-        found, expected = ours(ids, length).logits, ours(ids, attention_mask=mask).logits
+        found, expected = ours(ids, length), ours(ids, attention_mask=mask)
+        found, expected = found.last_hidden_state, expected.last_hidden_state
     parity.assert_close(found[mask], expected[mask])
-    assert found.shape == (2, LENGTH, 64)
+    assert found.shape == (2, LENGTH, 32)
 
 
 def test_the_model_without_head(tmp_path: pathlib.Path) -> None:
@@ -177,7 +182,7 @@ def test_the_model_without_head(tmp_path: pathlib.Path) -> None:
         ours = parity.loaded(Longformer, model, tmp_path)
     inputs, valid = inputs_of("right", "global")
     with torch.no_grad():
-        out, expected = ours(**inputs, return_logits=False), model(**inputs)
+        out, expected = ours(**inputs), model(**inputs)
     parity.assert_close(out.last_hidden_state[valid], expected.last_hidden_state[:, :LENGTH][valid])
     parity.assert_close(out.pooler_output, expected.pooler_output)
     assert list(out) == ["last_hidden_state", "pooler_output"]
@@ -185,8 +190,7 @@ def test_the_model_without_head(tmp_path: pathlib.Path) -> None:
     assert last.shape == (2, LENGTH, 32)
     assert pooled.shape == (2, 32)
     assert past is None
-    assert logits.shape == (2, LENGTH, 64)
-    assert others == [None, None]
+    assert [logits, *others] == [None] * 3
 
 
 def test_saved_for_transformers_and_for_us(
@@ -238,9 +242,7 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
         chosen = torch.zeros_like(ids)
         chosen[:, :2] = 1
         with Largest() as watch:
-            model(
-                ids, global_attention_mask=chosen, return_logits=False
-            ).last_hidden_state.sum().backward()
+            model(ids, global_attention_mask=chosen).last_hidden_state.sum().backward()
         largest.append(watch.shape.numel())
     assert largest[1] == 2 * largest[0]
     assert largest[1] < 2048 * 2048 / 4
@@ -249,10 +251,14 @@ def test_memory_grows_with_the_length_not_its_square() -> None:
 def test_classification_head_dropout_and_deep_copy(pair: tuple[Longformer, Any]) -> None:
     ids = parity.token_ids(2, 5)
     model = Longformer(LongformerConfig(**OURS, cls_head=3, attention_window=4))
-    assert model(ids).logits.shape == (2, 5, 3)
-    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+    def scores(model: Longformer) -> torch.Tensor:
+        return model(ids, return_logits=True)
+
+    assert scores(model).shape == (2, 5, 3)
+    assert not torch.equal(scores(model), scores(model))
     other = copy.deepcopy(model.eval())
-    assert torch.equal(other(ids).logits, model(ids).logits)
+    assert torch.equal(scores(other), scores(model))
 
 
 def test_bad_arguments(pair: tuple[Longformer, Any], tmp_path: pathlib.Path) -> None:
@@ -264,6 +270,9 @@ def test_bad_arguments(pair: tuple[Longformer, Any], tmp_path: pathlib.Path) -> 
         ours(ids, global_attention_mask=torch.ones(1, 11))
     with pytest.raises(InputError, match=r"attention_mask has shape \(1, 12, 12\)"):
         ours(ids, attention_mask=torch.ones(1, 12, 12))
+    for more in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(InputError, match=r"return_logits.*output_logits=True"):
+            ours(ids, return_logits=True, **{more: True})
     with pytest.raises(InputError, match=r"not both"):
         ours(ids, torch.tensor([3]), torch.ones(1, 12))
     with pytest.raises(ConfigError, match=r"attention_window is 5"):

@@ -75,10 +75,11 @@ def test_scores_hidden_states_attentions(pair: tuple[ViT, Any]) -> None:
     with torch.no_grad():
         plain, found = (
             ours(images()),
-            ours(images(), output_hidden_states=True, output_attentions=True),
+            ours(images(), output_hidden_states=True, output_attentions=True, return_dict=True),
         )
         expected = model.vit(**inputs, output_hidden_states=True, output_attentions=True)
-    parity.assert_close(found.logits, plain.logits)
+    assert isinstance(plain, torch.Tensor)
+    parity.assert_close(found.logits, plain)
     parity.assert_close(found.last_hidden_state, expected.last_hidden_state)
     for one, other in zip(found.hidden_states[:-1], expected.hidden_states[:-1], strict=True):
         parity.assert_close(one, other)
@@ -160,7 +161,9 @@ def test_a_model_without_head(tmp_path: pathlib.Path) -> None:
     with pytest.warns(UserWarning, match=r"head.weight, head.bias: newly initialised"):
         ours = parity.loaded(ViT, model, tmp_path)
     with torch.no_grad():
-        parity.assert_close(ours(images()).last_hidden_state, model(images()).last_hidden_state)
+        parity.assert_close(
+            ours(images(), return_dict=True).last_hidden_state, model(images()).last_hidden_state
+        )
 
 
 def test_patch_embedding_is_what_it_says() -> None:
@@ -188,7 +191,7 @@ def test_representation_layer_and_scale(tmp_path: pathlib.Path) -> None:
     assert model.representation_layer is not None
     assert dict(model.named_parameters())["representation_layer.weight"].shape == (7, 32)
     assert model.head.weight.shape == (5, 7)
-    out = model(images())
+    out = model(images(), return_dict=True)
     token = out.last_hidden_state[:, 0]
     parity.assert_close(
         out.logits,
@@ -208,10 +211,8 @@ def test_a_mask_hides_patches(pair: tuple[ViT, Any]) -> None:
     mask[:, 9] = 0
     changed[:, :, 16:, 16:] += 1
     with torch.no_grad():
-        parity.assert_close(
-            ours(images(), attention_mask=mask).logits, ours(changed, attention_mask=mask).logits
-        )
-        assert not torch.allclose(ours(images()).logits, ours(changed).logits)
+        parity.assert_close(ours(images(), attention_mask=mask), ours(changed, attention_mask=mask))
+        assert not torch.allclose(ours(images()), ours(changed))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -222,14 +223,14 @@ def test_half_precision(pair: tuple[ViT, Any], dtype: torch.dtype) -> None:
 
 def test_outputs_and_deep_copy(pair: tuple[ViT, Any]) -> None:
     ours, _ = pair
-    assert torch.equal(copy.deepcopy(ours)(images()).logits, ours(images()).logits)
-    last, past, logits, hidden_states, attentions = ours(
-        images(), output_attentions=True, return_dict=False
-    )
-    assert (last.shape, logits.shape) == ((2, 10, 32), (2, 5))
-    assert past is None
-    assert hidden_states is None
-    assert attentions[1].shape == (2, 4, 10, 10)
+    assert torch.equal(copy.deepcopy(ours)(images()), ours(images()))
+    out = ours(images(), output_attentions=True, return_dict=True)
+    assert list(out) == ["last_hidden_state", "logits", "attentions"]
+    assert (out.last_hidden_state.shape, out.logits.shape) == ((2, 10, 32), (2, 5))
+    assert out.attentions[1].shape == (2, 4, 10, 10)
+    for more in ("output_attentions", "output_hidden_states"):
+        with pytest.raises(InputError, match=r"give return_dict=True"):
+            ours(images(), **{more: True})
 
 
 def test_bad_arguments(pair: tuple[ViT, Any]) -> None:

@@ -103,8 +103,10 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def way_out(name: str) -> str:
-    """The format in which a model is saved: Hugging Face has no CPM and no GLM of this kind."""
-    return "model_center" if name.startswith(("cpm", "glm")) else "hf"
+    """The format in which a model is saved: Hugging Face has no CPM, no GLM of this kind, and one
+    norm where GPT-J has two.
+    """
+    return "model_center" if name.startswith(("cpm", "glm", "gptj")) else "hf"
 
 
 def batch(name: str, step: int) -> dict[str, torch.Tensor]:
@@ -131,11 +133,15 @@ def batch(name: str, step: int) -> dict[str, torch.Tensor]:
 
 def answer(model: BaseModel, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of all tokens, and a loss in which every parameter has a part."""
-    out = model(**inputs)
+    asked = {Bert: {"output_pooler_output": True}, Longformer: {"output_logits": True}}
+    out = model(**inputs, **asked.get(type(model), {}))
+    logits = parity.logits_of(out)
     if "input_seq" in inputs:
-        return out.logits, out.logits.logsumexp(1).mean() - out.logits[:, 0].mean()
-    loss = F.cross_entropy(out.logits.flatten(0, 1), inputs["input_ids"].flatten())
-    return out.logits, loss + out.pooler_output.square().mean() if "pooler_output" in out else loss
+        return logits, logits.logsumexp(1).mean() - logits[:, 0].mean()
+    loss = F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten())
+    if type(model) in asked:
+        loss = loss + out.pooler_output.square().mean()
+    return logits, loss
 
 
 def train(

@@ -5,6 +5,7 @@ Source: Beltagy et al., "Longformer: The Long-Document Transformer" (2020).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class SparseSelfAttention(Attention):
 
         attention_window: width of the window, half of it on each side; even.
         pos_bias_type: "none".
-        attn_scale: of both kinds of queries.
+        attn_scale: accepted; scores are always divided by sqrt(dim_head), as in ModelCenter.
     """
 
     @takes(
@@ -71,7 +72,7 @@ class SparseSelfAttention(Attention):
         if kind != "none":
             raise ConfigError(f"pos_bias_type is {kind!r}: sparse attention takes 'none' only.")
         super().__init__(options)
-        self.attention_window = window
+        self.attention_window, self.scale = window, 1 / math.sqrt(options.dim_head)
         sizes = options.dim_in, options.num_heads * options.dim_head
         self.project_q_global = options.linear(*sizes)
         self.project_k_global = options.linear(*sizes)

@@ -51,8 +51,6 @@ class TransformerBlock(torch.nn.Module):
         has_cross = options.is_decoder and not options.mask_cross
         self.cross_att = CrossAttentionBlock(options) if has_cross else None
         self.ffn = None if options.mask_ffn else FFNBlock(options)
-        if options.variant.one_norm and self.self_att is not None and self.ffn is not None:
-            self.ffn.layernorm_before_ffn = self.self_att.layernorm_before_attention
 
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
         self,

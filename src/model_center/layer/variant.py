@@ -13,15 +13,12 @@ class LayerVariant:
         out_bias: whether `attention_out` has a bias; None for as the other maps.
         head_norm_eps: eps of an RMS norm of every head's queries and keys, before rotary positions
             (Qwen3); None for no norm.
-        one_norm: whether attention and feed-forward network are behind one and the same norm, under
-            both names (GPT-J).
         norms_input: whether the first layer normalises what enters it; OPT-350m has its norms
             behind each part, and none behind its embeddings.
     """
 
     out_bias: bool | None = None
     head_norm_eps: float | None = None
-    one_norm: bool = False
     norms_input: bool = True
 
     def of_layer(self, place: int) -> LayerVariant:

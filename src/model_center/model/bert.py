@@ -5,12 +5,12 @@ Understanding", 2019).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
 from model_center.config.base import Config
-from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Past
 from model_center.model.causal import Asked
@@ -27,17 +27,34 @@ from model_center.weights.keymap import KeyMap
 
 @dataclasses.dataclass(kw_only=True)
 class BertConfig(MaskedConfig):
-    """Configuration of Bert; defaults are ModelCenter's."""
+    """Configuration of Bert; defaults are ModelCenter's.
+
+    Attributes:
+        head_activate_fn: the activation in the head of the language model, which in ModelCenter is
+            gelu whatever that of the layers is, and in Hugging Face the same as theirs.
+    """
 
     model_type: ClassVar[str] = "bert"
     architecture: ClassVar[str] = "BertForMaskedLM"
 
     vocab_size: int = 119547
+    head_activate_fn: str = "gelu"
+
+    @classmethod
+    def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
+        """As in MaskedConfig."""
+        values = super().from_hugging_face(content)
+        return values | {"head_activate_fn": values["ffn_activate_fn"]}
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """As in Config."""
+        self.refuse_unless(head_activate_fn=self.ffn_activate_fn)
+        return super().to_hugging_face()
 
     @property
     def head_activation(self) -> str:
-        """The activation in the head of the language model: that of the feed-forward networks."""
-        return self.ffn_activate_fn.removeprefix(GATED)
+        """The activation in the head of the language model."""
+        return self.head_activate_fn
 
 
 class Bert(MaskedModel):
@@ -57,7 +74,7 @@ class Bert(MaskedModel):
         use_cache: bool = False,
         past_key_values: Past = None,
         output_logits: bool = True,
-        output_pooler_output: bool = True,
+        output_pooler_output: bool = False,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
         return_dict: bool = True,

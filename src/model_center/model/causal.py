@@ -175,7 +175,7 @@ class TokenModel(CausalModel):
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model).
             length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
                 as it is, not causal.
-            token_type_ids: their embeddings are added to the tokens', if given.
+            token_type_ids: accepted, and not looked at, as in ModelCenter.
             position_ids: (batch, seq); counted from the cached tokens on if None.
             head_mask: accepted as None only.
             use_cache, past_key_values: the cache to return, and of earlier tokens.
@@ -187,7 +187,7 @@ class TokenModel(CausalModel):
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
         mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)
-        hidden, bias = self.enter(hidden, mask, token_type_ids, position_ids, start)
+        hidden, bias = self.enter(hidden, mask, position_ids, start)
         asked = Asked(
             use_cache=use_cache,
             past_key_values=past_key_values,
@@ -202,7 +202,6 @@ class TokenModel(CausalModel):
         self,
         hidden: torch.Tensor,
         mask: AttentionMask,
-        token_type_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         start: int,
     ) -> tuple[torch.Tensor, PositionBias | None]:
@@ -210,12 +209,6 @@ class TokenModel(CausalModel):
         `position_bias` of all layers; the cache holds `start` tokens.
         """
         raise NotImplementedError
-
-    def with_types(self, hidden: torch.Tensor, token_type_ids: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings (batch, seq, dim_model) with those of types, if they are given."""
-        if token_type_ids is None:
-            return hidden
-        return hidden + self.input_embedding(token_type_ids[:, -hidden.shape[1] :])
 
 
 class CausalDecoding(Decoding):
@@ -248,6 +241,7 @@ class CausalDecoding(Decoding):
             use_cache=True,
             past_key_values=self.cache,
             output_logits=False,
+            return_dict=True,
             **masked,
             **self._inputs,
         )

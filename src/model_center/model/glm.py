@@ -25,7 +25,13 @@ from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalDecoding, CausalModel, lengthened
 from model_center.model.cpm1 import prefix_mask
 from model_center.model.decoding import check_inputs
-from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
+from model_center.model.inputs import (
+    attention_mask_of,
+    embedded,
+    needs_dict,
+    past_length,
+    positions_from,
+)
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -137,9 +143,10 @@ class GLM(CausalModel):
         output_logits: bool = True,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
-        return_dict: bool = True,
+        return_dict: bool = False,
     ) -> Any:
-        """Score the next token at every position.
+        """Score the next token at every position: (batch, seq, vocab_size), or with `cls_head`
+        (batch, seq, cls_head).
 
         Args:
             input_ids: (batch, seq), integers; or `inputs_embeds` (batch, seq, dim_model), with all
@@ -152,11 +159,14 @@ class GLM(CausalModel):
             length, attention_mask: see `attention_mask_of`. A mask (batch, queries, keys) is used
                 as it is.
             past_key_values: of earlier tokens, the whole context at least.
-            Others: as in `TokenModel`.
+            return_dict: return a BaseModelOutput, with what the others ask for, see `TokenModel`.
 
         Raises:
-            InputError: for positions that cannot be found: without ids, or with a cache.
+            InputError: for positions that cannot be found: without ids, or with a cache; for
+                further outputs without `return_dict`.
         """
+        more = use_cache or output_attentions or output_hidden_states or not output_logits
+        needs_dict(return_dict, more)
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
         mask = attention_mask_of(attention_mask, length, start + hidden.shape[1])
@@ -181,14 +191,15 @@ class GLM(CausalModel):
             output_logits=output_logits,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
+            return_dict=True,
         )
-        return self.run(
+        out = self.run(
             self.embed_dropout(hidden),
             _with_context(mask, sep, hidden.shape[1], start),
             None,
             asked,
         )
+        return out if return_dict else out.logits
 
     def context_length(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The first start token's place in each row of (batch, seq), int64 (batch,), else seq."""

@@ -117,14 +117,13 @@ class GPT2(TokenModel):
         self,
         hidden: torch.Tensor,
         mask: AttentionMask,
-        token_type_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         start: int,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel: positions have embeddings."""
         positions = positions_from(position_ids, start, hidden, self.config.position_size)
         hidden = hidden + self.position_embedding(positions)
-        return self.embed_dropout(self.with_types(hidden, token_type_ids)), None
+        return self.embed_dropout(hidden), None
 
     @property
     def num_positions(self) -> int:

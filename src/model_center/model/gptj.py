@@ -18,7 +18,6 @@ from model_center.layer.feedforward import GATED
 from model_center.layer.mask import AttentionMask
 from model_center.layer.position_embedding.rotary import RotaryEmbedding
 from model_center.layer.transformer import Encoder
-from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
 from model_center.model.gpt2 import sizes_of
@@ -112,10 +111,10 @@ class GPTjConfig(TransformerConfig):
 
 
 class GPTj(TokenModel):
-    """GPT-J: attention and feed-forward network side by side, after one norm of the input.
+    """GPT-J: attention and feed-forward network side by side, each after its norm of the input.
 
-    ModelCenter has two norms in a layer, which are copies of the original one; here they are one
-    parameter under both names.
+    A layer has two norms, as in ModelCenter; the original one has one, which files of Hugging Face
+    give to both, and which both must be to be written there.
     """
 
     _CONFIG_TYPE = GPTjConfig
@@ -123,10 +122,7 @@ class GPTj(TokenModel):
     def __init__(self, config: GPTjConfig) -> None:
         super().__init__(config)
         self.encoder = Encoder(
-            **config.stack(config.num_layers),
-            parallel_ffn=True,
-            variant=LayerVariant(one_norm=True),
-            sharding=policy_of(config),
+            **config.stack(config.num_layers), parallel_ffn=True, sharding=policy_of(config)
         )
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
         self.position_bias = RotaryEmbedding(config.pos_rotary_dim)
@@ -137,13 +133,18 @@ class GPTj(TokenModel):
         self,
         hidden: torch.Tensor,
         mask: AttentionMask,
-        token_type_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         start: int,
     ) -> tuple[torch.Tensor, PositionBias | None]:
-        """As in TokenModel: positions turn queries and keys."""
-        tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
-        return self.embed_dropout(self.with_types(hidden, token_type_ids)), tables
+        """As in TokenModel: positions turn queries and keys. They are counted, whatever
+        `position_ids` say, as in ModelCenter.
+        """
+        tables = self.position_bias.tables(positions_from(None, start, hidden))
+        return self.embed_dropout(hidden), tables
+
+    def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
+        """As in CausalModel: only distances count, which padding in front does not change."""
+        return {"attention_mask": mask}
 
     @classmethod
     def key_map(cls, config: GPTjConfig) -> KeyMap:

@@ -28,8 +28,11 @@ class VocabularyScores(bmt.DistributedModule):
 
     def forward(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
         """(..., dim_model) to (..., vocab_size)."""
-        weight = self.weight
-        return F.linear(hidden, embedding.weight if weight is None else weight, self.bias)
+        if self.weight is not None:
+            return F.linear(hidden, self.weight, self.bias)
+        if embedding.length_scale:
+            return embedding.projection(hidden) + self.bias
+        return F.linear(hidden, embedding.weight, self.bias)
 
 
 class LanguageModelHead(torch.nn.Module):

@@ -50,6 +50,19 @@ def refuse(**arguments: object) -> None:
         raise InputError(f"{', '.join(given)}: not supported; leave it out.")
 
 
+def needs_dict(return_dict: bool, asked: object) -> None:
+    """Say that a model which returns scores alone was asked for more.
+
+    Raises:
+        InputError: naming the remedy.
+    """
+    if asked and not return_dict:
+        raise InputError(
+            "this model returns its scores alone, as a tensor: give return_dict=True for a cache, "
+            "hidden states or attentions."
+        )
+
+
 def past_length(past_key_values: Past) -> int:
     """Number of tokens that went through the model before."""
     if past_key_values is None or isinstance(past_key_values, KeyValueCache):

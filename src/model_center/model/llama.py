@@ -84,6 +84,7 @@ class LlamaConfig(TransformerConfig):
     def __post_init__(self) -> None:
         """As in TransformerConfig; a window holds at least the token itself."""
         super().__post_init__()
+        self.num_heads_kv = self.num_heads if self.num_heads_kv == -1 else self.num_heads_kv
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ConfigError(
                 f"sliding_window is {self.sliding_window}: expected a positive number of "
@@ -115,7 +116,7 @@ class LlamaConfig(TransformerConfig):
         if not self.tied:
             self.refuse_unless(proj_bias=False)
         return super().to_hugging_face() | {
-            "num_key_value_heads": self.num_heads if self.num_heads_kv == -1 else self.num_heads_kv,
+            "num_key_value_heads": self.num_heads_kv,
             "head_dim": self.dim_head,
             "hidden_act": act,
             "rope_theta": self.rope_base,

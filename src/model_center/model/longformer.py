@@ -93,8 +93,9 @@ class Longformer(MaskedModel):
         position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         return_dict: bool = True,
-        return_logits: bool = True,
+        return_logits: bool = False,
         *,
+        output_logits: bool = False,
         output_pooler_output: bool = True,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
@@ -107,13 +108,18 @@ class Longformer(MaskedModel):
                 all; None for none.
             token_type_ids, position_ids: (batch, seq); zeros, and the number of tokens so far, if
                 None.
-            return_logits: `output_logits` there.
+            return_logits: return nothing but the scores, (batch, seq, vocab_size), or with
+                `cls_head` (batch, seq, cls_head).
             output_attentions: probabilities (batch, heads, seq, seq), for which memory grows
                 quadratically with seq.
 
         Raises:
-            InputError: for masks of another shape.
+            InputError: for masks of another shape, or outputs beside those of `return_logits`.
         """
+        if return_logits and (output_attentions or output_hidden_states):
+            raise InputError(
+                "return_logits returns the scores alone: give output_logits=True for the rest too."
+            )
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         mask = _mask(attention_mask, length, global_attention_mask, hidden)
         if position_ids is None:
@@ -121,19 +127,14 @@ class Longformer(MaskedModel):
         else:
             positions = positions_from(position_ids, 0, hidden)
         asked = Asked(
-            output_logits=return_logits,
+            output_logits=output_logits or return_logits,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
+            return_dict=return_dict or return_logits,
         )
-        return self.run(
-            hidden,
-            positions,
-            token_type_ids,
-            mask,
-            asked,
-            output_pooler_output=output_pooler_output,
-        )
+        pooled = output_pooler_output and not return_logits
+        out = self.run(hidden, positions, token_type_ids, mask, asked, output_pooler_output=pooled)
+        return out.logits if return_logits else out
 
     @classmethod
     def key_map(cls, config: LongformerConfig) -> KeyMap:

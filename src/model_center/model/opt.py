@@ -19,7 +19,7 @@ from model_center.layer.transformer import Encoder
 from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
-from model_center.model.inputs import positions_from, refuse
+from model_center.model.inputs import positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -157,7 +157,6 @@ class OPT(TokenModel):
         self,
         hidden: torch.Tensor,
         mask: AttentionMask,
-        token_type_ids: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         start: int,
     ) -> tuple[torch.Tensor, PositionBias | None]:
@@ -165,7 +164,6 @@ class OPT(TokenModel):
         are rows of the table of positions, of which 2 is that of the first token; without them
         valid tokens are counted, those of a cache included.
         """
-        refuse(token_type_ids=token_type_ids)
         positions = positions_from(position_ids, start, hidden, self.config.position_size)
         if position_ids is None and mask.keys is None:
             positions = positions + OFFSET

@@ -174,14 +174,21 @@ class Seq2SeqModel(BaseModel):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
-            return self.cls_projection(hidden)
-        hidden = hidden * self.logit_factor
-        tied = self.config.tied
-        return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
+            scores = self.cls_projection(hidden)
+        elif self.config.tied:
+            scores = self.input_embedding.projection(hidden * self.logit_factor)
+        else:
+            scores = self.output_projection(hidden * self.logit_factor)
+        return scores * self.score_factor if self.score_factor != 1 else scores
 
     @property
     def logit_factor(self) -> float:
-        """What hidden states are multiplied by before the head."""
+        """What hidden states are multiplied by before the head of the language model."""
+        return 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """What scores are multiplied by, those of classes too."""
         return 1.0
 
     def decoding(

@@ -23,7 +23,7 @@ class T5Config(Seq2SeqConfig):
     """Configuration of T5; defaults are ModelCenter's.
 
     Attributes:
-        scale: whether logits are multiplied by 100 / sqrt(dim_model): ModelCenter's files of T5
+        scale: whether all scores are multiplied by 100 / sqrt(dim_model): ModelCenter's files of T5
             1.0, whose weights are a hundredth of the original ones so that fp16 does not overflow,
             need it.
         scale_logits: whether logits are multiplied by 1 / sqrt(dim_model), as the original files of
@@ -121,10 +121,13 @@ class T5(Seq2SeqModel):
 
     @property
     def logit_factor(self) -> float:
-        """What hidden states are multiplied by before the head."""
-        if self.config.scale:
-            return 100 * self.config.dim_model**-0.5
+        """What hidden states are multiplied by before the head of the language model."""
         return self.config.dim_model**-0.5 if self.config.scale_logits else 1.0
+
+    @property
+    def score_factor(self) -> float:
+        """What scores are multiplied by, those of classes too."""
+        return 100 * self.config.dim_model**-0.5 if self.config.scale else 1.0
 
     @classmethod
     def key_map(cls, config: T5Config) -> KeyMap:

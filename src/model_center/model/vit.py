@@ -18,7 +18,8 @@ from model_center.layer.mask import mask_from
 from model_center.layer.patch_embedding import PatchEmbedding
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
-from model_center.model.outputs import BaseModelOutput, as_tuple
+from model_center.model.inputs import needs_dict
+from model_center.model.outputs import BaseModelOutput
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -43,8 +44,8 @@ class VitConfig(Config):
         num_classes: what the head scores.
         hidden_size, num_layers, num_heads, mlp_size: sizes.
         attn_bias, norm_bias, ffn_bias: which parts have a bias.
-        attn_scale: whether scores of the attention are divided by the square root of their length;
-            None for yes.
+        attn_scale: accepted; scores are always divided by the square root of their length, as in
+            ModelCenter.
         representation_size: width of a layer before the head; None for none.
         drop: dropout probability.
         norm_eps: of the norms. Models that Google published were trained with 1e-12, which Hugging
@@ -87,7 +88,6 @@ class VitConfig(Config):
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""
         super().__post_init__()
-        self.attn_scale = self.attn_scale is not False
         for whole, part in (("hidden_size", "num_heads"), ("img_size", "patch_size")):
             if (
                 getattr(self, part) < 1
@@ -118,9 +118,7 @@ class VitConfig(Config):
         Raises:
             ConfigError: for values that transformers' model cannot have.
         """
-        self.refuse_unless(
-            attn_bias=True, norm_bias=True, ffn_bias=True, attn_scale=True, representation_size=None
-        )
+        self.refuse_unless(attn_bias=True, norm_bias=True, ffn_bias=True, representation_size=None)
         self.refuse_unless(ffn_activate_fn=self.ffn_activate_fn.removeprefix(GATED))
         labels = [f"LABEL_{number}" for number in range(self.num_classes)]
         return super().to_hugging_face() | {
@@ -155,7 +153,7 @@ class ViT(BaseModel):
             att_bias=config.attn_bias,
             ffn_bias=config.ffn_bias,
             ffn_activate_fn=config.ffn_activate_fn,
-            attn_scale=bool(config.attn_scale),
+            attn_scale=True,
             dropout_p=config.drop,
             sharding=policy_of(config),
         )
@@ -175,7 +173,7 @@ class ViT(BaseModel):
         *,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
-        return_dict: bool = True,
+        return_dict: bool = False,
     ) -> Any:
         """Classify images.
 
@@ -184,15 +182,17 @@ class ViT(BaseModel):
             register_blk: only -1.
             attention_mask: (batch, patches + 1) or (batch, patches + 1, patches + 1), nonzero where
                 a patch is seen; the class token comes first.
-            output_attentions, output_hidden_states: what else to return.
-            return_dict: False for a tuple of all fields.
+            output_attentions, output_hidden_states: what else to return, with `return_dict`.
+            return_dict: return a BaseModelOutput, whose last hidden state is (batch, patches + 1,
+                hidden_size).
 
-        Returns a BaseModelOutput with `logits` (batch, num_classes), and `last_hidden_state`
-        (batch, patches + 1, hidden_size).
+        Returns scores (batch, num_classes).
 
         Raises:
-            InputError: for images of another shape, or a mask of another length.
+            InputError: for images of another shape, a mask of another length, or further outputs
+                without `return_dict`.
         """
+        needs_dict(return_dict, output_attentions or output_hidden_states)
         if register_blk != -1:
             raise InputError(
                 f"register_blk is {register_blk}: only -1 is supported; ask for "
@@ -214,13 +214,15 @@ class ViT(BaseModel):
             output_hidden_states,
             return_dict=True,
         )
-        output = BaseModelOutput(
+        logits = self.logits(out.last_hidden_state[:, 0])
+        if not return_dict:
+            return logits
+        return BaseModelOutput(
             last_hidden_state=out.last_hidden_state,
-            logits=self.logits(out.last_hidden_state[:, 0]),
+            logits=logits,
             hidden_states=out.hidden_states,
             attentions=out.attentions,
         )
-        return output if return_dict else as_tuple(output)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Class tokens (batch, hidden_size) to scores (batch, num_classes)."""
