@@ -1,11 +1,10 @@
-"""Train a small model of bytes on a text file, by default on this one: python examples/minimal.py
-[FILE].
-"""
+"""Train a small model of bytes on a text file: python examples/minimal.py [FILE]."""
 
 import sys
 from pathlib import Path
 
 import torch
+from torch.nn import TransformerEncoderLayer as Layer
 
 import bmtrain as bmt
 
@@ -15,13 +14,10 @@ SEQ, BATCH, STEPS = 128, 8, 100
 class Model(torch.nn.Module):
     """Plain PyTorch: nothing in it knows of ranks or shards."""
 
-    def __init__(self, dim: int = 128, num_layers: int = 4) -> None:
+    def __init__(self, dim: int = 128, depth: int = 4) -> None:
         super().__init__()
         self.token, self.position = torch.nn.Embedding(256, dim), torch.nn.Embedding(SEQ, dim)
-        layers = (
-            torch.nn.TransformerEncoderLayer(dim, 4, 4 * dim, 0.0, batch_first=True)
-            for _ in range(num_layers)
-        )
+        layers = [Layer(dim, 4, 4 * dim, 0.0, batch_first=True) for _ in range(depth)]
         self.layers = torch.nn.ModuleList(layers)  # its members become blocks: gathered one by one
         self.head = torch.nn.Linear(dim, 256)
 
@@ -37,9 +33,8 @@ bmt.init_distributed(seed=0)  # the same seed on every rank: the same model
 model = bmt.BMTrainModelWrapper(Model())
 optimizer = bmt.optim.AdamOptimizer(model.parameters(), weight_decay=0.01)
 manager = bmt.optim.OptimManager()
-manager.add_optimizer(
-    optimizer, bmt.lr_scheduler.Cosine(optimizer, start_lr=1e-3, warmup_iter=10, end_iter=STEPS)
-)
+scheduler = bmt.lr_scheduler.Cosine(optimizer, start_lr=1e-3, warmup_iter=10, end_iter=STEPS)
+manager.add_optimizer(optimizer, scheduler)
 loss_of = bmt.loss.FusedCrossEntropy()
 text = torch.tensor(list(Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()))
 draw = torch.Generator().manual_seed(bmt.rank())  # every rank reads other places
@@ -52,5 +47,4 @@ for step in range(STEPS):
     norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
     manager.step()
     bmt.print_rank(f"step {step}: loss {bmt.sum_loss(loss).item():.3f}, gradient norm {norm:.2f}")
-# one file of full tensors under plain names, whatever the number of ranks
-bmt.save(model, "minimal.pt")
+bmt.save(model, "minimal.pt")  # full tensors under plain names, whatever the number of ranks

@@ -30,6 +30,7 @@ class Writing:
         self._axis, self._step = axis, step
         self._error: BaseException | None = None
         self._failure: str | None = None
+        self.is_told = False  # whether `wait` has returned or raised
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -68,6 +69,7 @@ class Writing:
         error, self._error = self._error, None
         if error is not None:
             self._failure = _explain(self.path, error)
+        self.is_told = True  # on all ranks, since this is collective
         agree(self._failure, self._axis, error)
 
     def _run_and_tell(self) -> None:
@@ -87,9 +89,9 @@ class Writer:
         self._latest: Writing | None = None
 
     def settle(self) -> None:
-        """Wait for the previous file and raise its error, if any. Collective."""
+        """Wait for the previous file and raise its error, unless `wait` has. Collective."""
         latest, self._latest = self._latest, None
-        if latest is not None:
+        if latest is not None and not latest.is_told:
             latest.wait()
 
     def write(
