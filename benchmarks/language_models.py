@@ -153,9 +153,8 @@ def ours_bert(batch: Batch) -> Step:
     bmt.init_parameters(encoder)
     for block in encoder.encoder.layers:
         block.compile(dynamic=False)
-    model = Classifier(
-        encoder, nn.Linear(1024, 2, device="cuda", dtype=torch.bfloat16), output_logits=False
-    )
+    head = nn.Linear(1024, 2, device="cuda", dtype=torch.bfloat16)
+    model = Classifier(encoder, head, output_logits=False, output_pooler_output=True)
     optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-5, weight_decay=0.01)
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(optimizer)

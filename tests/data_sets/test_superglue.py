@@ -480,3 +480,20 @@ def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
         dataset("bert", "RTE", "dev", 3)
     with pytest.raises(DataError, match="no token <extra_id_0>"):
         t5dataset.DATASET["RTE"](SUPERGLUE, "dev", 0, 1, GPT2, 64, 2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_test_split_that_is_missing_is_empty(model: str, tmp_path: pathlib.Path) -> None:
+    """As in ModelCenter: a dataset without rows, a loader without batches. Other splits must be
+    there.
+    """
+    for task in ("BoolQ", "CB", "COPA"):
+        (tmp_path / task).mkdir()
+        found = dataset(model, task, "test", path=tmp_path)
+        assert len(found) == 0 and found.qids == []
+        loader = DistributedDataLoader(found, batch_size=2)
+        assert len(loader) == 0 and list(loader) == [] and list(loader) == []
+        with pytest.raises(DataError, match="split 'dev': there is neither"):
+            dataset(model, task, "dev", path=tmp_path)
+    with pytest.raises(DataError, match="split 'test': there is neither"):
+        dataset(model, "RTE", "test", path=tmp_path)

@@ -137,9 +137,6 @@ def test_masks_of_all_pairs(tmp_path: pathlib.Path) -> None:
         parity.assert_close(
             model(ids, attention_mask=pairs).logits, model(ids).logits, "causal pairs"
         )
-    for extra in ({"context": CONTEXT}, {"span": SPAN}):
-        with pytest.raises(InputError, match="context or span"):
-            model(ids, attention_mask=pairs, **extra)
 
 
 def test_surface(tmp_path: pathlib.Path) -> None:
@@ -188,10 +185,6 @@ def test_errors(tmp_path: pathlib.Path) -> None:
             InputError, match=f"{name} has shape \\(2, 3\\): expected \\(batch, 9\\)"
         ):
             model(ids, **{name: torch.ones(2, 3)})
-    with pytest.raises(InputError, match="token_type_ids: not supported"):
-        model(ids, token_type_ids=ids)
-    with pytest.raises(InputError, match="head_mask"):
-        model(ids, head_mask=torch.ones(1))
     past = model(ids, use_cache=True).past_key_values
     with pytest.raises(
         InputError, match="position_ids has shape \\(2, 1\\): expected \\(batch, 10\\)"

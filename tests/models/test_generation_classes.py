@@ -78,15 +78,16 @@ def classes(name: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_texts_to_texts(name: str) -> None:
-    """New tokens only, at most `max_length` in both classes; a batch is each text alone; unknown
+    """New tokens only, as many in both classes; a batch is each text alone; unknown
     arguments are errors.
     """
     beams, sampling = classes(name)
     found = beams.generate(TEXTS, max_length=8)
     assert len(found) == 3 and all(isinstance(text, str) for text in found) and any(found)
     assert found == [beams.generate([text], max_length=8)[0] for text in TEXTS]
+    more = 1 if name == "llama" else 0  # as in ModelCenter
     assert beams.generate(TEXTS, beam_size=1, max_length=8) == sampling.generate(
-        TEXTS, max_length=8, top_k=1
+        TEXTS, max_length=8 + more, top_k=1
     )
     torch.manual_seed(3)
     drawn = sampling.generate(TEXTS, max_length=8, top_p=1.0, temperature=1.5)
@@ -116,7 +117,7 @@ def test_llama_is_the_engine_with_these_options() -> None:
     padded = torch.tensor([[0] * (length - len(row)) + row for row in ids])
     mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids])
     options: dict[str, Any] = {
-        "max_new_tokens": 9,
+        "max_new_tokens": 10,  # one more than max_length, as in ModelCenter
         "eos_token_id": 2,
         "min_new_tokens": 1,
         "num_beams": 3,
@@ -126,6 +127,27 @@ def test_llama_is_the_engine_with_these_options() -> None:
     expected = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     found = LlamaBeamSearch(model, tokenizer).generate(TEXTS, max_length=9, repetition_penalty=1.5)
     assert [text.strip() for text in found] == [text.strip() for text in expected]
+
+
+class Recorder:
+    """A writer that keeps how many tokens it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, texts: list[str], **options: Any) -> list[str]:
+        self.asked.append(options["max_new_tokens"])
+        return texts
+
+
+def test_how_many_tokens_a_text_has() -> None:
+    """At most as many as `max_length` says, in LLaMA's beam search one more, as in ModelCenter."""
+    for name, more in (("llama", 1), ("gpt2", 0)):
+        recorder = Recorder()
+        for generator in classes(name):
+            generator.writer = recorder
+            generator.generate(TEXTS, max_length=7)
+        assert recorder.asked == [7 + more, 7], name
 
 
 def decoded_by(

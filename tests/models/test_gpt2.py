@@ -75,8 +75,6 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     past = ours(input_ids=parity.token_ids(1, 16), use_cache=True).past_key_values
     with pytest.raises(InputError, match="17 tokens"):
         ours(input_ids=parity.token_ids(1, 1), past_key_values=past)
-    with pytest.raises(InputError, match="head_mask"):
-        ours(input_ids=parity.token_ids(1, 3), head_mask=torch.ones(2, 4))
     with pytest.raises(ConfigError, match="inverse_layer_idx"):
         GPT2Config.from_dict(
             {**TheirConfig(**SIZES).to_dict(), "scale_attn_by_inverse_layer_idx": True}

@@ -13,7 +13,7 @@ from tests.models import causal, parity
 from transformers import GPTJConfig as TheirConfig
 from transformers import GPTJForCausalLM
 
-from model_center.errors import ConfigError, InputError, WeightsError
+from model_center.errors import ConfigError, WeightsError
 from model_center.model.gptj import GPTj, GPTjConfig
 
 SIZES: dict[str, Any] = {
@@ -78,9 +78,6 @@ def test_class_head(tmp_path: pathlib.Path) -> None:
 
 def test_errors(tmp_path: pathlib.Path) -> None:
     causal.check_errors(FAMILY, tmp_path)
-    ours, _ = FAMILY.pair(tmp_path)
-    with pytest.raises(InputError, match="head_mask"):
-        ours(input_ids=parity.token_ids(1, 3), head_mask=torch.ones(2, 4))
     with pytest.raises(ConfigError, match="lacks 'rotary_dim'"):
         GPTjConfig.from_dict(
             {

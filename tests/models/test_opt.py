@@ -95,10 +95,8 @@ def test_errors(tmp_path: pathlib.Path) -> None:
     ours, _ = FAMILY.pair(tmp_path)
     with pytest.raises(InputError, match="21 tokens: the model's table of positions has 20"):
         ours(input_ids=parity.token_ids(1, 21))
-    with pytest.raises(InputError, match="head_mask"):
-        ours(input_ids=parity.token_ids(1, 3), head_mask=torch.ones(1))
-    with pytest.raises(ConfigError, match="tied=False"):
-        OPTConfig(tied=False)
+    with pytest.raises(ConfigError, match="tie_word_embeddings=False"):
+        OPTConfig.from_dict({**TheirConfig(**SIZES).to_dict(), "tie_word_embeddings": False})
     for unknown in ({"layer_norm_elementwise_affine": False}, {"_remove_final_layer_norm": True}):
         with pytest.raises(ConfigError, match="not supported"):
             OPTConfig.from_dict({**TheirConfig(**SIZES).to_dict(), **unknown})
@@ -135,4 +133,4 @@ def test_padding_has_no_gradient_from_lookups(tmp_path: pathlib.Path) -> None:
 def test_fresh() -> None:
     causal.check_fresh(OPT, OPTConfig(**SMALL, half=False))
     assert not OPT(OPTConfig(**SMALL, half=False)).input_embedding.weight[1].any()
-    causal.check_fresh(OPT, OPTConfig(**SMALL, half=False, post_layer_norm=True, dim_embedding=16))
+    causal.check_fresh(OPT, OPTConfig(**SMALL, half=False, norms_behind=True, dim_embedding=16))

@@ -290,15 +290,6 @@ def test_errors(tmp_path: pathlib.Path) -> None:
         ours(input_ids=ids)
     with pytest.raises(InputError, match="expected 5 keys"):
         ours(input_ids=ids, attention_mask=torch.ones(2, 4), decoder_input_ids=ids)
-    with pytest.raises(InputError, match="not both"):
-        ours(
-            input_ids=ids,
-            attention_mask=torch.ones(2, 5),
-            length=torch.tensor([1, 2]),
-            decoder_input_ids=ids,
-        )
-    with pytest.raises(InputError, match="cross_attn_head_mask"):
-        ours(input_ids=ids, decoder_input_ids=ids, cross_attn_head_mask=torch.ones(1))
     with pytest.raises(ConfigError, match="scale and scale_logits"):
         T5Config(**SMALL, scale=True, scale_logits=True)
     with pytest.raises(ConfigError, match="umt5"):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from bmtrain.distributed.agreement import attempt, everyone
+from model_center.config.positional import Positional
 from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
 
@@ -30,14 +31,22 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_to
 OF_THE_RUN = ("dtype", "half", "use_checkpoint", "zero_level")
 
 
+# ModelCenter's arguments from the norms on, which all models have.
+ARGUMENTS = (
+    "norm_init_var norm_bias norm_eps att_init_mean att_init_std att_bias att_mask_value "
+    "ffn_init_mean ffn_init_std ffn_bias ffn_activate_fn proj_init_mean proj_init_std proj_bias "
+    "length_scale attn_scale half int8"
+)
+
+
 @dataclasses.dataclass(kw_only=True)
-class Config:
+class Config(metaclass=Positional):
     """What every configuration has.
 
     Attributes:
         half: fp16 if true, fp32 if not, where `dtype` is None.
         dtype: of parameters and computation: a torch.dtype or its name.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         use_checkpoint: recompute each layer in the backward pass in place of keeping its
             activations (in a process group).
         zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
@@ -66,11 +75,6 @@ class Config:
         Raises:
             ConfigError: naming the value.
         """
-        if self.int8:
-            raise ConfigError(
-                "int8=True is not supported: weights are computed with as they are stored. "
-                "Leave it out."
-            )
         self.dtype = dtype_of(self.dtype, self.half)
         self.half = self.dtype == torch.float16
 
@@ -245,12 +249,13 @@ class TransformerConfig(Config):
         pos_bias_type: as in `Attention`; each model has one, another is an error.
         cls_head: number of classes of a classification head in place of the language model's; None
             for none.
-        post_layer_norm: norms behind each part; in models that have them before each part an error
-            if true.
+        post_layer_norm: norms behind each part; without effect, as in ModelCenter, in models whose
+            norms are always before each part.
     """
 
-    # whether the model does what `post_layer_norm` says
-    has_post_layer_norm: ClassVar[bool] = False
+    # Those of ModelCenter's arguments that not all models have: after `vocab_size`, after
+    # `pos_bias_type`, after `tied`, and at the end.
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", "", "", "")
 
     vocab_size: int
     dim_model: int = 768
@@ -281,14 +286,20 @@ class TransformerConfig(Config):
     cls_head: int | None = None
     post_layer_norm: bool = False
 
+    @classmethod
+    def arguments(cls) -> tuple[str, ...]:
+        """ModelCenter's arguments, in its order."""
+        first, after_positions, after_tied, last = cls.OWN_ARGUMENTS
+        fields = {field.name for field in dataclasses.fields(cls)}
+        depth = "num_layers" if "num_layers" in fields else "num_encoder_layers num_decoder_layers"
+        sizes = f"vocab_size {first} dim_model num_heads dim_head dim_ff {depth} dropout_p"
+        start = f"{sizes} emb_init_mean emb_init_std pos_bias_type {after_positions} {ARGUMENTS}"
+        return tuple(f"{start} tied {after_tied} cls_head post_layer_norm {last}".split())
+
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""
         super().__post_init__()
         self.att_mask_value = float(self.att_mask_value)
-        if self.post_layer_norm and not self.has_post_layer_norm:
-            raise ConfigError(
-                "post_layer_norm=True: this model has its norms before each part. Leave it out."
-            )
         if self.pos_bias_type != type(self).pos_bias_type:
             raise ConfigError(
                 f"pos_bias_type is {self.pos_bias_type!r}: this model has "
@@ -334,6 +345,9 @@ class TransformerConfig(Config):
         }
 
 
+RELATIVE = "position_bias_num_buckets position_bias_max_distance pos_init_mean pos_init_std"
+
+
 @dataclasses.dataclass(kw_only=True)
 class RelativeConfig(TransformerConfig):
     """Configuration of a model with T5's relative positions, and without biases.
@@ -343,6 +357,8 @@ class RelativeConfig(TransformerConfig):
             `bucket_of`.
         pos_init_mean, pos_init_std: of their first values.
     """
+
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", RELATIVE, "", "")
 
     pos_bias_type: str = "relative"
     position_bias_num_buckets: int = 32

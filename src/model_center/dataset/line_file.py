@@ -26,7 +26,13 @@ class LineFile(Sequence[Example]):
     """
 
     def __init__(
-        self, path: pathlib.Path, read: Reader, *, labelled: bool, header: bool = False
+        self,
+        path: pathlib.Path,
+        read: Reader,
+        *,
+        labelled: bool,
+        header: bool = False,
+        missing: bool = False,
     ) -> None:
         """Index `path`.
 
@@ -34,6 +40,7 @@ class LineFile(Sequence[Example]):
             read: gives the examples of a line.
             labelled: whether every example must have a label.
             header: whether the first line names columns and is no example.
+            missing: whether there is no such file, and so no example.
 
         Raises:
             DataError: naming file and line, for a line that cannot be read, and for a file without
@@ -47,15 +54,15 @@ class LineFile(Sequence[Example]):
         self._firsts = array.array("q")  # by line: the number of its first example
         self._lines = array.array("q")  # by example: its line's place in _offsets
         names: dict[str, int] = {}
-        for number, offset, line in _lines_of(path, header):
+        for number, offset, line in () if missing else _lines_of(path, header):
             self._firsts.append(len(self.labels))
             for example in self._checked(line, number, labelled):
                 self._lines.append(len(self._offsets))
                 self.labels.append(UNLABELLED if example.label is None else example.label)
                 self.groups.append(names.setdefault(example.group, len(names)))
             self._offsets.append(offset)
-        self.group_names = list(names)
-        if not self.labels:
+        self.group_names = list(names) or [""]
+        if not self.labels and not missing:
             raise DataError(f"{path} holds no examples: expected at least one line.")
 
     def __len__(self) -> int:

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import bmtrain as bmt
 from bmtrain.torch_internals import tree_map_only
 from model_center.dataset.order import bits
-from model_center.dataset.protocols import Stateful, begin_epoch, collate_of, shards_of
+from model_center.dataset.protocols import (
+    Stateful,
+    begin_epoch,
+    collate_of,
+    may_be_empty,
+    shards_of,
+)
 from model_center.dataset.sampler import Cut, RankBatches, check_rows
 from model_center.errors import DataError
 
@@ -195,8 +201,8 @@ class _Rows:
             "shuffle": shuffle,
             "seed": seed if shuffle else None,
         }
-        self._num_rows = len(dataset)
-        check_rows(self._num_rows, self._cut())
+        self._num_rows, self._may_be_empty = len(dataset), may_be_empty(dataset)
+        self._check_rows()
         self._batches = RankBatches(self._num_rows, shuffle=shuffle, seed=seed)
         self.loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **kwargs)
 
@@ -204,6 +210,10 @@ class _Rows:
         return Cut(
             batch_size=self.batch_size, world_size=bmt.world_size(), drop_last=self._drop_last
         )
+
+    def _check_rows(self) -> None:
+        if self._num_rows or not self._may_be_empty:
+            check_rows(self._num_rows, self._cut())
 
     def num_batches(self) -> int:
         return self._cut().count(self._num_rows)
@@ -214,7 +224,7 @@ class _Rows:
         Returns the rows of each step, on all ranks together.
         """
         cut = self._cut()
-        check_rows(self._num_rows, cut)
+        self._check_rows()
         self._batches.start(cut, bmt.rank(), place.epoch, place.row)
         return (stop - start for start, stop in cut.starts(place.row, self._num_rows))
 

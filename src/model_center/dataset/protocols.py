@@ -50,6 +50,11 @@ def shards_of(dataset: Any) -> int:
     return dataset.num_shards if isinstance(dataset, Sharded) else 1
 
 
+def may_be_empty(dataset: Any) -> bool:
+    """Whether a dataset says that it may have no rows: that of a test split that is missing."""
+    return bool(getattr(dataset, "may_be_empty", False))
+
+
 class Epoch:
     """The number of an epoch, in memory that long-lived worker processes share."""
 

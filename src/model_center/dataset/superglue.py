@@ -28,7 +28,7 @@ RTE_LABELS = {"not_entailment": 0, "entailment": 1}
 def examples(
     path: str | pathlib.Path, task: str, split: str, *, both_ways: bool = False
 ) -> LineFile:
-    """The examples of a task's split.
+    """The examples of a task's split; none, as in ModelCenter, of a "test" that is missing.
 
     Args:
         path: the folder that holds a folder for each task, or the task's own folder.
@@ -42,11 +42,11 @@ def examples(
     """
     file = find(pathlib.Path(path), task, split)
     read = functools.partial(_read, copa_both_ways if both_ways else TASKS[task])
-    return LineFile(file, read, labelled=split != "test")
+    return LineFile(file, read, labelled=split != "test", missing=not file.is_file())
 
 
 def find(path: pathlib.Path, task: str, split: str) -> pathlib.Path:
-    """The file of a task's split.
+    """The file of a task's split; of "test", which may be missing, where it would be.
 
     Raises:
         DataError: naming the files that were looked for.
@@ -58,6 +58,8 @@ def find(path: pathlib.Path, task: str, split: str) -> pathlib.Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
+    if split == "test" and (path / task).is_dir():
+        return candidates[0]
     looked_for = " nor ".join(str(candidate) for candidate in candidates)
     raise DataError(
         f"{task}, split {split!r}: there is neither {looked_for}. Unzip the task's folder "

@@ -116,6 +116,11 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
         return padding.collate(items, self.fill)
 
     @property
+    def may_be_empty(self) -> bool:
+        """Whether it holds no rows, as there is no test split; a loader has no batches then."""
+        return len(self) == 0
+
+    @property
     def qids(self) -> list[str]:
         """The question of each item, "row-question" (MultiRC, ReCoRD); else empty."""
         return [self.examples.group_names[group] for group in self.examples.groups]

@@ -1,7 +1,7 @@
 """What ModelCenter's generation classes, `X(model, tokenizer).generate(texts)`, share.
 
-`max_length` counts new tokens in all of them. No text ends before its first token, and only
-generated tokens count as repeated.
+`max_length` counts new tokens in all of them; LLaMA's beam search makes one more. No text ends
+before its first token, and only generated tokens count as repeated.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ class Generation:
 class BeamSearchTexts(Generation):
     """Generation by beam search."""
 
+    # Tokens beyond `max_length` that a text may have.
+    MORE_TOKENS: ClassVar[int] = 0
+
     def generate(
         self,
         texts: Sequence[str],
@@ -41,11 +44,12 @@ class BeamSearchTexts(Generation):
         Args:
             texts: the prompts.
             beam_size: number of beams; scores are log-probabilities divided by length.
-            max_length: most new tokens.
+            max_length: most new tokens, in LLaMA one less than that, as in ModelCenter.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
+        most = max_length + self.MORE_TOKENS if max_length > 0 else max_length
         repetition = _repetition(repetition_penalty, repetition_window)
-        return self.writer(texts, num_beams=beam_size, max_new_tokens=max_length, **repetition)
+        return self.writer(texts, num_beams=beam_size, max_new_tokens=most, **repetition)
 
 
 class RandomSamplingTexts(Generation):
@@ -82,12 +86,12 @@ class RandomSamplingTexts(Generation):
 
 
 def family(
-    name: str, module: str, writer: type[TextGenerator] = TextGenerator
+    name: str, module: str, writer: type[TextGenerator] = TextGenerator, more_tokens: int = 0
 ) -> tuple[type[Generation], type[BeamSearchTexts], type[RandomSamplingTexts]]:
     """A family of models' `<name>Generation`, and its beam search and drawing, for their module."""
     facts = {"WRITER": writer, "__module__": module, "__doc__": f"{name}: see {writer.__name__}."}
     base = type(f"{name}Generation", (Generation,), facts)
-    beams = type(f"{name}BeamSearch", (BeamSearchTexts, base), facts)
+    beams = type(f"{name}BeamSearch", (BeamSearchTexts, base), facts | {"MORE_TOKENS": more_tokens})
     return base, beams, type(f"{name}RandomSampling", (RandomSamplingTexts, base), facts)
 
 

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from model_center.generation.classic import family
 
-LlamaGeneration, LlamaBeamSearch, LlamaRandomSampling = family("Llama", __name__)
+LlamaGeneration, LlamaBeamSearch, LlamaRandomSampling = family("Llama", __name__, more_tokens=1)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import bmtrain as bmt
 from model_center.errors import ConfigError
-from model_center.layer.parameter import constant, normal, parameter, refuse_int8
+from model_center.layer.parameter import constant, normal, parameter
 
 Pair = int | tuple[int, int]
 
@@ -26,7 +26,7 @@ class Conv2d(bmt.DistributedModule):
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in
         torch.nn.Conv2d.
         dtype: of the parameters.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         init_mean, init_std: of the first weights; the bias starts at 0.
         bias: whether to add one.
         padding_mode: "zeros" only.
@@ -48,7 +48,6 @@ class Conv2d(bmt.DistributedModule):
         bias: bool = True,
         padding_mode: str = "zeros",
     ) -> None:
-        refuse_int8(int8)
         if padding_mode != "zeros":
             raise ConfigError(f"padding_mode is {padding_mode!r}: only 'zeros' is supported.")
         super().__init__()

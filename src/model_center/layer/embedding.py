@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import bmtrain as bmt
 from model_center.errors import InputError
-from model_center.layer.parameter import Initializer, normal, parameter, refuse_int8
+from model_center.layer.parameter import Initializer, normal, parameter
 
 
 class Embedding(bmt.DistributedModule):
@@ -19,7 +19,7 @@ class Embedding(bmt.DistributedModule):
         vocab_size, embedding_size: shape of `weight`.
         length_scale: divide rows looked up, and inputs of `projection`, by sqrt(embedding_size).
         dtype: of the table.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         init_mean, init_std: of the first values.
         padding_idx: a row that starts at 0 and gets no gradient from lookups; negative ones count
             from the end.
@@ -36,7 +36,6 @@ class Embedding(bmt.DistributedModule):
         init_std: float = 1,
         padding_idx: int | None = None,
     ) -> None:
-        refuse_int8(int8)
         super().__init__()
         if padding_idx is not None and padding_idx < 0:
             padding_idx += vocab_size

@@ -81,7 +81,7 @@ class FeedForward(torch.nn.Module):
     Args:
         dim_in, dim_ff, dim_out: sizes; `dim_out` is `dim_in` if None.
         dtype: of parameters and computation.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         init_mean, init_std: of the first weights.
         bias: whether the linear maps have one.
         activate_fn: relu, gelu, gelu_new or silu, or gated_ and one of them.

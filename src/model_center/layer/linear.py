@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from model_center.layer.parameter import constant, normal, parameter, refuse_int8
+from model_center.layer.parameter import constant, normal, parameter
 
 
 class Linear(bmt.DistributedModule, torch.nn.Linear):
@@ -21,7 +21,7 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
         length_scale: divide the product by sqrt(dim_in); the bias is not scaled.
         length_scale_before: with `length_scale`, divide the input instead, which is safer in fp16.
         dtype: of the parameters and the computation.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         init_mean, init_std: of the first weights, drawn from a normal distribution.
         bias: whether to add one; it starts at 0.
     """
@@ -38,7 +38,6 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
         init_std: float = 1,
         bias: bool = False,
     ) -> None:
-        refuse_int8(int8)
         # not that of nn.Linear, which would make parameters of its own
         torch.nn.Module.__init__(self)
         self.dim_in = self.in_features = dim_in

@@ -21,6 +21,10 @@ class AttentionMask(NamedTuple):
         pairs: bool (batch or 1, heads or 1, queries, keys); None where the others say it all.
         window: with `causal`, the number of last keys that a query sees, itself included (sliding
             window); None for all.
+        blanks: whether a query that sees no key gets zeros, as in ModelCenter; else it is taken for
+            padding, which may get anything.
+        blind: with `blanks` and once settled, the queries that see no key: bool (batch or 1, heads
+            or 1, queries, 1).
         is_settled: whether `pairs` is what `visible` would make of all of it.
     """
 
@@ -28,6 +32,8 @@ class AttentionMask(NamedTuple):
     keys: torch.Tensor | None = None
     pairs: torch.Tensor | None = None
     window: int | None = None
+    blanks: bool = False
+    blind: torch.Tensor | None = None
     is_settled: bool = False
 
     def is_plain(self, num_queries: int, num_keys: int) -> bool:
@@ -43,25 +49,33 @@ class AttentionMask(NamedTuple):
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
         """bool, broadcastable to (batch, heads, queries, keys); None for everything.
 
-        Where a query would see nothing it sees everything: it is padding whose output nobody reads,
-        and a softmax over nothing would be NaN and spoil the gradients of all others.
+        Where a query would see nothing it sees everything: a softmax over nothing would be NaN and
+        spoil the gradients of all others. With `blanks`, zeros take the place of what comes of it.
         """
-        seen = self.pairs
         if self.is_settled:
-            return seen
-        if self.causal and (num_queries > 1 or self.window is not None):
-            seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
-        if self.keys is not None:
-            seen = _both(seen, self.keys[:, None, None, :])
+            return self.pairs
+        seen = self._seen(num_queries, num_keys, device)
         if seen is None or (self.keys is None and self.pairs is None):
             return seen
         return seen | ~seen.any(-1, keepdim=True)
+
+    def _seen(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
+        """As `visible`, but a query may see nothing."""
+        seen = self.pairs
+        if self.causal and (num_queries > 1 or self.window is not None):
+            seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
+        return seen if self.keys is None else _both(seen, self.keys[:, None, None, :])
 
     def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
         """The same mask with its tensor of pairs, if needed: made once for all layers."""
         if self.is_settled or self.is_plain(num_queries, num_keys):
             return self
-        return self._replace(pairs=self.visible(num_queries, num_keys, device), is_settled=True)
+        seen = self._seen(num_queries, num_keys, device)
+        blind = None
+        if seen is not None and (self.keys is not None or self.pairs is not None):
+            nothing = ~seen.any(-1, keepdim=True)
+            seen, blind = seen | nothing, nothing if self.blanks else None
+        return self._replace(pairs=seen, blind=blind, is_settled=True)
 
 
 def causal_pairs(
@@ -95,14 +109,14 @@ def mask_from(
     if attention_mask.dim() == 2:
         return AttentionMask(causal, keys=attention_mask.bool())
     if attention_mask.dim() == 3:
-        return AttentionMask(pairs=attention_mask[:, None].bool())
+        return AttentionMask(pairs=attention_mask[:, None].bool(), blanks=True)
     if attention_mask.dim() == 4:
         if attention_mask.is_floating_point():
             raise InputError(
                 "attention_mask has 4 dims of floating point: expected bool, True where a "
                 "key is seen, no summands."
             )
-        return AttentionMask(pairs=attention_mask.bool())
+        return AttentionMask(pairs=attention_mask.bool(), blanks=True)
     shape = tuple(attention_mask.shape)
     raise InputError(
         f"attention_mask has shape {shape}: expected (batch, keys) or (batch, [heads,] "

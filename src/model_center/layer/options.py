@@ -33,7 +33,7 @@ class AttentionOptions:
         dim_in, dim_out: widths in and out; `dim_out` is `dim_in` if None.
         dim_head, num_heads: of queries.
         dtype: of parameters and computation.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         init_mean, init_std: of the first weights.
         bias: whether the linear maps have one.
         mask_value: accepted; hidden keys always have the weight 0.
@@ -87,7 +87,7 @@ class LayerOptions:
         dim_model, dim_ff, num_heads, dim_head: sizes.
         is_decoder: whether there is a cross-attention.
         dtype: of parameters and computation.
-        int8: an error if true.
+        int8: accepted; it does nothing, as in ModelCenter.
         norm_init_var, norm_bias, norm_eps: of every LayerNorm.
         att_init_mean, att_init_std, att_bias, att_mask_value, pos_bias_type, attn_scale: of every
             Attention.

@@ -8,7 +8,6 @@ import torch
 
 import bmtrain as bmt
 from bmtrain.torch_internals import make_subclass
-from model_center.errors import ConfigError
 
 Initializer = Callable[[torch.Tensor], object]
 
@@ -74,16 +73,3 @@ def materialize(module: torch.nn.Module) -> None:
                     data = torch.empty_like(param, device="cpu")
                     made[id(param)] = PlainParameter(data, param.requires_grad, param.init_method)
                 part._parameters[name] = made[id(param)]
-
-
-def refuse_int8(int8: bool) -> None:
-    """Say that `int8`, which ModelCenter accepts and ignores, does nothing here.
-
-    Raises:
-        ConfigError: if it is true.
-    """
-    if int8:
-        raise ConfigError(
-            "int8=True is not supported: weights are computed with as they are stored. "
-            "Leave it out."
-        )

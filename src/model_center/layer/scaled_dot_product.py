@@ -45,11 +45,13 @@ def attend(
             scale=scale,
             enable_gqa=grouped,
         )
+    mask = mask.settled(num_queries, num_keys, query.device) if mask.blanks else mask
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     shown = score_mask(mask, bias, query, num_keys)
-    return F.scaled_dot_product_attention(
+    mixed = F.scaled_dot_product_attention(
         query, key, value, attn_mask=shown, dropout_p=dropout_p, scale=scale
     )
+    return mixed if mask.blind is None else mixed.masked_fill(mask.blind, 0)
 
 
 def attend_visibly(
@@ -63,6 +65,7 @@ def attend_visibly(
     dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `attend`, with the probabilities (batch, heads, queries, keys) before dropout as well."""
+    mask = mask.settled(query.shape[2], key.shape[2], query.device) if mask.blanks else mask
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * factor) @ key.transpose(-1, -2)
@@ -72,6 +75,8 @@ def attend_visibly(
             scores.masked_fill(~shown, -math.inf) if shown.dtype == torch.bool else scores + shown
         )
     probabilities = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if mask.blind is not None:
+        probabilities = probabilities.masked_fill(mask.blind, 0)
     return F.dropout(probabilities, dropout_p) @ value, probabilities
 
 

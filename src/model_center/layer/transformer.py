@@ -149,7 +149,8 @@ def once_for_all(
     mask = last_queries(mask, hidden.shape[1]).settled(hidden.shape[1], num_keys, hidden.device)
     if not isinstance(bias, torch.Tensor):
         return mask, bias
-    return AttentionMask(), biased(mask, bias, hidden.dtype, (hidden.shape[1], num_keys))
+    rest = AttentionMask(blind=mask.blind)
+    return rest, biased(mask, bias, hidden.dtype, (hidden.shape[1], num_keys))
 
 
 def wanted_from(

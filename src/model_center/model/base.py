@@ -58,6 +58,8 @@ class BaseModel(bmt.DistributedModule):
         cls: type[Model],
         name_or_path: str | os.PathLike[str],
         config: Config | None = None,
+        *,
+        strict: bool = True,
         **kwargs: Any,
     ) -> Model:
         """A model with the weights of a folder or known name. Collective; ranks read their shards.
@@ -67,6 +69,8 @@ class BaseModel(bmt.DistributedModule):
                 (config.json, safetensors or .bin files), a name the project knows, or a Hugging
                 Face repository.
             config: used in place of that of the folder.
+            strict: whether tensors that the files lack are an error, but for new heads; else they
+                get their first values, and are named in a warning.
             kwargs: values that replace those of the folder's configuration, `dtype=torch.bfloat16`
                 for example.
 
@@ -85,7 +89,7 @@ class BaseModel(bmt.DistributedModule):
             )
         folder = pathlib.Path(resolve(str(name_or_path), "model"))
         model = cls.without_values(config)
-        load_weights(model, folder, cls._map_of(config))
+        load_weights(model, folder, cls._map_of(config), strict=strict)
         return model
 
     @classmethod

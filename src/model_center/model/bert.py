@@ -14,13 +14,7 @@ from model_center.config.base import Config
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Past
 from model_center.model.causal import Asked
-from model_center.model.inputs import (
-    attention_mask_of,
-    embedded,
-    past_length,
-    positions_from,
-    refuse,
-)
+from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
 from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
 from model_center.weights.keymap import KeyMap
 
@@ -48,8 +42,9 @@ class BertConfig(MaskedConfig):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """As in Config."""
+        content = super().to_hugging_face()
         self.refuse_unless(head_activate_fn=self.ffn_activate_fn)
-        return super().to_hugging_face()
+        return content
 
     @property
     def head_activation(self) -> str:
@@ -69,7 +64,7 @@ class Bert(MaskedModel):
         attention_mask: torch.Tensor | AttentionMask | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        head_mask: None = None,
+        head_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool = False,
         past_key_values: Past = None,
@@ -89,7 +84,6 @@ class Bert(MaskedModel):
                 at every position.
             output_pooler_output: whether to return what the pooler makes of the first token.
         """
-        refuse(head_mask=head_mask)
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
         mask = attention_mask_of(attention_mask, length, start + hidden.shape[1])

@@ -18,7 +18,7 @@ from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
 from model_center.model.decoding import Decoding, check_inputs, select_rows
-from model_center.model.inputs import attention_mask_of, embedded, past_length, refuse
+from model_center.model.inputs import attention_mask_of, embedded, past_length
 from model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -84,6 +84,8 @@ class CausalModel(BaseModel):
     # None for the last one's.
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {}
 
+    ALWAYS_TIED: ClassVar[bool] = False  # whether the head is the embedding, whatever `tied` says
+
     encoder: Encoder
     input_embedding: Embedding
 
@@ -91,7 +93,7 @@ class CausalModel(BaseModel):
         """Make the head that the configuration asks for; last, as ModelCenter orders parameters."""
         if config.cls_head:
             self.cls_projection = Linear(config.dim_model, config.cls_head, **config.head())
-        elif not config.tied:
+        elif not (config.tied or self.ALWAYS_TIED):
             self.output_projection = Linear(config.dim_model, config.vocab_size, **config.head())
 
     @property
@@ -113,7 +115,7 @@ class CausalModel(BaseModel):
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        tied = self.config.tied
+        tied = self.config.tied or self.ALWAYS_TIED
         return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
@@ -160,7 +162,7 @@ class TokenModel(CausalModel):
         attention_mask: torch.Tensor | AttentionMask | None = None,
         token_type_ids: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        head_mask: None = None,
+        head_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool = False,
         past_key_values: Past = None,
@@ -177,13 +179,12 @@ class TokenModel(CausalModel):
                 as it is, not causal.
             token_type_ids: accepted, and not looked at, as in ModelCenter.
             position_ids: (batch, seq); counted from the cached tokens on if None.
-            head_mask: accepted as None only.
+            head_mask: accepted, and not looked at, as in ModelCenter.
             use_cache, past_key_values: the cache to return, and of earlier tokens.
             output_logits, output_attentions, output_hidden_states: what to return beside the last
                 hidden states.
             return_dict: False for a tuple of all fields.
         """
-        refuse(head_mask=head_mask)
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
         mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)

@@ -13,12 +13,12 @@ import torch
 from model_center.config.base import RelativeConfig
 from model_center.errors import InputError
 from model_center.layer.embedding import Embedding
-from model_center.layer.mask import AttentionMask, causal_pairs
+from model_center.layer.mask import AttentionMask, causal_pairs, last_queries
 from model_center.layer.position_embedding.relative import RelativePositionEmbedding
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalModel
-from model_center.model.inputs import attention_mask_of, embedded, past_length, refuse
+from model_center.model.inputs import attention_mask_of, embedded, past_length
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -65,7 +65,7 @@ class CPM1(CausalModel):
         position_ids: torch.Tensor | None = None,
         context: torch.Tensor | None = None,
         span: torch.Tensor | None = None,
-        head_mask: None = None,
+        head_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool = False,
         past_key_values: Past = None,
@@ -79,20 +79,19 @@ class CPM1(CausalModel):
         Args: as in `TokenModel`, and `token_type_ids`, `position_ids`, `context` and `span` are
         (batch, tokens), those of a cache included.
 
-            token_type_ids: what segment each token is in, for models that have segments.
+            token_type_ids: what segment each token is in, for CPM-3; else not looked at.
             context: nonzero for tokens that all see, and that see each other but nothing else; all
                 others see what is before them, too. None for no context.
             span: tokens see only those with their number: several texts in a row. None for one
                 text.
         """
-        refuse(head_mask=head_mask)
         start = past_length(past_key_values)
         hidden = self.embed(input_ids, inputs_embeds, start)
         end = start + hidden.shape[1]
         check_of_all(
             end,
             position_ids=position_ids,
-            token_type_ids=token_type_ids,
+            token_type_ids=token_type_ids if "token_type_ids" in self.PER_TOKEN else None,
             context=context,
             span=span,
         )
@@ -132,7 +131,6 @@ class CPM1(CausalModel):
         self, positions: torch.Tensor, segments: torch.Tensor | None, start: int
     ) -> torch.Tensor:
         """Scores' bias ([batch,] heads, queries, keys), positions ([batch,] keys) from `start`."""
-        refuse(token_type_ids=segments)
         out: torch.Tensor = self.position_bias(positions[..., start:], positions)
         return out
 
@@ -166,18 +164,17 @@ def prefix_mask(
         causal: bool (queries, keys), which keys are none after the query; the queries are the last
             keys.
 
-    Raises:
-        InputError: for a mask of pairs, which says all already.
+    A mask of pairs says all of that, but for `span`, which it is taken together with.
     """
-    if mask.pairs is not None or mask.causal:
-        raise InputError(
-            "attention_mask says which token sees which, and context or span does so too: "
-            "give one of them."
-        )
-    num_queries, pairs = len(causal), causal[None]
-    if context is not None:
-        seen_by_all = context.bool()
-        pairs = seen_by_all[:, None, :] | (~seen_by_all[:, -num_queries:, None] & pairs)
-    if span is not None:
-        pairs = pairs & (span[:, -num_queries:, None] == span[:, None, :])
-    return mask._replace(pairs=pairs[:, None])
+    num_queries = len(causal)
+    mask = last_queries(mask, num_queries)
+    if mask.pairs is None and not mask.causal:
+        pairs = causal[None]
+        if context is not None:
+            seen_by_all = context.bool()
+            pairs = seen_by_all[:, None, :] | (~seen_by_all[:, -num_queries:, None] & pairs)
+        mask = mask._replace(pairs=pairs[:, None])
+    if span is None:
+        return mask
+    same = (span[:, -num_queries:, None] == span[:, None, :])[:, None]
+    return mask._replace(pairs=same if mask.pairs is None else mask.pairs & same)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from model_center.config.base import RELATIVE
 from model_center.errors import ConfigError, InputError
 from model_center.layer.embedding import Embedding
 from model_center.layer.position_embedding.segment import SegmentPositionEmbedding
@@ -28,6 +29,14 @@ class CPM3Config(CPM1Config):
         max_exact_rate, max_distance_rate: how buckets of distances grow; other than the defaults
             are an error.
     """
+
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = (
+        "",
+        RELATIVE,
+        "prompt_types prompt_length segment_types max_exact_rate max_distance_rate "
+        "absolute_inner_segment",
+        "",
+    )
 
     vocab_size: int = 30720
     dim_model: int = 4096
@@ -95,7 +104,7 @@ class CPM3(CPM1):
             InputError: for a text that is shorter than that.
         """
         size = self.config.prompt_length
-        if input_ids is None or start > 0:
+        if input_ids is None or inputs_embeds is not None or start > 0:
             return super().embed(input_ids, inputs_embeds, start)
         if input_ids.shape[-1] < size:
             raise InputError(

@@ -55,9 +55,17 @@ class GLMConfig(TransformerConfig):
         position_size: rows of both tables of positions.
         sop_tok_id, eop_tok_id: tokens that begin and end a span.
         mask_tok_id: the token in place of a span.
+        tied: accepted; the head is the embedding, or of classes, as in ModelCenter.
     """
 
     model_type: ClassVar[str] = "glm"
+
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = (
+        "",
+        "position_size",
+        "",
+        "sop_tok_id eop_tok_id mask_tok_id",
+    )
 
     vocab_size: int = 50048
     dim_model: int = 1024
@@ -70,12 +78,6 @@ class GLMConfig(TransformerConfig):
     sop_tok_id: int = 50006
     eop_tok_id: int = 50007
     mask_tok_id: int = 50008
-
-    def __post_init__(self) -> None:
-        """As in TransformerConfig; the head is the embedding."""
-        super().__post_init__()
-        if not self.tied:
-            raise ConfigError("tied is False: the head of GLM is its embedding; leave it out.")
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class GPT2Config(TransformerConfig):
         "tied": ("tie_word_embeddings", True),
     }
 
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", "position_size", "", "")
+
     vocab_size: int = 50258
     dim_model: int = 1024
     num_heads: int = 16

@@ -61,6 +61,8 @@ class GPTjConfig(TransformerConfig):
         "tied": ("tie_word_embeddings", False),
     }
 
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", "pos_rotary_dim", "", "")
+
     vocab_size: int = 50400
     dim_model: int = 4096
     num_heads: int = 16

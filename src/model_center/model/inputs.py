@@ -18,36 +18,24 @@ def embedded(
     embedding: torch.nn.Module,
     what: str = "input",
 ) -> torch.Tensor:
-    """Hidden states (batch, seq, dim_model) of ids (batch, seq), or those given in their place.
+    """Hidden states (batch, seq, dim_model) of ids (batch, seq), or those given in their place,
+    which count where both are given, as in ModelCenter.
 
     Raises:
-        InputError: unless exactly one of them is given, in the right number of dims.
+        InputError: for neither, or another number of dims or of tokens.
     """
-    if (input_ids is None) == (inputs_embeds is None):
-        raise InputError(
-            f"give either {what}_ids or {what}s_embeds: got "
-            f"{'neither' if input_ids is None else 'both'}."
-        )
-    if input_ids is None:
-        if inputs_embeds is None or inputs_embeds.dim() != 3:
-            shape = None if inputs_embeds is None else tuple(inputs_embeds.shape)
-            raise InputError(f"{what}s_embeds has shape {shape}: expected (batch, seq, dim_model).")
-        return inputs_embeds
-    if input_ids.dim() != 2:
+    if input_ids is None and inputs_embeds is None:
+        raise InputError(f"give either {what}_ids or {what}s_embeds: got neither.")
+    if input_ids is not None and input_ids.dim() != 2:
         raise InputError(f"{what}_ids has shape {tuple(input_ids.shape)}: expected (batch, seq).")
-    rows: torch.Tensor = embedding(input_ids)
-    return rows
-
-
-def refuse(**arguments: object) -> None:
-    """Say that arguments which ModelCenter accepts and ignores do nothing here.
-
-    Raises:
-        InputError: naming those that are not None.
-    """
-    given = [name for name, value in arguments.items() if value is not None]
-    if given:
-        raise InputError(f"{', '.join(given)}: not supported; leave it out.")
+    if inputs_embeds is None:
+        rows: torch.Tensor = embedding(input_ids)
+        return rows
+    shape = tuple(inputs_embeds.shape)
+    if len(shape) != 3 or (input_ids is not None and shape[:2] != tuple(input_ids.shape)):
+        tokens = "batch, seq" if input_ids is None else f"{len(input_ids)}, {input_ids.shape[1]}"
+        raise InputError(f"{what}s_embeds has shape {shape}: expected ({tokens}, dim_model).")
+    return inputs_embeds
 
 
 def needs_dict(return_dict: bool, asked: object) -> None:
@@ -76,8 +64,9 @@ def attention_mask_of(
     num_keys: int,
     *,
     causal: bool = False,
+    length_counts: bool = False,
 ) -> AttentionMask:
-    """The mask of a model from its arguments.
+    """The mask of a model from its arguments; of both, `attention_mask` counts, as in ModelCenter.
 
     Args:
         attention_mask: (batch, num_keys), nonzero where a token is valid, or (batch, queries,
@@ -87,14 +76,12 @@ def attention_mask_of(
             what is behind it.
         num_keys: tokens so far, those of a cache included.
         causal: whether keys after a query are hidden.
+        length_counts: whether of both `length` counts instead, as in ModelCenter's Llama.
 
     Raises:
-        InputError: for a mask of another length, a `length` that is no tensor (batch,), or both
-            arguments.
+        InputError: for a mask of another length, or a `length` that is no tensor (batch,).
     """
-    if length is not None:
-        if attention_mask is not None:
-            raise InputError("give either length or attention_mask, not both.")
+    if length is not None and (attention_mask is None or length_counts):
         if not isinstance(length, torch.Tensor) or length.dim() != 1:
             got = (
                 f"shape {tuple(length.shape)}"

@@ -61,6 +61,8 @@ class LlamaConfig(TransformerConfig):
         "ffn_bias": ("mlp_bias", False),
     }
 
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", "", "", "num_heads_kv")
+
     vocab_size: int = 32000
     dim_model: int = 4096
     num_heads: int = 32
@@ -109,7 +111,11 @@ class LlamaConfig(TransformerConfig):
         """The content of a Hugging Face config.json for this model."""
         act = self.ffn_activate_fn.removeprefix(GATED)
         self.refuse_unless(
-            norm_bias=False, attn_scale=True, length_scale=False, ffn_activate_fn=GATED + act
+            norm_bias=False,
+            attn_scale=True,
+            length_scale=False,
+            post_layer_norm=False,
+            ffn_activate_fn=GATED + act,
         )
         if not self.has_window:
             self.refuse_unless(sliding_window=None)
@@ -138,6 +144,7 @@ class Llama(CausalModel):
         self.encoder = Encoder(
             **config.stack(config.num_layers),
             num_heads_kv=config.num_heads_kv,
+            post_layer_norm=config.post_layer_norm,
             variant=config.layer_variant(),
             sharding=policy_of(config),
         )
@@ -165,7 +172,8 @@ class Llama(CausalModel):
         """Score the next token at every position; arguments as in `GPT2`."""
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
-        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)
+        end = start + hidden.shape[1]
+        mask = attention_mask_of(attention_mask, length, end, causal=True, length_counts=True)
         mask = mask._replace(window=self.config.sliding_window if mask.causal else None)
         tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
         asked = Asked(

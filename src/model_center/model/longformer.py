@@ -35,6 +35,13 @@ class LongformerConfig(MaskedConfig):
     architecture: ClassVar[str] = "LongformerForMaskedLM"
     hugging_face_pad: ClassVar[int] = 1
 
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = (
+        "type_size position_size",
+        "position_bias_max_distance",
+        "",
+        "sep_tok_id attention_window pad_token_id",
+    )
+
     vocab_size: int = 119547
     dropout_p: float = 0.1
     emb_init_std: float = 1
@@ -149,8 +156,6 @@ def _mask(
     hidden: torch.Tensor,
 ) -> SparseMask:
     """The mask of a pass over `hidden` (batch, seq, dim_model) from the arguments of the model."""
-    if length is not None and attention_mask is not None:
-        raise InputError("give either length or attention_mask, not both.")
     shape = hidden.shape[:2]
     for name, mask in (
         ("attention_mask", attention_mask),
@@ -160,7 +165,7 @@ def _mask(
             raise InputError(
                 f"{name} has shape {tuple(mask.shape)}: expected (batch, seq) = {tuple(shape)}."
             )
-    if length is not None:
+    if length is not None and attention_mask is None:
         attention_mask = mask_of_lengths(length, shape[1])
     if attention_mask is None:
         attention_mask = torch.ones(shape, dtype=torch.bool, device=hidden.device)

@@ -57,8 +57,9 @@ class MaskedConfig(TransformerConfig):
         "ffn_activate_fn": ("hidden_act", "gelu"),
         "tied": ("tie_word_embeddings", True),
     }
-    has_post_layer_norm: ClassVar[bool] = True
     hugging_face_pad: ClassVar[int] = 0  # the pad_token_id of a config.json that does not say it
+
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("type_size", "position_size", "", "")
 
     type_size: int = 2
     num_layers: int = 12

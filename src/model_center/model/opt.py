@@ -47,12 +47,13 @@ class OPTConfig(TransformerConfig):
         pad_token_id: a token whose embedding is not trained by being looked up; None for none.
         dim_embedding: width of the embedding, between which and dim_model two maps stand
             (OPT-350m); None for dim_model.
+        norms_behind: whether the norms are behind each part (OPT-350m). `post_layer_norm` and
+            `tied` are accepted, and do nothing, as in ModelCenter.
         prefix: accepted; of the tokenizer.
     """
 
     model_type: ClassVar[str] = "opt"
     architecture: ClassVar[str] = "OPTForCausalLM"
-    has_post_layer_norm: ClassVar[bool] = True
     NAMES_THERE: ClassVar[Mapping[str, str | tuple[str, Any]]] = {
         "vocab_size": "vocab_size",
         "dim_model": "hidden_size",
@@ -64,8 +65,14 @@ class OPTConfig(TransformerConfig):
         "ffn_activate_fn": ("activation_function", "relu"),
         "att_bias": ("enable_bias", True),
         "pad_token_id": ("pad_token_id", 1),
-        "tied": ("tie_word_embeddings", True),
     }
+
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = (
+        "",
+        "pad_token_id prefix position_size",
+        "",
+        "",
+    )
 
     vocab_size: int = 50272
     num_layers: int = 12
@@ -76,12 +83,12 @@ class OPTConfig(TransformerConfig):
     pad_token_id: int | None = 1
     dim_embedding: int | None = None
     prefix: str = "</s>"
+    norms_behind: bool = False
 
-    def __post_init__(self) -> None:
-        """As in TransformerConfig; the head must be tied."""
-        super().__post_init__()
-        if not self.tied:
-            raise ConfigError("tied=False: the head of OPT is its embedding; leave it out.")
+    @classmethod
+    def arguments(cls) -> tuple[str, ...]:
+        """As in TransformerConfig; the head has none."""
+        return tuple(name for name in super().arguments() if not name.startswith("proj_"))
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,13 +101,15 @@ class OPTConfig(TransformerConfig):
                 "layer_norm_elementwise_affine=False and _remove_final_layer_norm=True are "
                 "not supported."
             )
+        if not content.get("tie_word_embeddings", True):
+            raise ConfigError("tie_word_embeddings=False: the head of OPT is its embedding.")
         values = super().from_hugging_face(content)
         width = values["dim_model"]
         dim_embedding = content.get("word_embed_proj_dim") or width
         return values | {
             "dim_head": width // values["num_heads"],
             "ffn_bias": values["att_bias"],
-            "post_layer_norm": not norms_first,
+            "norms_behind": not norms_first,
             "dim_embedding": None if dim_embedding == width else dim_embedding,
         }
 
@@ -117,7 +126,8 @@ class OPTConfig(TransformerConfig):
         )
         return super().to_hugging_face() | {
             "attention_dropout": self.dropout_p,
-            "do_layer_norm_before": not self.post_layer_norm,
+            "tie_word_embeddings": True,
+            "do_layer_norm_before": not self.norms_behind,
             "word_embed_proj_dim": self.dim_embedding or self.dim_model,
         }
 
@@ -126,13 +136,14 @@ class OPT(TokenModel):
     """The decoder-only language model OPT; its stack, an Encoder, is called `decoder`."""
 
     _CONFIG_TYPE = OPTConfig
+    ALWAYS_TIED = True
 
     def __init__(self, config: OPTConfig) -> None:
         super().__init__(config)
         self.decoder = Encoder(
             **config.stack(config.num_layers),
-            post_layer_norm=config.post_layer_norm,
-            variant=LayerVariant(norms_input=not config.post_layer_norm),
+            post_layer_norm=config.norms_behind,
+            variant=LayerVariant(norms_input=not config.norms_behind),
             sharding=policy_of(config),
         )
         width = config.dim_embedding or config.dim_model
@@ -202,7 +213,7 @@ class OPT(TokenModel):
             theirs = f"model.decoder.layers.{layer}."
             pieces |= _layer(config, f"decoder.layers.{layer}.", theirs, below)
             below = theirs
-        last = below if config.post_layer_norm else "model.decoder."
+        last = below if config.norms_behind else "model.decoder."
         pieces |= both("decoder.output_layernorm", last + "final_layer_norm")
         return KeyMap(
             pieces, prefix="model.", tied={"lm_head.weight": table}, new=(r"cls_projection\.",)
@@ -212,7 +223,7 @@ class OPT(TokenModel):
 def _layer(config: OPTConfig, ours: str, theirs: str, below: str) -> dict[str, Piece]:
     """One layer; with norms behind each part, that before attention is the `below` layer's last."""
     norms = {ATTENTION_NORM: theirs + "self_attn_layer_norm", FFN_NORM: theirs + "final_layer_norm"}
-    if config.post_layer_norm:
+    if config.norms_behind:
         norms = {FFN_NORM: norms[ATTENTION_NORM]}
         norms |= {ATTENTION_NORM: below + "final_layer_norm"} if below else {}
     maps = {name: f"self_attn.{name[-1]}_proj" for name in PROJECTIONS}

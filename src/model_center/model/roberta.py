@@ -35,6 +35,13 @@ class RobertaConfig(MaskedConfig):
     architecture: ClassVar[str] = "RobertaForMaskedLM"
     hugging_face_pad: ClassVar[int] = 1
 
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = (
+        "type_size",
+        "position_size",
+        "",
+        "pad_token_id",
+    )
+
     vocab_size: int = 50265
     type_size: int = 1
     dim_model: int = 1024

@@ -18,7 +18,7 @@ from model_center.layer.stack import StackOutput
 from model_center.layer.transformer import Decoder, Encoder, Past
 from model_center.model.base import BaseModel, policy_of
 from model_center.model.decoding import Decoding, check_inputs, select_rows
-from model_center.model.inputs import attention_mask_of, embedded, past_length, refuse
+from model_center.model.inputs import attention_mask_of, embedded, past_length
 from model_center.model.outputs import Seq2SeqModelOutput, as_tuple
 
 
@@ -65,9 +65,9 @@ class Seq2SeqModel(BaseModel):
         decoder_length: torch.Tensor | None = None,
         attention_mask: torch.Tensor | AttentionMask | None = None,
         decoder_attention_mask: torch.Tensor | AttentionMask | None = None,
-        head_mask: None = None,
-        decoder_head_mask: None = None,
-        cross_attn_head_mask: None = None,
+        head_mask: torch.Tensor | None = None,
+        decoder_head_mask: torch.Tensor | None = None,
+        cross_attn_head_mask: torch.Tensor | None = None,
         encoder_outputs: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
         inputs_embeds: torch.Tensor | None = None,
         decoder_inputs_embeds: torch.Tensor | None = None,
@@ -89,7 +89,8 @@ class Seq2SeqModel(BaseModel):
                 with `encoder_outputs`.
             decoder_input_ids, decoder_inputs_embeds, decoder_length, decoder_attention_mask: the
             same for the decoder.
-            head_mask, decoder_head_mask, cross_attn_head_mask: accepted as None only.
+            head_mask, decoder_head_mask, cross_attn_head_mask: accepted, and not looked at, as in
+                ModelCenter.
             encoder_outputs: last hidden states (batch, seq, dim_model) of the encoder, or a tuple
                 that begins with them.
             use_cache, past_key_values: the decoder's cache to return, and of earlier tokens.
@@ -98,11 +99,6 @@ class Seq2SeqModel(BaseModel):
             output_logits: whether to score.
             return_dict: False for a tuple of all fields.
         """
-        refuse(
-            head_mask=head_mask,
-            decoder_head_mask=decoder_head_mask,
-            cross_attn_head_mask=cross_attn_head_mask,
-        )
         if encoder_outputs is None:
             encoded = self.encode(
                 input_ids,

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from model_center.config.base import RELATIVE
 from model_center.errors import ConfigError
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import GATED
@@ -45,6 +46,8 @@ class T5Config(Seq2SeqConfig):
         "position_bias_num_buckets": ("relative_attention_num_buckets", 32),
         "position_bias_max_distance": ("relative_attention_max_distance", 128),
     }
+
+    OWN_ARGUMENTS: ClassVar[tuple[str, str, str, str]] = ("", RELATIVE, "", "scale")
 
     vocab_size: int = 32128
     ffn_activate_fn: str = "relu"

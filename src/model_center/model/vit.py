@@ -85,6 +85,13 @@ class VitConfig(Config):
     norm_eps: float = 1e-5
     ffn_activate_fn: str = "gelu"
 
+    @classmethod
+    def arguments(cls) -> tuple[str, ...]:
+        """ModelCenter's arguments, in its order."""
+        sizes = "img_size patch_size channels_in num_classes hidden_size num_layers num_heads"
+        flags = "attn_bias attn_scale norm_bias ffn_bias representation_size drop half dtype"
+        return tuple(f"{sizes} mlp_size {flags}".split())
+
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""
         super().__post_init__()

@@ -50,13 +50,18 @@ class Opened(NamedTuple):
 
 
 def load_weights(
-    model: torch.nn.Module, folder: str | os.PathLike[str], key_map: KeyMap | None = None
+    model: torch.nn.Module,
+    folder: str | os.PathLike[str],
+    key_map: KeyMap | None = None,
+    *,
+    strict: bool = True,
 ) -> LoadReport:
     """Give parameters and persistent buffers of `model` the values in `folder`. Collective.
 
     The folder (or file) has ModelCenter's names or those of `key_map`; which, its names tell. Each
     rank reads its own slices, converted to the model's dtype. Heads that `key_map` allows to be new
-    and the file does not have get their first values. One warning names them, one names what the
+    and the file does not have get their first values, and if not `strict` all that it does not
+    have. One warning names them, one names what the
     file has beyond the model; both come on rank 0.
 
     Raises:
@@ -68,7 +73,7 @@ def load_weights(
     shapes = {name: entry.shape for entry in targets for name in entry.names}
     opened = attempt(lambda: open_weights(folder, shapes, key_map), axis, WeightsError)
     missing = attempt(
-        lambda: check(shapes, [entry.names for entry in targets], opened, key_map),
+        lambda: check(shapes, [entry.names for entry in targets], opened, key_map, strict),
         axis,
         WeightsError,
     )
@@ -166,8 +171,9 @@ def check(
     ties: Sequence[Sequence[str]],
     opened: Opened,
     key_map: KeyMap | None,
+    strict: bool = True,
 ) -> list[str]:
-    """Names of ours that the file does not have, all of them heads that may be new.
+    """Names of ours that the file does not have, if `strict` all of them heads that may be new.
 
     Args:
         shapes: of the model's tensors, by name.
@@ -189,7 +195,7 @@ def check(
         if not any(name in source.headers for name in names)
         for name in names
     ]
-    lost = [name for name in missing if not key_map.may_be_new(name)]
+    lost = [name for name in missing if strict and not key_map.may_be_new(name)]
     if len(missing) == len(shapes):
         held = ", ".join(opened.unexpected[:3]) or "nothing"
         raise WeightsError(
