@@ -85,7 +85,12 @@ def test_pooler(pair: tuple[Bert, Any]) -> None:
     )
     for one, reference in zip(found, wanted, strict=True):
         parity.assert_close(one, reference)
-    assert ours(**inputs).pooler_output is None
+    out = ours(**inputs)
+    assert "pooler_output" not in out
+    assert len(out.to_tuple()) == len(out.keys())
+    # as the program of ModelCenter's README reads it, without asking
+    asked = ours(**inputs, output_pooler_output=True).pooler_output
+    torch.testing.assert_close(out.pooler_output, asked, rtol=0, atol=0)
 
 
 def test_untied_with_another_activation(tmp_path: pathlib.Path) -> None:

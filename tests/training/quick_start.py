@@ -1,5 +1,5 @@
 """The program of ModelCenter's README (Apache License 2.0), statement by statement as it stands
-there, without its remarks, but for `output_pooler_output=True`, which is False in ModelCenter 1.0.3.
+there, without its remarks.
 
 | fragment | place in the README's quick start |
 |---|---|
@@ -29,7 +29,7 @@ class BertModel(torch.nn.Module):
         bmt.init_parameters(self.dense)
 
     def forward(self, input_ids, attention_mask):
-        pooler_output = self.bert(input_ids=input_ids, attention_mask=attention_mask, output_pooler_output=True).pooler_output
+        pooler_output = self.bert(input_ids=input_ids, attention_mask=attention_mask).pooler_output
         logits = self.dense(pooler_output)
         return logits
 

@@ -23,6 +23,7 @@ from model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
     ModelOutput,
+    PooledWhenRead,
     as_tuple,
 )
 
@@ -47,7 +48,7 @@ class Asked:
         logits: Callable[[torch.Tensor], torch.Tensor],
         pooler: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
-        has_pooler: bool = False,
+        output_pooler_output: bool = False,
     ) -> Any:
         """Hidden states (batch, seq, dim_model) through all layers and heads: a BaseModelOutput, of
         a model that has a pooler a BaseModelOutputWithPooling, or its tuple.
@@ -71,8 +72,10 @@ class Asked:
             "attentions": out.attentions,
         }
         output: ModelOutput = BaseModelOutput(**fields)
-        if has_pooler:
-            output = BaseModelOutputWithPooling(**fields, pooler_output=pooler and pooler(last))
+        if pooler is not None and output_pooler_output:
+            output = BaseModelOutputWithPooling(**fields, pooler_output=pooler(last))
+        elif pooler is not None:
+            output = PooledWhenRead(pooler, **fields)
         return output if self.return_dict else as_tuple(output)
 
 

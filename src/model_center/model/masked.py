@@ -167,15 +167,14 @@ class MaskedModel(BaseModel):
             else token_type_ids[:, -hidden.shape[1] :]
         )
         hidden = hidden + self.position_embedding(positions) + self.token_type_embedding(types)
-        pooler = self.pooler if output_pooler_output else None
         return asked.run(
             self.encoder,
             self.embed_dropout(hidden),
             mask,
             None,
             self.logits,
-            pooler,
-            has_pooler=True,
+            self.pooler,
+            output_pooler_output=output_pooler_output,
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class ModelOutput:
 
     def items(self) -> list[tuple[str, Any]]:
         """(name, value) of the fields that are not None, in order."""
-        fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        fields = ((field.name, vars(self).get(field.name)) for field in dataclasses.fields(self))
         return [(name, value) for name, value in fields if value is not None]
 
     def __getitem__(self, key: str | int | slice) -> Any:
@@ -82,6 +82,30 @@ class BaseModelOutputWithPooling(ModelOutput):
     attentions: Tensors | None = None
 
 
+class PooledWhenRead(BaseModelOutputWithPooling):
+    """The same from a model that was not asked for the pooled output.
+
+    It is none of the fields, and None in a tuple, but `output.pooler_output` computes it: the
+    program of ModelCenter's README reads it without asking. Collective where the model is sharded.
+    """
+
+    def __init__(self, pooler: Callable[[torch.Tensor], torch.Tensor], **fields: Any) -> None:
+        self._pooler = pooler
+        self._pooled: torch.Tensor | None = None
+        super().__init__(**fields)
+
+    @property
+    def pooler_output(self) -> torch.Tensor | None:
+        """(batch, dim_model)."""
+        if self._pooled is None and self.last_hidden_state is not None:
+            self._pooled = self._pooler(self.last_hidden_state)
+        return self._pooled
+
+    @pooler_output.setter
+    def pooler_output(self, value: torch.Tensor | None) -> None:
+        self._pooled = value
+
+
 @dataclasses.dataclass
 class Seq2SeqModelOutput(ModelOutput):
     """Output of an encoder-decoder: as BaseModelOutput, the decoder's and the encoder's."""
@@ -100,4 +124,4 @@ class Seq2SeqModelOutput(ModelOutput):
 def as_tuple(output: ModelOutput) -> tuple[Any, ...]:
     """What `return_dict=False` gives: all fields in order, None too."""
     fields: Sequence[dataclasses.Field[Any]] = dataclasses.fields(output)
-    return tuple(getattr(output, field.name) for field in fields)
+    return tuple(vars(output).get(field.name) for field in fields)
