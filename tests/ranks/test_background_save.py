@@ -244,3 +244,26 @@ def test_a_failed_write_is_told_by_every_wait(tmp_path: pathlib.Path) -> None:
     for said in run_ranks(ask_again, 2, str(tmp_path / "model.pt")):
         assert len(said) == 3
         assert all("No space left on device" in text for text in said)
+
+
+def flush_but_the_folder(path: pathlib.Path) -> None:
+    if path.is_dir():
+        raise OSError(5, "Input/output error")
+
+
+def save_into_a_folder_that_fails(file: str) -> str:
+    model = bmt.BMTrainModelWrapper(net(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "_flush_to_disk", flush_but_the_folder)
+        with pytest.raises(CheckpointError) as caught:
+            bmt.save(model, file)
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_flushed(tmp_path: pathlib.Path) -> None:
+    """The new file is there; that it was left as it was would be wrong."""
+    file = tmp_path / "model.pt"
+    torch.save({}, file)
+    for said in run_ranks(save_into_a_folder_that_fails, 2, str(file)):
+        assert "has taken its place" in said and "intact" not in said
+    assert torch.load(file, weights_only=True).keys() == net(1).state_dict().keys()

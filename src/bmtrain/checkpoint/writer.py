@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from bmtrain.distributed.agreement import agree
+from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 
@@ -115,6 +116,10 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a checkpoint to `<path>.tmp`, flush it to disk and rename it to `path`.
 
     An error before the rename leaves `path` as it was and no temporary file behind.
+
+    Raises:
+        CheckpointError: if the file is in its place, but a power failure could undo that.
+        OSError and others: if it could not be written.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -128,7 +133,13 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
             temporary.unlink()
         raise
     # The rename is an entry in the folder. Without this fsync, a power failure could undo it.
-    _flush_to_disk(path.parent)
+    try:
+        _flush_to_disk(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} was written and has taken its place, but its folder could not be flushed to "
+            f"disk ({error.strerror or error}): a power failure could undo that. Save again."
+        ) from error
 
 
 class _File(io.FileIO):
@@ -188,6 +199,8 @@ def _flush_to_disk(path: pathlib.Path) -> None:
 
 
 def _explain(path: pathlib.Path, error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
     before = (
         "the file that was there before is intact" if path.exists() else "nothing was left behind"
     )
