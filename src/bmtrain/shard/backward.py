@@ -66,11 +66,11 @@ class HostSteps:
         """
         if axis.size == 1 or not flags:
             return flags
-        if self.tape is None:
+
+        def ask() -> list[bool]:
             return [bool(flag) for flag in self._ledger.largest(flags, axis)]
-        return self.tape.any_rank(
-            flags, lambda: [bool(flag) for flag in self._ledger.largest(flags, axis)]
-        )
+
+        return ask() if self.tape is None else self.tape.any_rank(flags, ask)
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`; on a tape a 0-dim fp32 tensor on `device`, filled before each replay.
@@ -261,7 +261,7 @@ class Backward:
         Raises:
             ParameterError: if a pass has raised since, and part of the sum is lost.
         """
-        self._abandon_dead_pass()
+        self.abandon_if_dead()
         self._refuse_lost()
         self._host.refuse(
             "gradients were clipped or applied inside: call clip_grad_norm and step after "
@@ -317,7 +317,7 @@ class Backward:
         if task in (self.task, NO_PASS):
             return
         if self.task != NO_PASS and (self._end is None or self._end() is None):
-            self.abandon()  # it has raised, and nothing was gathered since
+            self._abandon()  # it has raised, and nothing was gathered since
         if self.task != NO_PASS:
             self._refuse_hooks()
             # A pass inside a pass, as reentrant checkpointing runs one. Autograd tells only the
@@ -329,9 +329,10 @@ class Backward:
         self._end = weakref.ref(end)
         at_end_of_backward(end)
 
-    def _abandon_dead_pass(self) -> None:
+    def abandon_if_dead(self) -> None:
+        """Drop a pass that an exception has ended: outside of backward none can be running."""
         if self.task != NO_PASS and not in_backward():
-            self.abandon()
+            self._abandon()
 
     def _refuse_lost(self) -> None:
         """ParameterError while a sum over micro-batches is incomplete."""
@@ -356,7 +357,7 @@ class Backward:
                 "use_checkpoint=False, or change `.grad` later."
             )
 
-    def abandon(self) -> None:
+    def _abandon(self) -> None:
         """Drop a pass that an exception has ended.
 
         Nothing here is collective: other ranks may not have failed, and would not come.
@@ -364,8 +365,8 @@ class Backward:
         self.task = NO_PASS
         for use in self._uses:
             use.drop()
-        # Gradients are put back on the compute stream. Without this wait, a reduction in flight
-        # could overwrite them.
+        # Gradients are put back on the compute stream, and the next pass reads and writes the sums
+        # there. Without this wait, a reduction in flight could overwrite both.
         self._transport.wait_for_reductions()
         is_incomplete = any(gradient.had_deferred for gradient in self._waiting)
         for gradient in self._gradients:
@@ -378,9 +379,6 @@ class Backward:
         self._gradients.clear()
         for participant in self.participants:
             participant.discard()
-        # The reductions in flight still write into the sums, which the next pass reads and writes
-        # on the compute stream.
-        self._transport.wait_for_reductions()
         self._on_finish()
 
     def _agree(self, gradients: Sequence[Gradient]) -> list[list[bool]]:

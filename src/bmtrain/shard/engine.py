@@ -21,7 +21,6 @@ from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.residence import Residence, Ring
 from bmtrain.shard.steps import Steps
-from bmtrain.torch_internals import in_backward
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -154,7 +153,8 @@ class Engine:
         teacher that follows its student do. So a change of `with_grad` starts a new pass, and
         nothing is prefetched or kept across it.
         """
-        self._abandon_dead_pass()
+        if self.backward.task != NO_PASS:
+            self.backward.abandon_if_dead()
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
@@ -181,7 +181,8 @@ class Engine:
 
         Called at the same place on all ranks.
         """
-        self._abandon_dead_pass()
+        if self.backward.task != NO_PASS:
+            self.backward.abandon_if_dead()
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()
@@ -209,15 +210,6 @@ class Engine:
         ledger = self.transport.ledger
         if residence.label is not None and not ledger.is_immediate and self.host.tape is None:
             ledger.compare_later(residence.label.axis)
-
-    def _abandon_dead_pass(self) -> None:
-        """Drop a backward pass that an exception has ended.
-
-        Autograd calls no `finish` for it. Outside of backward, a pass that is still open must be
-        one.
-        """
-        if self.backward.task != NO_PASS and not in_backward():
-            self.backward.abandon()
 
     def _begin_forward(self) -> None:
         # Shards may be written between passes, on the compute stream: without the fence the next
