@@ -7,7 +7,8 @@ naming one at import would load torch's compiler, which takes a second.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,17 @@ fused_adamw: Callable[..., None] = torch._fused_adamw_
 def version_of(tensor: torch.Tensor) -> int:
     """The version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """`version_of` each; without a call in Python where none is an inference tensor."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [version_of(tensor) for tensor in tensors]
+
+
+_version = operator.attrgetter("_version")
 
 
 def num_users(storage: torch.UntypedStorage) -> int:
@@ -255,6 +267,23 @@ def is_collective(function: Any) -> bool:
     return getattr(function, "namespace", "") == "c10d" or getattr(
         function, "__module__", ""
     ).startswith("torch.distributed")
+
+
+def run_collective(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch.distributed and wait for its result, which is returned.
+
+    An operator is called with `async_op=True`: without, NCCL returns a null work handle, and torch
+    crashes when it makes an object of Python of it.
+    """
+    schema = getattr(function, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    if "async_op" in names:
+        place = names.index("async_op")
+        kwargs = {**kwargs, **dict(zip(names[place:], args[place:], strict=False))}
+        args, kwargs["async_op"] = args[:place], True
+    out = function(*args, **kwargs)
+    wait_for(out)
+    return out
 
 
 def wait_for(result: Any) -> None:

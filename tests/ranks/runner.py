@@ -262,6 +262,7 @@ def _run(job: _Job, pipe: connection.Connection) -> None:
     os.dup2(log, 2)
     sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8")  # noqa: SIM115
+    faulthandler.enable(file=sys.stderr)  # a crash in native code leaves the stack in the log
     faulthandler.dump_traceback_later(job.timeout, exit=True, file=sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest, which gets it too, ends the ranks
     os.environ.update(job.environment)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 import pathlib
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -556,6 +557,9 @@ def stored_objects() -> None:
     state, kept = model.state_dict(), _save_to_rank0(model)
     assert list(kept) == (list(state) if rank == 0 else [])
     models.assert_same_dicts(dict(kept), state if rank == 0 else {}, "_save_to_rank0", 0)
+    given = OrderedDict(other=torch.zeros(1))
+    assert _save_to_rank0(model, given, "part.") is given
+    assert list(given) == ["other", *(f"part.{name}" for name in kept)]
     weight = model.embedding.get_parameter("weight")  # type: ignore[union-attr]
     models.assert_same(
         OpAllGather.apply(weight).detach(), state["embedding.weight"], "OpAllGather", 0

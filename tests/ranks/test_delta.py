@@ -101,6 +101,19 @@ class SoftPrompt(nn.Module):
         )
 
 
+class Generator(nn.Module):
+    """Makes the prefixes of all layers from few parameters, and a frozen tensor of integers."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.arange(2), requires_grad=False)
+        self.embedding = nn.Embedding(2, 3)
+        self.project = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, num_layers * DIM))
+
+    def forward(self) -> torch.Tensor:
+        return self.project(self.embedding(self.places)).mean(0).view(-1, DIM)
+
+
 def after(module: Any) -> None:
     """OpenDelta's way: a new child, and a function in the place of `forward` that calls the old one
     and the child.
@@ -135,7 +148,32 @@ def prefixes(model: Any) -> None:
     model.layers[0].register_forward_hook(lambda module, args, out: out * module.gain)
 
 
-DELTAS = [adapters, children, prefixes]
+def generated(model: Any) -> None:
+    """The first layer's mixer makes the prefixes of all, which read them as attributes: tensors go
+    from block to block beside their arguments and results.
+    """
+    mixers = [layer.mixer for layer in model.layers]
+    mixers[0].generator = Generator(len(mixers))
+
+    def make_all(module: Any, args: tuple[torch.Tensor]) -> None:
+        for mixer, prefix in zip(mixers, module.generator(), strict=True):
+            mixer.made = prefix
+
+    mixers[0].register_forward_pre_hook(make_all)
+    for mixer in mixers:
+        forward = mixer.forward
+        mixer.forward = lambda x, mixer=mixer, forward=forward: forward(x + mixer.made)
+
+
+# Put in one after the other: each of them alone, and together.
+DELTAS = [
+    [adapters],
+    [children],
+    [prefixes],
+    [generated],
+    [adapters, children, prefixes],
+    [generated, children],
+]
 
 
 def make(*deltas: Callable[[Any], None], wrap: bool = False) -> Any:
@@ -209,18 +247,22 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def all_sharded(model: nn.Module) -> bool:
-    return all(isinstance(param, bmt.DistributedParameter) for param in model.parameters())
+    """Whether every parameter is, but for frozen integers, of which each rank has a copy."""
+    return all(
+        isinstance(param, bmt.DistributedParameter) == param.is_floating_point()
+        for param in model.parameters()
+    )
 
 
 def before_sharding() -> None:
-    for deltas in (*((delta,) for delta in DELTAS), DELTAS):
+    for deltas in DELTAS:
         model = bmt.BMTrainModelWrapper(make(*deltas))
         assert all_sharded(model)
         Pair(make(*deltas), model, f"before: {[delta.__name__ for delta in deltas]}").train()
 
 
 def after_sharding() -> None:
-    for deltas in (*((delta,) for delta in DELTAS), DELTAS):
+    for deltas in DELTAS:
         model = make(*deltas, wrap=True)
         known = {
             id(param) for param in model.parameters() if isinstance(param, bmt.DistributedParameter)

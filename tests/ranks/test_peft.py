@@ -18,7 +18,6 @@ from tests.ranks.runner import run_ranks
 from tests.tensors import sharded_parameter
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
 
@@ -116,17 +115,23 @@ def adapter_files(folder: str) -> None:
 
 
 def merging() -> None:
+    """Into sharded weights, out of them again, and for good."""
     plain = adapted("llama")
     model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    for merge in (model.merge_adapter, model.unmerge_adapter, model.merge_and_unload):
-        with pytest.raises(
-            ParameterError, match=r"merge.*sharded.*save_pretrained.*from_pretrained"
-        ):
-            merge()
-    models.assert_same_dicts(model.state_dict(), before, "after a merge that failed", 0.0)
     with model.disable_adapter(), plain.disable_adapter():
         test_transformers.assert_same_answers(model, plain, "without adapters")
+    for name in ("merge_adapter", "unmerge_adapter"):
+        for each in (plain, model):
+            getattr(each, name)()
+        models.assert_same_dicts(model.state_dict(), plain.state_dict(), name)
+        test_transformers.assert_same_answers(model, plain, name)
+        assert all(
+            param.requires_grad == ("lora_" in key) for key, param in model.named_parameters()
+        ), f"{name}: what is trained has changed"
+    test_transformers.train_both("after unmerging", plain, model)
+    plain, model = plain.merge_and_unload(), model.merge_and_unload()
+    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "merged and unloaded")
+    test_transformers.assert_same_answers(model, plain, "merged and unloaded")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

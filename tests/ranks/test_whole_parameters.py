@@ -335,7 +335,7 @@ def writing() -> None:
         with pytest.raises(ParameterError, match="tie a parameter to a gradient"):
             weight.data = weight.grad
         weight.data.copy_(weight.grad)
-        assert torch.equal(weight, whole(grad_of(weight)))
+        assert torch.equal(whole(weight), whole(grad_of(weight)))
 
 
 def averages() -> None:
@@ -601,7 +601,57 @@ def before_wrapping() -> None:
             shard(nn.LazyLinear(3))
 
 
+def writing_graphs() -> None:
+    """Values with a graph, written in place into what is frozen, as adapters are merged."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        model = nn.Module()
+        for name, shape in {"weight": (3, 5), "a": (3, 2), "b": (2, 5)}.items():
+            model.register_parameter(name, nn.Parameter(torch.randn(shape), name != "weight"))
+        return model
+
+    tables: list[Any] = [make(), bmt.BMTrainModelWrapper(make())]
+    for model in tables:
+        model.weight.data += model.a @ model.b
+        model.weight.data -= 0.5 * (model.a @ model.b)
+        written = model.weight.data
+        written.mul_(model.a @ model.b)
+        written += 3 * model.weight
+        written *= 2
+        share = bmt.world_size() if model is tables[1] else 1
+        (written.square().sum() / share).backward()
+    want, got = tables
+    torch.testing.assert_close(whole(got.weight), want.weight)
+    for name in ("a", "b"):
+        torch.testing.assert_close(
+            whole(grad_of(got.get_parameter(name))), grad_of(want.get_parameter(name))
+        )
+    assert not got.weight.requires_grad and not got.weight.local.requires_grad
+    before = whole(got.weight)
+    with pytest.raises(ParameterError, match=r"changed in place by values that require grad.*data"):
+        got.weight.add_(got.a @ got.b)
+    assert torch.equal(whole(got.weight), before)
+
+
+def norms() -> None:
+    """Of all elements, and along dims, of which 0 is one."""
+    values = torch.arange(15.0).view(3, 5) - 4
+    plain, sharded = (nn.Parameter(values.clone(), requires_grad=False) for _ in range(2))
+    model = nn.ParameterDict({"x": sharded})
+    x = bmt.BMTrainModelWrapper(model)["x"]
+    for options in ({}, {"dim": 0}, {"dim": 1}, {"dim": (0, 1)}, {"dim": 0, "keepdim": True}):
+        for function in (torch.norm, torch.linalg.norm, torch.linalg.vector_norm):
+            settings: dict[str, Any] = dict(options)
+            want, got = function(plain, **settings), function(x, **settings)
+            torch.testing.assert_close(got, want, msg=f"{function.__name__} {options}")
+    torch.testing.assert_close(x.norm(2, 0), plain.norm(2, 0))
+    torch.testing.assert_close(x.norm(p=1, dim=0), plain.norm(p=1, dim=0))
+
+
 PROGRAMS = [
+    writing_graphs,
+    norms,
     optimizers,
     clipping,
     scaling,

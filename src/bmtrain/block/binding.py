@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from bmtrain.block.adopt import Place, places_of
 from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.unshard import Use
-from bmtrain.torch_internals import no_torch_function, renew_weights, version_of
+from bmtrain.torch_internals import no_torch_function, renew_weights, versions_of
 
 _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
 # The first runs of a module, in which checksums of its parameters detect writes around torch. Each
@@ -165,7 +165,7 @@ class Binding:
         outer, lent = self.is_running, self._lent
         standing = [home[name] for home, name in table.homes]
         bound = use.select(views, table.storages, table.positions)
-        addresses, versions = [view.data_ptr() for view in bound], list(map(version_of, bound))
+        addresses, versions = list(map(_address, bound)), versions_of(bound)
         if not is_compiled:
             kind = BoundCopy if table.are_copies else Bound
             for view in bound:
@@ -175,11 +175,9 @@ class Binding:
         self._put(table, bound)
         try:
             yield
-            for (home, name), view, address, (place, _) in zip(
-                table.homes, bound, addresses, table, strict=True
-            ):
-                if home.get(name) is not view or view.data_ptr() != address:
-                    raise _lost_value(place.path)
+            held = [home.get(name) for home, name in table.homes]
+            _refuse(table, map(operator.is_not, held, bound))
+            _refuse(table, map(operator.ne, map(_address, bound), addresses))
             self._refuse_written(table, bound, versions, sums)
         # Autograd reports an in-place write at the next use of the view, which may be in the body.
         except RuntimeError as error:
@@ -207,18 +205,10 @@ class Binding:
         Writes that bypass torch, such as numpy's, leave the version counter alone: only `sums` show
         them.
         """
-        now = list(map(version_of, bound))
-        if sums is None and now == versions:
-            return
-        changed = [version != before for version, before in zip(now, versions, strict=True)]
-        if sums is not None and not any(changed):
-            changed = [
-                not torch.equal(after, before)
-                for after, before in zip(_sums(bound), sums, strict=True)
-            ]
-        for (place, _), is_changed in zip(table, changed, strict=True):
-            if is_changed:
-                raise _lost_value(place.path) from cause
+        _refuse(table, map(operator.ne, versions_of(bound), versions), cause)
+        if sums is not None:
+            are_equal = map(torch.equal, _sums(bound), sums)
+            _refuse(table, map(operator.not_, are_equal), cause)
 
     def _is_looking(self, table: ParameterTable, bound: Sequence[torch.Tensor]) -> bool:
         """Whether to compare checksums in this run: only in the first, as it synchronises."""
@@ -257,6 +247,18 @@ class Binding:
     def _put_to_rest(self, table: ParameterTable) -> None:
         self._put(table, table.params)
         self._replaced = None
+
+
+_address = torch.Tensor.data_ptr
+
+
+def _refuse(
+    table: ParameterTable, are_lost: Iterable[bool], cause: Exception | None = None
+) -> None:
+    """Raise ParameterError for the first parameter whose value would be lost, if any."""
+    row = next(itertools.compress(table, are_lost), None)
+    if row is not None:
+        raise _lost_value(row.place.path) from cause
 
 
 def _sharded(place: Place) -> DistributedParameter:

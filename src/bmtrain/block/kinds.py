@@ -17,18 +17,8 @@ from bmtrain.shard.module import DistributedModule
 
 Method = Callable[..., Any]
 
-_MERGE = (
-    "do it on one that is not wrapped. Save the adapters with "
-    "model.save_pretrained(folder), then load them with "
-    "PeftModel.from_pretrained(base_model, folder) and merge there"
-)
 # Methods that write to full weights, and what to do instead.
-_WRITING = {
-    "merge_adapter": _MERGE,
-    "unmerge_adapter": _MERGE,
-    "merge_and_unload": _MERGE,
-    "resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapper(model)",
-}
+_WRITING = {"resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapper(model)"}
 
 
 def become_distributed(module: torch.nn.Module) -> None:
@@ -56,7 +46,8 @@ def _distributed(kind: Any) -> Any:
         namespace["compile"] = _refuse_to_compile
         namespace.update(_methods_of_whole_models(kind))
 
-    return types.new_class(f"Distributed{kind.__name__}", (DistributedModule, kind), exec_body=fill)
+    # transformers looks up conversions of a model's tensors by the name of its type.
+    return types.new_class(kind.__name__, (DistributedModule, kind), exec_body=fill)
 
 
 def _methods_of_whole_models(kind: Any) -> dict[str, Method]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
+from bmtrain.errors import CheckpointError
 from bmtrain.shard.parameter import DistributedParameter
 
 
@@ -39,6 +40,23 @@ def entries(model: torch.nn.Module) -> list[Entry]:
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
     return [Entry(tuple(found), tensors[key]) for key, found in names.items()]
+
+
+def selected(found: Sequence[Entry], only: Collection[str] | None) -> list[Entry]:
+    """The entries whose first name is in `only`; all if that is None.
+
+    Raises:
+        CheckpointError: for a name that is no entry's first.
+    """
+    if only is None:
+        return list(found)
+    unknown = sorted(set(only) - {entry.name for entry in found})
+    if unknown:
+        raise CheckpointError(
+            f"no tensor of the model has the name {unknown[0]!r}: expected names of parameters and "
+            "persistent buffers, of tied ones the first."
+        )
+    return [entry for entry in found if entry.name in only]
 
 
 def names_in_order(model: torch.nn.Module) -> list[str]:

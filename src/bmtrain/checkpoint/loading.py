@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from bmtrain.checkpoint.entries import Entry, entries
+from bmtrain.checkpoint.conversions import as_parameters
+from bmtrain.checkpoint.entries import Entry, entries, selected
 from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.sources import Renamed, Source, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
@@ -47,12 +48,20 @@ class Plan:
     unexpected: list[str]
 
 
-def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadResult:
+def load(
+    model: torch.nn.Module,
+    file: str | os.PathLike[str],
+    strict: bool = True,
+    *,
+    only: Collection[str] | None = None,
+) -> LoadResult:
     """Load all parameters and persistent buffers of `model` from `file`. Collective.
 
     Reads files written by `save`, by BMTrain and ModelCenter, any `torch.save`d state dict,
-    .safetensors files, and folders of either, with or without an index. Each rank reads only its
-    own slices, so the file may come from a run of any world size. Values are converted to the
+    .safetensors files, and folders of either, with or without an index. For a model of
+    transformers, names and shapes that are not the model's are converted as transformers does.
+    Each rank reads only its own slices (where tensors are cut or joined, all that a slice is made
+    of), so the file may come from a run of any world size. Values are converted to the
     model's dtypes, with a warning where that loses precision. For tied parameters one of the names
     is enough. If all names in the file share a prefix that the model lacks, `module.` for example,
     it is dropped, with a warning.
@@ -61,6 +70,8 @@ def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = Tr
         model: any module, its parameters distributed or not.
         file: a file or a folder.
         strict: whether missing and unexpected names are errors.
+        only: names of the tensors to load, of tied ones the first; None for all. With `strict` the
+            file holds these alone.
 
     Returns the names that are missing from the file and the names that the model does not have.
 
@@ -71,12 +82,10 @@ def load(model: torch.nn.Module, file: str | os.PathLike[str], strict: bool = Tr
     current = world.current("load")
     axis = current.mesh.world
     current.service(Writer).settle()
-    targets = entries(model)
+    targets = attempt(lambda: selected(entries(model), only), axis)
+    shapes = {name: entry.shape for entry in targets for name in entry.names}
     source = attempt(
-        lambda: without_prefix(
-            open_source(file), {name for entry in targets for name in entry.names}
-        ),
-        axis,
+        lambda: without_prefix(as_parameters(open_source(file), model, shapes), shapes), axis
     )
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
     attempt(lambda: fill(plan, source), axis)

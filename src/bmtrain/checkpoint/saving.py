@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
-from bmtrain.checkpoint.entries import Entry, entries, names_in_order
+from bmtrain.checkpoint.entries import Entry, entries, names_in_order, selected
 from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.errors import CheckpointError
@@ -23,7 +23,11 @@ Take = Callable[[Entry, torch.Tensor], None]
 
 
 def save(
-    model: torch.nn.Module, file: str | os.PathLike[str], non_blocking: bool = False
+    model: torch.nn.Module,
+    file: str | os.PathLike[str],
+    non_blocking: bool = False,
+    *,
+    only: Collection[str] | None = None,
 ) -> Writing:
     """Save all parameters and persistent buffers of `model` as full CPU tensors. Collective.
 
@@ -39,12 +43,15 @@ def save(
             folder must exist.
         non_blocking: return as soon as the values are in host memory. Rank 0 writes them in a
             background thread, which the interpreter joins at exit.
+        only: names of the tensors to save; None for all. Of a tied tensor the first name counts,
+            and all are written.
 
     Returns a handle whose `wait()` returns once the file is complete. A failure in the background
     is printed at once, and raised by `wait()` or by the next save or load.
 
     Raises:
-        CheckpointError: on every rank, if the file cannot be written; the previous one is intact.
+        CheckpointError: on every rank, if the file cannot be written, or for a name in `only` that
+            no tensor has; the previous file is intact.
     """
     current = world.current("save")
     axis = current.mesh.world
@@ -52,7 +59,7 @@ def save(
     writer.settle()
     path = pathlib.Path(os.path.realpath(file))
     attempt(lambda: _check_target(path) if axis.index == 0 else None, axis)
-    tensors = collect(model, keep=axis.index == 0)
+    tensors = collect(model, keep=axis.index == 0, only=only)
     return writer.write(path, tensors, background=non_blocking)
 
 
@@ -71,9 +78,15 @@ def _check_target(path: pathlib.Path) -> None:
 
 
 def visit(
-    model: torch.nn.Module, take: Take | None, kind: type[Exception] = CheckpointError
+    model: torch.nn.Module,
+    take: Take | None,
+    kind: type[Exception] = CheckpointError,
+    *,
+    only: Collection[str] | None = None,
 ) -> None:
     """Call `take(entry, full tensor)` for every parameter and persistent buffer. Collective.
+
+    With `only`, for those of these names, as `selected` finds them.
 
     Gathers one storage at a time. The tensor may be a view of the gathered buffer: `take` must copy
     what it keeps, or the buffer stays resident. Ranks that need no values pass None as `take` and
@@ -88,7 +101,7 @@ def visit(
     axis = everyone()
     plain: list[Entry] = []
     groups: dict[Storage, list[tuple[Entry, int]]] = {}
-    for entry in entries(model):
+    for entry in attempt(lambda: selected(entries(model), only), axis, kind):
         if isinstance(entry.tensor, DistributedParameter):
             groups.setdefault(entry.tensor.storage_of, []).append(
                 (entry, entry.tensor.index_in_storage)
@@ -112,15 +125,20 @@ def _each(take: Take | None, tensors: Iterator[tuple[Entry, torch.Tensor]]) -> N
             take(entry, tensor)
 
 
-def collect(model: torch.nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
-    """CPU copies of all tensors, one per tied tensor; empty unless `keep`. Collective."""
+def collect(
+    model: torch.nn.Module, *, keep: bool, only: Collection[str] | None = None
+) -> dict[str, torch.Tensor]:
+    """CPU copies of all tensors, or `only` of some, one per tied tensor; empty unless `keep`.
+
+    Collective.
+    """
     found: dict[str, torch.Tensor] = {}
 
     def take(entry: Entry, tensor: torch.Tensor) -> None:
         found.update(dict.fromkeys(entry.names, _to_host(tensor)))
 
-    visit(model, take if keep else None)
-    return {name: found[name] for name in names_in_order(model)} if keep else {}
+    visit(model, take if keep else None, only=only)
+    return {name: found[name] for name in names_in_order(model) if name in found}
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -54,10 +54,23 @@ def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
     return collectives.broadcast_object(obj, src, axis)
 
 
-def _save_to_rank0(model: torch.nn.Module) -> OrderedDict[str, torch.Tensor]:
-    """The full CPU tensors that `save` would write, on rank 0; empty elsewhere. Collective."""
+def _save_to_rank0(
+    model: torch.nn.Module,
+    destination: OrderedDict[str, torch.Tensor] | None = None,
+    prefix: str = "",
+) -> OrderedDict[str, torch.Tensor]:
+    """The full CPU tensors that `save` would write, on rank 0; none elsewhere. Collective.
+
+    Args:
+        model: sharded or not.
+        destination: gets the tensors and is returned; None is a new dict.
+        prefix: put before their names.
+    """
     is_first = world.current("_save_to_rank0").rank == 0
-    return OrderedDict(collect(model, keep=is_first))
+    found = collect(model, keep=is_first)
+    out = OrderedDict() if destination is None else destination
+    out.update({prefix + name: tensor for name, tensor in found.items()})
+    return out
 
 
 def _checked(comm: Axis, what: str) -> Axis:

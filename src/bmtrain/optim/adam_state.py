@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,9 @@ from bmtrain.optim.runs import Run, contiguous_runs, local_numel
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
+
+# Names of a parameter's tensors. One whose state is exact has no master weights.
+STATES = ("master", "exp_avg", "exp_avg_sq")
 
 _flat = itertools.chain.from_iterable
 _params_of = operator.itemgetter("params")
@@ -151,8 +154,8 @@ class AdamLayout:
                 self._rounded.setdefault(run.owner, []).append(run)
             self._show(run, state)
         self._params = [list(group["params"]) for group in groups]
-        self._shown = [(param, states[param]) for params in self._params for param in params]
-        self._views = [list(filter(_is_tensor, state.values())) for _, state in self._shown]
+        self._shown = [states[param] for params in self._params for param in params]
+        self._views = list(self._shown_views())
         self._gradients = Gradients([run for _, run in runs])
         self._versions = self._current_versions()
         self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
@@ -165,14 +168,8 @@ class AdamLayout:
             states is self._states
             and list(map(len, map(_params_of, groups))) == list(map(len, self._params))
             and all(map(operator.is_, _flat(map(_params_of, groups)), _flat(self._params)))
-            and all(states.get(param) is state for param, state in self._shown)
-            and all(
-                map(
-                    operator.is_,
-                    filter(_is_tensor, _flat(s.values() for _, s in self._shown)),
-                    _flat(self._views),
-                )
-            )
+            and all(map(operator.is_, map(states.get, _flat(self._params)), self._shown))
+            and all(map(operator.is_, self._shown_views(), self._views))
         )
 
     def follow(self) -> None:
@@ -229,12 +226,12 @@ class AdamLayout:
         step: int = self._states[param]["step"]
         return step
 
+    def _shown_views(self) -> Iterator[Any]:
+        """The tensors in the states of all parameters; None where a state has none of a name."""
+        return _flat(map(dict.get, self._shown, itertools.repeat(name)) for name in STATES)
+
     def _current_versions(self) -> dict[int, int]:
         return {owner: runs[0].version for owner, runs in self._rounded.items()}
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
 
 
 def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

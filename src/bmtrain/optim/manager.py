@@ -151,8 +151,9 @@ class OptimManager:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included."""
+        has_deferred = self._engine.backward.has_deferred
         for optimizer in self.optimizers:
-            for param in parameters_of(optimizer.param_groups):
+            for param in parameters_of(optimizer.param_groups) if has_deferred else ():
                 if isinstance(param, DistributedParameter):
                     param.storage_of.gradient.discard_deferred(param.index_in_storage)
             optimizer.zero_grad(set_to_none=set_to_none)

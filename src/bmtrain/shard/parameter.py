@@ -287,11 +287,13 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def expect_gradients_of_torch(self) -> None:
         self._expect_whole_gradients()
 
-    def gather(self) -> torch.Tensor:  # type: ignore[override]  # BMTrain's name, which torch uses for something else
+    def gather(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The full tensor, differentiable: its gradient is summed over ranks into this slice.
 
-        Collective.
+        Collective. With arguments, `torch.gather` of it: BMTrain's name is torch's for that.
         """
+        if args or kwargs:
+            return torch.gather(self, *args, **kwargs)
         use = Use([self._storage])
         with use.running():
             view = use.open()[self._index]

@@ -21,6 +21,7 @@ from bmtrain.shard.slices import (
     look_whole,
     norm,
     total,
+    write_in_graph,
 )
 from bmtrain.shard.window import Gathered, Window, as_copy, shares_memory, written_uncounted
 from bmtrain.torch_internals import is_collective, plain_functions
@@ -164,20 +165,27 @@ def _on_slices(func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         # An ordinary operand may depend on this rank's rows: the slices would be of different
         # results.
         return NotImplemented
-    if writes:
+    if writes and like.is_leaf:
         refuse_leaf(like)
     _check_operands(name, [x for x in (*args, *kwargs.values()) if x is not like], like.cut)
     own = {id(x): x.local if writes and x is like else _own(x, like) for x in tensors}
+    enters_graph = writes and torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if enters_graph:  # the slice's memory is the parameter's, and stays outside
+        own[id(like)] = _own(like, like).clone()
     out = func(*_mapped(args, own), **_mapped(kwargs, own))
     if writes:
-        like.mark_written()
-        return like
+        return write_in_graph(like, out) if enters_graph else _written(like)
     for x in tensors:
         if out is own[id(x)]:
             return x  # the function had nothing to do
     if name in ("detach", "alias"):
         return like.alias()
     return look_whole(out, like.cut, Sharded) if isinstance(out, torch.Tensor) else NotImplemented
+
+
+def _written(like: Slices) -> Slices:
+    like.mark_written()
+    return like
 
 
 def _check_operands(name: str, operands: Iterable[Any], cut: Cut) -> None:
@@ -387,7 +395,7 @@ def _norm(func: Any, args: Args, kwargs: Kwargs) -> Any:
         or not x.is_floating_point()
     ):
         return NotImplemented
-    if any(given.get(key) not in (None, False) for key in ("dim", "keepdim", "out", "dtype")):
+    if given.get("keepdim") or any(given.get(key) is not None for key in ("dim", "out", "dtype")):
         return NotImplemented
     if order is None or order == "fro":
         return norm(x, 2.0)

@@ -20,10 +20,10 @@ from bmtrain.torch_internals import (
     is_collective,
     is_mutable,
     make_wrapper_subclass,
+    run_collective,
     throw_on_data_ptr,
     tree_leaves,
     tree_map_only,
-    wait_for,
 )
 
 
@@ -243,8 +243,7 @@ def communicate(func: Any, args: Any, kwargs: Any) -> Any:
         x.cut.note(name, x.cut.mesh.world)
         wholes[id(x)] = x.whole()
     args, kwargs = tree_map_only(Slices, lambda x: wholes[id(x)], (args, kwargs))
-    out = func(*args, **kwargs)
-    wait_for(out)  # an asynchronous one may still be writing `wholes`
+    out = run_collective(func, args, kwargs)  # waits: it may still be writing `wholes`
     for x in sharded:
         x.take_whole(wholes[id(x)])
     return out
@@ -313,6 +312,41 @@ def _without_graph(local: torch.Tensor) -> torch.Tensor:
     return local.detach() if local.requires_grad else local
 
 
+def write_in_graph(x: Slices, values: torch.Tensor) -> Slices:
+    """Write the slice `values`, which has a graph, into `x`, which gets that graph. Returns `x`.
+
+    As torch does when values with a graph are written in place: `weight.data += delta`.
+
+    Raises:
+        ParameterError: for a parameter, which would be none any more.
+    """
+    if isinstance(x, torch.nn.Parameter):
+        raise ParameterError(
+            "a sharded parameter is changed in place by values that require grad: do it under "
+            "torch.no_grad() or on param.data."
+        )
+    with torch.no_grad():
+        x.local.copy_(values)
+    x.mark_written()
+    out: Slices = _Write.apply(x, values)
+    return out
+
+
+class _Write(torch.autograd.Function):
+    """From a slice to the sharded tensor that it was written into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Slices, values: torch.Tensor) -> Slices:
+        ctx.mark_dirty(x)
+        ctx.set_materialize_grads(False)
+        ctx.cut = x.cut
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[None, torch.Tensor | None]:
+        return None, _own_gradient(grad, ctx.cut)
+
+
 class _Look(torch.autograd.Function):
     """From a slice to a sharded tensor, in the graph."""
 
@@ -324,13 +358,18 @@ class _Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if grad is None:
-            return None, None, None
-        if isinstance(grad, Slices):
-            return grad.differentiable_local() if grad.requires_grad else grad.local, None, None
-        # Code that knows nothing of slices has computed with this tensor: the gradient is whole,
-        # and of this rank's loss alone.
-        return ctx.cut.own(autograd.all_reduce(grad, "sum", ctx.cut.users)), None, None
+        return _own_gradient(grad, ctx.cut), None, None
+
+
+def _own_gradient(grad: torch.Tensor | None, cut: Cut) -> torch.Tensor | None:
+    """This rank's slice of the gradient of a sharded tensor."""
+    if grad is None:
+        return None
+    if isinstance(grad, Slices):
+        return grad.differentiable_local() if grad.requires_grad else grad.local
+    # Code that knows nothing of slices has computed with this tensor: the gradient is whole, and of
+    # this rank's loss alone.
+    return cut.own(autograd.all_reduce(grad, "sum", cut.users))
 
 
 class _LocalOf(torch.autograd.Function):
