@@ -56,7 +56,7 @@ def made(name: str, **overrides: Any) -> Any:
     torch.manual_seed(0)
     return parity.randomized(
         model_class(config(vocab_size=VOCAB, dtype="float32", **SIZES, **sizes, **overrides)),
-        std=0.3,
+        std=1.0,
     )
 
 

@@ -41,7 +41,7 @@ class Hypotheses(NamedTuple):
             ids,
             scores.expand(shape),
             ids.new_zeros((*shape, task.num_new), dtype=torch.float32),
-            ids.new_zeros(shape),
+            task.states(number).view(shape),
             ids.new_zeros(shape),
             ids.new_zeros(shape, dtype=torch.bool),
         )

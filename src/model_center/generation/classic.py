@@ -33,7 +33,7 @@ class BeamSearchTexts(Generation):
 
     def generate(
         self,
-        texts: Sequence[str],
+        text_list: Sequence[str],
         beam_size: int = 3,
         max_length: int = 100,
         repetition_penalty: float = 1.0,
@@ -42,14 +42,14 @@ class BeamSearchTexts(Generation):
         """What follows each text.
 
         Args:
-            texts: the prompts.
+            text_list: the prompts.
             beam_size: number of beams; scores are log-probabilities divided by length.
             max_length: most new tokens, in LLaMA one less than that, as in ModelCenter.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
         most = max_length + self.MORE_TOKENS if max_length > 0 else max_length
         repetition = _repetition(repetition_penalty, repetition_window)
-        return self.writer(texts, num_beams=beam_size, max_new_tokens=most, **repetition)
+        return self.writer(text_list, num_beams=beam_size, max_new_tokens=most, **repetition)
 
 
 class RandomSamplingTexts(Generation):
@@ -57,7 +57,7 @@ class RandomSamplingTexts(Generation):
 
     def generate(
         self,
-        texts: Sequence[str],
+        text_list: Sequence[str],
         max_length: int = 100,
         top_k: int = 0,
         top_p: float = 0.9,
@@ -68,14 +68,14 @@ class RandomSamplingTexts(Generation):
         """What follows each text.
 
         Args:
-            texts: the prompts.
+            text_list: the prompts.
             max_length: most new tokens.
             top_k, top_p, temperature: as in GenerationConfig.
             repetition_penalty, repetition_window: as in GenerationConfig, for generated tokens.
         """
         repetition = _repetition(repetition_penalty, repetition_window)
         return self.writer(
-            texts,
+            text_list,
             do_sample=True,
             max_new_tokens=max_length,
             top_k=top_k,

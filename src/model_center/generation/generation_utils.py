@@ -14,19 +14,19 @@ from model_center.generation.filters import top_p as nucleus
 
 
 def pad(
-    items: Sequence[Mapping[str, torch.Tensor]],
+    orig_items: Sequence[Mapping[str, torch.Tensor]],
     key: str,
     padding_value: int = 0,
     padding_side: str = "left",
 ) -> torch.Tensor:
-    """The tensors (1, length) that items have under `key`, as a batch (items, longest).
+    """The tensors (1, length) that `orig_items` have under `key`, as a batch (items, longest).
 
     Raises:
         InputError: for a tensor of another number of dims or rows, or another side.
     """
     if padding_side not in {"left", "right"}:
         raise InputError(f"padding_side is {padding_side!r}: expected 'left' or 'right'.")
-    rows = [item[key] for item in items]
+    rows = [item[key] for item in orig_items]
     for place, row in enumerate(rows):
         if row.dim() != 2 or len(row) != 1:
             raise InputError(

@@ -11,7 +11,7 @@ import torch
 from model_center.errors import ConfigError, InputError
 from model_center.generation.config import GenerationConfig
 from model_center.generation.search import Task
-from model_center.generation.stopping import Ending, StopStrings, bytes_of_tokens
+from model_center.generation.stopping import Ending, StopStrings, texts_of_tokens
 from model_center.model.base import BaseModel
 from model_center.model.decoding import Decoding
 
@@ -147,7 +147,7 @@ def stop_strings(
         raise ConfigError(
             "stop_strings need the tokenizer that knows the texts of tokens: give it as tokenizer=."
         )
-    return StopStrings(strings, bytes_of_tokens(tokenizer, model.config.vocab_size), device)
+    return StopStrings(strings, texts_of_tokens(tokenizer, model.config.vocab_size), device)
 
 
 def random_numbers(

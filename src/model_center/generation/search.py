@@ -38,6 +38,10 @@ class Task:
         rows = self.prefix.repeat_interleave(copies, 0)
         return torch.cat([rows, rows.new_full((len(rows), self.num_new), self.config.pad)], 1)
 
+    def states(self, copies: int) -> torch.Tensor:
+        """int64 (prompts * copies,), those of `ending` at the start of these rows."""
+        return self.ending.first(self.prefix, self.mask).repeat_interleave(copies, 0)
+
     def filters(self, copies: int) -> Filters:
         """The filters for these rows."""
         mask = None if self.mask is None else self.mask.repeat_interleave(copies, 0)
@@ -85,7 +89,7 @@ class SingleSearch(Search):
         self._ids = task.buffer(self.copies)
         num_rows, self._length = len(self._ids), task.prefix.shape[1]
         self._running = torch.ones(num_rows, dtype=torch.bool, device=self._ids.device)
-        self._states = self._ids.new_zeros(num_rows)
+        self._states = task.states(self.copies)
         self._lengths = self._ids.new_zeros(num_rows)
         self._token_scores = self._ids.new_zeros((num_rows, task.num_new), dtype=torch.float32)
         self.tokens, self.is_new = self._ids[:, self._length - 1], self._running

@@ -5,11 +5,24 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 NUM_BYTES = 256
+
+
+class TokenTexts(NamedTuple):
+    """What each id of a vocabulary adds to a text, as bytes; nothing for special and unknown ones.
+
+    Attributes:
+        first: where no token with text stands before it; some tokenizers drop a leading blank
+            there.
+        later: after a token with text.
+    """
+
+    first: tuple[bytes, ...]
+    later: tuple[bytes, ...]
 
 
 class StopStrings:
@@ -20,22 +33,37 @@ class StopStrings:
     tokens.
 
     Args:
-        strings: what to look for; for none, the automaton has one state.
+        strings: what to look for; for none, only tokens with text change the state.
         tokens: the bytes of each token, by id.
         device: of the table.
 
     Source: Aho and Corasick, "Efficient string matching: an aid to bibliographic search" (1975).
     """
 
-    def __init__(
-        self, strings: Sequence[str], tokens: Sequence[bytes], device: torch.device
-    ) -> None:
+    def __init__(self, strings: Sequence[str], tokens: TokenTexts, device: torch.device) -> None:
         automaton = byte_automaton([text.encode() for text in strings])
-        self._found = len(automaton) - 1
-        self._table = token_table(automaton, tokens).to(device, torch.int32)
+        self._found = len(automaton)
+        # State 0 is that of a sequence without text, the others are the automaton's, one further.
+        has_text = torch.tensor([len(text) > 0 for text in tokens.later])
+        states = torch.arange(len(automaton))
+        first = token_table(states[:1], automaton, tokens.first) + 1
+        begun = torch.where(has_text, first, 0)
+        later = token_table(states, automaton, tokens.later) + 1
+        self._table = torch.cat([begun, later]).to(device, torch.int32)
+        self._has_text = has_text.to(device)
+
+    def first(self, prefix: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """States (rows,) before the first new token: whether there is text in front of it.
+
+        Args:
+            prefix: int64 (rows, length), the tokens in front.
+            mask: bool of the same shape, False where they are padding; None where none is.
+        """
+        has_text = self._has_text[prefix]
+        return (has_text if mask is None else has_text & mask).any(-1).long()
 
     def next(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """States after these tokens, both int64 of one shape. The first state is 0."""
+        """States after these tokens, both int64 of one shape."""
         return self._table[states, tokens].long()
 
     def found(self, states: torch.Tensor) -> torch.Tensor:
@@ -53,6 +81,12 @@ class Ending:
 
     def __init__(self, eos: torch.Tensor, stop: StopStrings | None = None) -> None:
         self._eos, self._stop = eos, stop
+
+    def first(self, prefix: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """States (rows,) of sequences that begin with these tokens, as in `StopStrings.first`."""
+        return (
+            prefix.new_zeros(len(prefix)) if self._stop is None else self._stop.first(prefix, mask)
+        )
 
     def next(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(states, bool), each shaped as the arguments: states after the tokens, and who ends."""
@@ -101,10 +135,14 @@ def _trie(patterns: Sequence[bytes]) -> tuple[list[dict[int, int]], list[bool]]:
     return children, is_end
 
 
-def token_table(automaton: torch.Tensor, tokens: Sequence[bytes]) -> torch.Tensor:
-    """Next state by state and token, int64 (states, tokens): all bytes of a token at once."""
+def token_table(
+    starts: torch.Tensor, automaton: torch.Tensor, tokens: Sequence[bytes]
+) -> torch.Tensor:
+    """Next state from each of some states by token, int64 (states, tokens): all bytes of a token at
+    once.
+    """
     order = sorted(range(len(tokens)), key=lambda token: -len(tokens[token]))
-    states = torch.arange(len(automaton))[:, None].repeat(1, len(tokens))
+    states = starts[:, None].repeat(1, len(tokens))
     sorted_tokens = [tokens[token] for token in order]
     count = len(tokens)
     for place in range(len(sorted_tokens[0]) if sorted_tokens else 0):
@@ -118,12 +156,12 @@ def token_table(automaton: torch.Tensor, tokens: Sequence[bytes]) -> torch.Tenso
 
 
 @functools.lru_cache(maxsize=4)
-def bytes_of_tokens(tokenizer: Any, size: int) -> tuple[bytes, ...]:
-    """What each of the first `size` ids adds to a text; nothing for special and unknown ones.
+def texts_of_tokens(tokenizer: Any, size: int) -> TokenTexts:
+    """The texts of the first `size` ids.
 
-    The tokenizer is asked for the text of each token after another one, as first tokens may lose
-    their blank. Tokens that are parts of characters have no text of their own; their bytes are read
-    from their names in byte-level vocabularies and in SentencePiece's byte fallback (`<0x0A>`).
+    The tokenizer is asked for the text of each token by itself and after another one. Tokens that
+    are parts of characters have no text of their own; their bytes are read from their names in
+    byte-level vocabularies and in SentencePiece's byte fallback (`<0x0A>`).
     """
     special = set(tokenizer.all_special_ids)
     names = {
@@ -131,15 +169,20 @@ def bytes_of_tokens(tokenizer: Any, size: int) -> tuple[bytes, ...]:
         for name, token in tokenizer.get_vocab().items()
         if token < size and token not in special
     }
-    first = next(
+    word = next(
         name for name in names.values() if tokenizer.convert_tokens_to_string([name]).isalpha()
     )
-    start = len(tokenizer.convert_tokens_to_string([first]))
-    found = [b""] * size
-    for token, name in names.items():
-        text = tokenizer.convert_tokens_to_string([first, name])
-        found[token] = (_bytes_of_name(name) if "\ufffd" in text else None) or text[start:].encode()
-    return tuple(found)
+
+    def texts(*before: str) -> tuple[bytes, ...]:
+        start = len(tokenizer.convert_tokens_to_string(list(before)))
+        found = [b""] * size
+        for token, name in names.items():
+            text = tokenizer.convert_tokens_to_string([*before, name])
+            named = _bytes_of_name(name) if "\ufffd" in text else None
+            found[token] = named or text[start:].encode()
+        return tuple(found)
+
+    return TokenTexts(texts(), texts(word))
 
 
 def _bytes_of_name(name: str) -> bytes | None:

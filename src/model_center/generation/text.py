@@ -82,6 +82,17 @@ class TextGenerator:
             self._run(lambda: self._encoded(texts), options, streamed_search_of), self.tokenizer
         )
 
+    def stream_chat(self, conversation: Sequence[Message], **options: Any) -> Iterator[str]:
+        """The next message of a conversation, in pieces that are there as soon as they are certain.
+
+        Raises:
+            InputError: for a tokenizer without a chat template.
+        """
+        run = self._run(
+            lambda: templated(self.tokenizer, [conversation]), options, streamed_search_of
+        )
+        return (piece for _, piece in pieces_of(run, self.tokenizer))
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with those that the tokenizer puts around it."""
         return list(self.tokenizer.encode(text))
