@@ -4,6 +4,9 @@ distribution.
 """
 
 from bmtrain.version import __version__
+from model_center import compat
 from model_center.arguments import get_args
 
 __all__ = ["__version__", "get_args"]
+
+compat.make_importable()

@@ -14,19 +14,15 @@ from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.writer import write_file
 from model_center.config.base import CONFIG_FILE, read_json
 from model_center.errors import ConfigError, WeightsError
-from model_center.hub.resolving import FILES, resolve
+from model_center.hub.resolving import resolve
 from model_center.model.base import BaseModel
 from model_center.model.registry import CLASSES, model_class
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import Opened, check, open_weights
+from model_center.weights.origin import files_alongside
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
-
-BESIDE = (
-    *(pattern for patterns in FILES["tokenizer"] for pattern in patterns),
-    "generation_config.json",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -149,9 +145,8 @@ def _lean(values: torch.Tensor) -> torch.Tensor:
 def _copy_beside(folders: list[pathlib.Path], staging: Staging) -> None:
     """Tokenizer and generation settings."""
     for folder in dict.fromkeys(folders):
-        for name in BESIDE:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, staging.path(name))
+        for path in files_alongside(folder):
+            shutil.copyfile(path, staging.path(path.name))
 
 
 def _report(opened: Opened, missing: list[str], target: pathlib.Path) -> Iterator[str]:

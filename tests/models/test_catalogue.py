@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
 
 import pytest
@@ -163,72 +162,3 @@ def test_order_of_forward_arguments(model: type[BaseModel]) -> None:
         if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"
     ]
     assert positional == FORWARD[model].split()
-
-
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        (
-            "layer",
-            "Conv2d Attention LayerNorm FeedForward RelativePositionEmbedding "
-            "RotaryEmbedding SegmentPositionEmbedding",
-        ),
-        (
-            "layer",
-            "RotaryEmbeddingESM SelfAttentionBlock CrossAttentionBlock FFNBlock "
-            "TransformerBlock Encoder Decoder Embedding",
-        ),
-        ("layer", "PatchEmbedding Linear"),
-        ("layer.attention", "Attention SparseSelfAttention"),
-        ("layer.feedforward", "DenseACT DenseGatedACT gelu_new"),
-        ("layer.conv", "Identity"),
-        ("layer.layernorm", "rms_layernorm"),
-        (
-            "layer.position_embedding",
-            "RelativePositionEmbedding RotaryEmbedding SegmentPositionEmbedding RotaryEmbeddingESM",
-        ),
-        (
-            "model",
-            "BaseModel ModelOutput BaseModelOutput BaseModelOutputWithPooling "
-            "Seq2SeqModelOutput Bert Roberta GPT2 GPTj T5",
-        ),
-        ("model", "CPM1 CPM2 CPM3 GLM Longformer ViT OPT Llama BertConfig VitConfig"),
-        (
-            "model.config",
-            "Config CPM1Config CPM2Config CPM3Config T5Config GPT2Config GPTjConfig "
-            "BertConfig RobertaConfig",
-        ),
-        ("model.config", "VitConfig LongformerConfig GLMConfig OPTConfig LlamaConfig"),
-        (
-            "tokenizer",
-            "CPM1Tokenizer CPM2Tokenizer BertTokenizer RobertaTokenizer T5Tokenizer "
-            "GPT2Tokenizer GPTjTokenizer",
-        ),
-        ("tokenizer", "GLMTokenizer OPTTokenizer LlamaTokenizer"),
-        (
-            "dataset",
-            "MMapIndexedDataset DistributedMMapIndexedDataset DistributedDataLoader "
-            "DistributedDataset SimpleDataset",
-        ),
-        ("dataset", "build_dataset shuffle_dataset compact_dataset mask_dataset"),
-        *(
-            (f"dataset.{name}dataset", "DATASET")
-            for name in ("bert", "gpt2", "llama", "t5", "cpm1", "cpm2")
-        ),
-        ("dataset.cpm1", "CPM1_Dataset CPM1_Dataset_Merge"),
-        ("dataset.cpm2", "CPM2_Dataset"),
-        ("generation.llama", "LlamaGeneration LlamaBeamSearch LlamaRandomSampling"),
-        ("generation.t5", "T5Generation T5BeamSearch T5RandomSampling"),
-        (
-            "generation.generation_utils",
-            "pad top_k_top_p_filtering apply_repetition_penalty BeamHypotheses",
-        ),
-        ("arguments", "add_model_config_args add_training_args get_args"),
-        ("utils", "print_inspect check_web_and_convert_path"),
-        ("tools.indexed_dataset", "make_builder make_dataset"),
-    ],
-)
-def test_import_paths(module: str, names: str) -> None:
-    """Those that programs name."""
-    found = vars(importlib.import_module(f"model_center.{module}"))
-    assert not [name for name in names.split() if name not in found]

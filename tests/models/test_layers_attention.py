@@ -11,7 +11,12 @@ import torch
 from tests.models.parity import assert_close
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.blocks import CrossAttentionBlock, FFNBlock, SelfAttentionBlock
+from model_center.layer.blocks import (
+    CrossAttentionBlock,
+    FFNBlock,
+    SelfAttentionBlock,
+    TransformerBlock,
+)
 from model_center.layer.cache import KeyValueCache, LayerCache
 from model_center.layer.dense_attention import Attention
 from model_center.layer.feedforward import DenseACT
@@ -21,7 +26,6 @@ from model_center.layer.position_embedding.relative import RelativePositionEmbed
 from model_center.layer.position_embedding.rotary import RotaryEmbedding
 from model_center.layer.sparse_attention import SparseSelfAttention, sparse_mask
 from model_center.layer.transformer import Decoder, Encoder
-from model_center.layer.transformer_block import TransformerBlock
 
 Sees = Callable[[int, int, int], bool]  # row, query, key: whether it is seen
 

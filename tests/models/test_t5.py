@@ -135,11 +135,12 @@ def test_saved(version: str, tmp_path: pathlib.Path) -> None:
     assert again.config == ours.config
 
 
-def test_multilingual_is_saved_as_t5(tmp_path: pathlib.Path) -> None:
+def test_multilingual_is_saved_as_it_came(tmp_path: pathlib.Path) -> None:
     ours, model = pair("mt5", tmp_path)
     inputs, _ = inputs_of("none")
     ours.save_pretrained(tmp_path / "ours")
-    back = T5ForConditionalGeneration.from_pretrained(tmp_path / "ours").eval()
+    back = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "ours").eval()
+    assert back.config.model_type == "mt5"
     with torch.no_grad():
         parity.assert_close(back(**inputs).logits, model(**inputs).logits, "logits")
 

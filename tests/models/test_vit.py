@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.models import parity
 
 from model_center.errors import ConfigError, InputError
-from model_center.layer.patch_embedding import PatchEmbedding
+from model_center.layer.embedding import PatchEmbedding
 from model_center.model.bert import BertConfig
 from model_center.model.vit import ViT, VitConfig
 

@@ -469,7 +469,7 @@ def test_places_and_configurations_that_cannot_be_written(
     with pytest.raises(WeightsError, match="cannot save to the folder"):
         save_pair(format, tmp_path / "file", {})
     with pytest.raises(WeightsError, match="not JSON serializable"):
-        save_pair(format, tmp_path / "new" / "folder", {"dtype": torch.half})
+        save_pair(format, tmp_path / "new" / "folder", {"kind": torch.half})
     assert os.listdir(tmp_path) == ["file"]
 
 

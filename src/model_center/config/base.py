@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from bmtrain.distributed.agreement import attempt, everyone
+from bmtrain.runtime.log import warn
 from model_center.config.positional import Positional
 from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
@@ -29,6 +30,8 @@ SIZES = {
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # How a run computes, not what the model is: not written to files.
 OF_THE_RUN = ("dtype", "half", "use_checkpoint", "zero_level")
+# Of the folder that it came from: not written to files of ModelCenter.
+OF_THE_FILE = ("hugging_face",)
 
 
 # ModelCenter's arguments from the norms on, which all models have.
@@ -52,6 +55,8 @@ class Config(metaclass=Positional):
         zero_level: 2 or 3, as in `bmtrain.Block`; None for the default given to `init_distributed`.
         special_ids: ids of special tokens under Hugging Face's names, `eos_token_id` for example,
             for its config.json.
+        hugging_face: content of the Hugging Face config.json that it was read from, if any: what
+            it says beyond this configuration goes into the file that is written.
     """
 
     model_type: ClassVar[str] = ""  # the name in Hugging Face's config.json
@@ -68,6 +73,7 @@ class Config(metaclass=Positional):
     use_checkpoint: bool = True
     zero_level: int | None = None
     special_ids: dict[str, Any] | None = None
+    hugging_face: dict[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Check and settle what depends on several values.
@@ -80,31 +86,34 @@ class Config(metaclass=Positional):
 
     @classmethod
     def from_pretrained(
-        cls: type[Self], name_or_path: str | os.PathLike[str], **overrides: Any
+        cls: type[Self], pretrained_model_name_or_path: str | os.PathLike[str], **overrides: Any
     ) -> Self:
         """Read config.json of a folder or known identifier, ours or Hugging Face's. Collective.
 
         Args:
-            name_or_path: a folder, a name the project knows, or a Hugging Face repository.
+            pretrained_model_name_or_path: a folder, a name the project knows, or a Hugging Face
+                repository.
             overrides: values that replace those of the file.
 
         Raises:
             IdentifierError, ConfigError: on every rank, for an unknown name, a folder without
                 config.json, or unknown keys.
         """
-        path = pathlib.Path(resolve(str(name_or_path), "config")) / CONFIG_FILE
+        path = pathlib.Path(resolve(str(pretrained_model_name_or_path), "config")) / CONFIG_FILE
         # What only one rank cannot read, or asks for, is an error of all: the others would wait for
         # its weights.
         return attempt(lambda: cls.from_json_file(path, **overrides), everyone(), ConfigError)
 
     @classmethod
-    def from_json_file(cls: type[Self], path: str | os.PathLike[str], **overrides: Any) -> Self:
+    def from_json_file(
+        cls: type[Self], json_file: str | os.PathLike[str], **overrides: Any
+    ) -> Self:
         """Read this file; otherwise as `from_pretrained`."""
-        content = read_json(pathlib.Path(path))
+        content = read_json(pathlib.Path(json_file))
         try:
             return cls.from_dict(content, **overrides)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{json_file}: {error}") from error
 
     @classmethod
     def from_dict(cls: type[Self], content: Mapping[str, Any], **overrides: Any) -> Self:
@@ -129,7 +138,11 @@ class Config(metaclass=Positional):
             if name not in own and content.get(name) is not None
         }
         try:
-            return {**cls.from_hugging_face(content), "special_ids": special or None}
+            return {
+                **cls.from_hugging_face(content),
+                "special_ids": special or None,
+                "hugging_face": dict(content),
+            }
         except KeyError as error:
             raise ConfigError(
                 f"the Hugging Face configuration of type {kind!r} lacks {error}."
@@ -174,14 +187,47 @@ class Config(metaclass=Positional):
         }
 
     def hugging_face_content(self, tokenizer: Any = None) -> dict[str, Any]:
-        """`to_hugging_face` with special tokens' ids, the configuration's or the tokenizer's."""
+        """`to_hugging_face` with special tokens' ids, the configuration's or the tokenizer's.
+
+        Of a configuration that was read from a file of Hugging Face, this is the file's content
+        with what has changed since.
+        """
         content, special = self.to_hugging_face(), self.special_ids
         if special is None and tokenizer is not None:
             ids = {
                 name: getattr(tokenizer, name, None) for name in SPECIAL_IDS if name not in content
             }
             special = {name: value for name, value in ids.items() if value is not None}
-        return content | (special or {})
+        content |= special or {}
+        return content if self.hugging_face is None else self._changed(self.hugging_face, content)
+
+    def _changed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        """The file's content `before` with those values of `now` that it does not say."""
+        now = {name: value for name, value in now.items() if name != "torch_dtype"}
+        said = self._said_by(before)
+        new = {
+            name: value for name, value in now.items() if name not in said or said[name] != value
+        }
+        content = {**before, **new}
+        # What has changed may stand there under another name too, which would be read first.
+        for name in (None, *(name for name in before if name not in now)):
+            rest = {key: value for key, value in content.items() if key != name}
+            if self._said_by(rest) == now:
+                return rest
+        lost = sorted(before.keys() - now.keys())
+        warn(
+            "config.json is written anew, since its first content cannot say what has changed; "
+            f"left out: {', '.join(lost)}."
+        )
+        return now
+
+    def _said_by(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """All values of a Hugging Face configuration; none of one that cannot be read alone."""
+        try:
+            said = type(self).from_dict(content, hugging_face=None).hugging_face_content()
+        except ConfigError:
+            return {}
+        return {name: value for name, value in said.items() if name != "torch_dtype"}
 
     def refuse_unless(self, **expected: Any) -> None:
         """Refuse to be written for Hugging Face with values that the model there cannot have.
@@ -218,7 +264,7 @@ class Config(metaclass=Positional):
         out = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in OF_THE_RUN
+            if field.name not in (*OF_THE_RUN, *OF_THE_FILE)
         }
         out["half"] = self.half
         if self.dtype == torch.bfloat16:
@@ -234,9 +280,9 @@ class Config(metaclass=Positional):
         """`to_dict` as JSON, with sorted keys."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
-    def to_json_file(self, path: str | os.PathLike[str]) -> None:
+    def to_json_file(self, json_file_path: str | os.PathLike[str]) -> None:
         """Write `to_json_string` to this file."""
-        pathlib.Path(path).write_text(self.to_json_string(), encoding="utf-8")
+        pathlib.Path(json_file_path).write_text(self.to_json_string(), encoding="utf-8")
 
 
 @dataclasses.dataclass(kw_only=True)

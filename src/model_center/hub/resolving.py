@@ -42,6 +42,17 @@ FILES: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
 }
+# What belongs to a model beside its weights and config.json.
+ALONGSIDE = (
+    *FILES["tokenizer"][0],
+    "*.tiktoken",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "README.md",
+    "LICENSE*",
+)
 
 
 class Client(Protocol):
@@ -106,9 +117,10 @@ def _local(name: str, kind: str, cache: pathlib.Path) -> str:
 def _fetched(name: str, kind: str, client: Client, local_only: bool) -> str:
     """The folder of the hub's cache with the first alternative that the repository has."""
     repository = repository_of(name)
+    always = ["config.json", *(ALONGSIDE if kind == "model" else ())]
     for patterns in FILES[kind]:
         try:
-            folder = client(repository, [*patterns, "config.json"], local_only)
+            folder = client(repository, [*patterns, *always], local_only)
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise IdentifierError(

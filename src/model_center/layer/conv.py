@@ -13,10 +13,18 @@ Pair = int | tuple[int, int]
 
 
 class Identity(torch.nn.Module):
-    """Returns its first argument."""
+    """Returns its input, whatever it is made with."""
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        return x
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input
+
+
+def to_2tuple(x: Pair) -> tuple[int, int]:
+    """A number twice, two numbers as they are."""
+    return (x, x) if isinstance(x, int) else x
 
 
 class Conv2d(bmt.DistributedModule):
@@ -52,7 +60,7 @@ class Conv2d(bmt.DistributedModule):
             raise ConfigError(f"padding_mode is {padding_mode!r}: only 'zeros' is supported.")
         super().__init__()
         self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
-        height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        height, width = to_2tuple(kernel_size)
         self.weight = parameter(
             (out_channels, in_channels // groups, height, width), dtype, normal(init_mean, init_std)
         )

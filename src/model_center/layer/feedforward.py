@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -44,32 +43,56 @@ def activation(name: str) -> Activation:
 
 
 class DenseACT(torch.nn.Module):
-    """`act(w x)`: (..., dim_in) to (..., dim_ff). `linear` makes the map from its sizes."""
+    """`act(w x)`: (..., dim_in) to (..., dim_ff). Args: as in `FeedForward`, the activation not
+    gated.
+    """
 
-    def __init__(
-        self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]
+    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        dim_in: int,
+        dim_ff: int,
+        activate_fn: str = "gelu",
+        dtype: torch.dtype = torch.half,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 0.02,
+        bias: bool = False,
+        length_scale: bool = False,
     ) -> None:
         super().__init__()
         self.act = activation(activate_fn)
-        self.w = linear(dim_in, dim_ff)
+        self.w = Linear(dim_in, dim_ff, length_scale, False, dtype, int8, init_mean, init_std, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.w(x))
 
 
 class DenseGatedACT(torch.nn.Module):
-    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff); `linear` makes the maps.
+    """`act(w_0 x) * (w_1 x)`: (..., dim_in) to (..., dim_ff). Args: as in `DenseACT`.
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020).
     """
 
-    def __init__(
-        self, dim_in: int, dim_ff: int, activate_fn: str, linear: Callable[[int, int], Linear]
+    def __init__(  # noqa: PLR0913 (ModelCenter's signature)
+        self,
+        dim_in: int,
+        dim_ff: int,
+        activate_fn: str = "gelu",
+        dtype: torch.dtype = torch.half,
+        int8: bool = False,
+        init_mean: float = 0.0,
+        init_std: float = 0.02,
+        bias: bool = False,
+        length_scale: bool = False,
     ) -> None:
         super().__init__()
         self.act = activation(activate_fn)
-        self.w_0 = linear(dim_in, dim_ff)
-        self.w_1 = linear(dim_in, dim_ff)
+        self.w_0 = Linear(
+            dim_in, dim_ff, length_scale, False, dtype, int8, init_mean, init_std, bias
+        )
+        self.w_1 = Linear(
+            dim_in, dim_ff, length_scale, False, dtype, int8, init_mean, init_std, bias
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.w_0(x)) * self.w_1(x)
@@ -104,21 +127,12 @@ class FeedForward(torch.nn.Module):
         dropout_p: float = 0,
     ) -> None:
         super().__init__()
-        linear = functools.partial(
-            Linear,
-            length_scale=length_scale,
-            dtype=dtype,
-            int8=int8,
-            init_mean=init_mean,
-            init_std=init_std,
-            bias=bias,
-        )
-        dense = DenseGatedACT if activate_fn.startswith(GATED) else DenseACT
-        self.w_in = dense(dim_in, dim_ff, activate_fn.removeprefix(GATED), linear)
+        kind = DenseGatedACT if activate_fn.startswith(GATED) else DenseACT
+        act, maps = activate_fn.removeprefix(GATED), (dtype, int8, init_mean, init_std, bias)
+        self.w_in = kind(dim_in, dim_ff, act, *maps, length_scale)
         self.dropout = torch.nn.Dropout(dropout_p)
-        self.w_out = linear(
-            dim_ff, dim_in if dim_out is None else dim_out, length_scale_before=True
-        )
+        width = dim_in if dim_out is None else dim_out
+        self.w_out = Linear(dim_ff, width, length_scale, True, *maps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim_in) to (..., dim_out)."""

@@ -46,9 +46,9 @@ class LayerNorm(bmt.DistributedModule):
         else:
             self.register_parameter("bias", None)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
         bias = self.bias
         if bias is None:
-            return rms_layernorm(hidden_states, self.weight, self.eps)
-        return F.layer_norm(hidden_states, (self.dim_norm,), self.weight, bias, self.eps)
+            return rms_layernorm(x, self.weight, self.eps)
+        return F.layer_norm(x, (self.dim_norm,), self.weight, bias, self.eps)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model_center.layer.blocks import Mask
+from model_center.layer.blocks import Mask, TransformerBlock
 from model_center.layer.cache import KeyValueCache, KeyValues, LayerCache
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.mask import AttentionMask, last_queries
@@ -27,7 +27,6 @@ from model_center.layer.options import (
 )
 from model_center.layer.scaled_dot_product import biased
 from model_center.layer.stack import StackOutput, Wanted, layer_list, run_layers
-from model_center.layer.transformer_block import TransformerBlock
 
 Past = KeyValueCache | Sequence[LayerCache | KeyValues | None] | None
 

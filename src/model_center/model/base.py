@@ -13,13 +13,14 @@ import torch
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from model_center.config.base import Config
-from model_center.errors import ConfigError, InputError
+from model_center.errors import ConfigError, InputError, WeightsError
 from model_center.hub.resolving import resolve
 from model_center.layer.parameter import materialize
 from model_center.layer.stack import ShardingPolicy
 from model_center.model.decoding import Decoding
 from model_center.weights.keymap import KeyMap
 from model_center.weights.loading import load_weights
+from model_center.weights.origin import NOTHING, Origin, origin_of
 from model_center.weights.saving import save_hugging_face, save_model_center
 
 Model = TypeVar("Model", bound="BaseModel")
@@ -47,6 +48,7 @@ class BaseModel(bmt.DistributedModule):
             )
         super().__init__()
         self.config: Any = config
+        self.origin = NOTHING  # what its folder holds beside, on the rank that writes
 
     @classmethod
     def key_map(cls, config: Any) -> KeyMap:
@@ -56,7 +58,7 @@ class BaseModel(bmt.DistributedModule):
     @classmethod
     def from_pretrained(
         cls: type[Model],
-        name_or_path: str | os.PathLike[str],
+        pretrained_model_name_or_path: str | os.PathLike[str],
         config: Config | None = None,
         *,
         strict: bool = True,
@@ -65,9 +67,9 @@ class BaseModel(bmt.DistributedModule):
         """A model with the weights of a folder or known name. Collective; ranks read their shards.
 
         Args:
-            name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt) or Hugging Face
-                (config.json, safetensors or .bin files), a name the project knows, or a Hugging
-                Face repository.
+            pretrained_model_name_or_path: a folder of ModelCenter (config.json, pytorch_model.pt)
+                or Hugging Face (config.json, safetensors or .bin files), a name the project knows,
+                or a Hugging Face repository.
             config: used in place of that of the folder.
             strict: whether tensors that the files lack are an error, but for new heads; else they
                 get their first values, and are named in a warning.
@@ -81,16 +83,40 @@ class BaseModel(bmt.DistributedModule):
                 initialised and named instead.
         """
         if config is None:
-            config = cls._CONFIG_TYPE.from_pretrained(name_or_path, **kwargs)
+            config = cls._CONFIG_TYPE.from_pretrained(pretrained_model_name_or_path, **kwargs)
         elif kwargs:
             raise ConfigError(
                 f"from_pretrained got a config and {', '.join(kwargs)} as well: set those "
                 "in the config."
             )
-        folder = pathlib.Path(resolve(str(name_or_path), "model"))
+        folder = pathlib.Path(resolve(str(pretrained_model_name_or_path), "model"))
         model = cls.without_values(config)
-        load_weights(model, folder, cls._map_of(config), strict=strict)
+        model.load_folder(folder, strict=strict)
         return model
+
+    def load_folder(self, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+        """Take the weights of a folder, or file, and keep what else an export needs. Collective.
+
+        Raises:
+            WeightsError: as `from_pretrained`.
+        """
+        load_weights(self, folder, self._map_of(self.config), strict=strict)
+        self.origin = attempt(
+            lambda: self._origin_in(pathlib.Path(folder)) if bmt.rank() == 0 else NOTHING,
+            everyone(),
+            WeightsError,
+        )
+
+    def _origin_in(self, folder: pathlib.Path) -> Origin:
+        """What the folder holds that models of its own configuration do not."""
+        if not folder.is_dir():
+            return NOTHING
+        content, config = self.config.hugging_face, self.config
+        if content is None:
+            return origin_of(folder, None)
+        with contextlib.suppress(ConfigError):  # which was read with other values in some places
+            config = self._CONFIG_TYPE.from_dict(content)
+        return origin_of(folder, self._map_of(config))
 
     @classmethod
     def without_values(cls: type[Model], config: Config) -> Model:
@@ -101,11 +127,13 @@ class BaseModel(bmt.DistributedModule):
         return model
 
     @classmethod
-    def from_json_file(cls: type[Model], path: str | os.PathLike[str], **kwargs: Any) -> Model:
+    def from_json_file(cls: type[Model], json_file: str | os.PathLike[str], **kwargs: Any) -> Model:
         """A model with first values, of the configuration in a file and `kwargs`. Collective."""
         model = cls(
             attempt(
-                lambda: cls._CONFIG_TYPE.from_json_file(path, **kwargs), everyone(), ConfigError
+                lambda: cls._CONFIG_TYPE.from_json_file(json_file, **kwargs),
+                everyone(),
+                ConfigError,
             )
         )
         if bmt.is_initialized():
@@ -120,6 +148,10 @@ class BaseModel(bmt.DistributedModule):
         tokenizer: Any = None,
     ) -> None:
         """Write config.json and the weights. Collective in a process group; rank 0 writes.
+
+        Of a model that came from a folder of Hugging Face, what else was there is written too:
+        entries of config.json, tensors without a place in the model (in "hf"), the tokenizer's
+        files, settings of generation.
 
         Args:
             folder: made if it is not there.
@@ -138,10 +170,16 @@ class BaseModel(bmt.DistributedModule):
         if format == "hf":
             content = self.config.hugging_face_content(tokenizer)
             save_hugging_face(
-                self, path, self.key_map(self.config), content, max_shard_size, tokenizer
+                self,
+                path,
+                self.key_map(self.config),
+                content,
+                max_shard_size,
+                tokenizer,
+                self.origin,
             )
         else:
-            save_model_center(self, path, self.config.to_dict(), tokenizer)
+            save_model_center(self, path, self.config.to_dict(), tokenizer, self.origin)
 
     @property
     def num_positions(self) -> int | None:

@@ -14,9 +14,13 @@ from model_center.config.base import Config
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Past
 from model_center.model.causal import Asked
+from model_center.model.heads import LanguageModelHead, Pooler
 from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
 from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
 from model_center.weights.keymap import KeyMap
+
+# ModelCenter's names of them.
+BertLMHead, BertPooler = LanguageModelHead, Pooler
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -121,6 +121,10 @@ class CausalModel(BaseModel):
         tied = self.config.tied or self.ALWAYS_TIED
         return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
 
+    def position_ids_of(self, places: torch.Tensor) -> torch.Tensor:
+        """`position_ids` for tokens at these places of their texts, counted from 0."""
+        return places
+
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
         """Arguments of `forward` for tokens some of which are padding.
 

@@ -44,11 +44,15 @@ class CPM1(CausalModel):
 
     def __init__(self, config: CPM1Config) -> None:
         super().__init__(config)
-        self.encoder = Encoder(**config.stack(config.num_layers), sharding=policy_of(config))
-        self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
+        self.add_embeddings(config)
         self.add_positions(config)
         self.embed_dropout = torch.nn.Dropout(config.dropout_p)
+        self.encoder = Encoder(**config.stack(config.num_layers), sharding=policy_of(config))
         self.add_head(config)
+
+    def add_embeddings(self, config: CPM1Config) -> None:
+        """Make the embeddings of ids."""
+        self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
 
     def add_positions(self, config: CPM1Config) -> None:
         """Make `position_bias`."""

@@ -86,10 +86,11 @@ class CPM3(CPM1):
     _CONFIG_TYPE = CPM3Config
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {**CPM1.PER_TOKEN, "token_type_ids": None}
 
-    def __init__(self, config: CPM3Config) -> None:
-        super().__init__(config)
-        rows = config.prompt_types * config.prompt_length
+    def add_embeddings(self, config: CPM1Config) -> None:
+        """Make the embeddings of ids, first those of prompts."""
+        rows = self.config.prompt_types * self.config.prompt_length
         self.prompt_embedding = Embedding(rows, config.dim_model, **config.embedding())
+        super().add_embeddings(config)
 
     def add_positions(self, config: CPM1Config) -> None:
         """Make `position_bias`."""

@@ -107,12 +107,12 @@ class GPT2(TokenModel):
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        self.encoder = Encoder(**config.stack(config.num_layers), sharding=policy_of(config))
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
         self.position_embedding = Embedding(
             config.position_size, config.dim_model, **config.embedding()
         )
         self.embed_dropout = torch.nn.Dropout(config.dropout_p)
+        self.encoder = Encoder(**config.stack(config.num_layers), sharding=policy_of(config))
         self.add_head(config)
 
     def enter(

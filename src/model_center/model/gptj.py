@@ -123,12 +123,12 @@ class GPTj(TokenModel):
 
     def __init__(self, config: GPTjConfig) -> None:
         super().__init__(config)
-        self.encoder = Encoder(
-            **config.stack(config.num_layers), parallel_ffn=True, sharding=policy_of(config)
-        )
         self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
         self.position_bias = RotaryEmbedding(config.pos_rotary_dim)
         self.embed_dropout = torch.nn.Dropout(config.dropout_p)
+        self.encoder = Encoder(
+            **config.stack(config.num_layers), parallel_ffn=True, sharding=policy_of(config)
+        )
         self.add_head(config)
 
     def enter(

@@ -1,4 +1,7 @@
-"""What stands on top of an encoder: the head of masked language models, and the pooler."""
+"""What stands on top of an encoder: the head of masked language models, and the pooler.
+
+ModelCenter has them in the file of each model, under that model's name.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
-from model_center.config.base import TransformerConfig
+from model_center.errors import InputError
 from model_center.layer.embedding import Embedding
 from model_center.layer.feedforward import activation
 from model_center.layer.layernorm import LayerNorm
@@ -15,53 +18,97 @@ from model_center.layer.parameter import constant, normal, parameter
 
 
 class VocabularyScores(bmt.DistributedModule):
-    """Scores of all tokens, `x W^T + b`: a matrix of its own or, tied, an embedding's."""
+    """Scores of all tokens, `x W^T + b`: a matrix of its own or, tied, an embedding's.
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        dim_model, vocab_size: sizes of the last dimension before and after.
+        dtype: of the parameters.
+        init_mean, init_std: of the first weights; the bias starts at 0.
+        tied: whether to have no matrix.
+    """
+
+    def __init__(
+        self,
+        dim_model: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        init_mean: float,
+        init_std: float,
+        tied: bool,
+    ) -> None:
         super().__init__()
-        if config.tied:
+        if tied:
             self.register_parameter("weight", None)
         else:
-            init = normal(config.proj_init_mean, config.proj_init_std)
-            self.weight = parameter((config.vocab_size, config.dim_model), config.dtype, init)
-        self.bias = parameter((config.vocab_size,), config.dtype, constant(0.0))
+            self.weight = parameter((vocab_size, dim_model), dtype, normal(init_mean, init_std))
+        self.bias = parameter((vocab_size,), dtype, constant(0.0))
 
-    def forward(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
-        """(..., dim_model) to (..., vocab_size)."""
-        if self.weight is not None:
-            return F.linear(hidden, self.weight, self.bias)
-        if embedding.length_scale:
-            return embedding.projection(hidden) + self.bias
-        return F.linear(hidden, embedding.weight, self.bias)
+    def forward(self, x: torch.Tensor, embedding: Embedding | None = None) -> torch.Tensor:
+        """(..., dim_model) to (..., vocab_size), by the embedding if there is one.
+
+        Raises:
+            InputError: if there is no matrix.
+        """
+        if embedding is not None and embedding.length_scale:
+            return embedding.projection(x) + self.bias
+        weight = self.weight if embedding is None else embedding.weight
+        if weight is None:
+            raise InputError("a tied head got no embedding: it has no matrix of its own.")
+        return F.linear(x, weight, self.bias)
 
 
 class LanguageModelHead(torch.nn.Module):
-    """`decoder(layer_norm(act(dense(x))))`: (batch, seq, dim_model) to (batch, seq, vocab_size)."""
+    """`decoder(layer_norm(act(dense(x))))`.
 
-    def __init__(self, config: TransformerConfig, activate_fn: str) -> None:
+    Args:
+        dim_model, vocab_size: sizes.
+        norm_eps: of the norm.
+        dtype: of parameters and computation.
+        activate_fn: as in `FeedForward`, not gated.
+        init_mean: of the first scores' weights.
+        init_std: of all first weights.
+        tied: whether scores are those of an embedding only.
+    """
+
+    def __init__(
+        self,
+        dim_model: int,
+        vocab_size: int,
+        norm_eps: float,
+        dtype: torch.dtype = torch.half,
+        *,
+        activate_fn: str = "gelu",
+        init_mean: float = 0.0,
+        init_std: float = 1,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.dense = dense(config)
+        self.dense = Linear(dim_model, dim_model, dtype=dtype, init_std=init_std, bias=True)
         self.act = activation(activate_fn)
-        self.layer_norm = LayerNorm(config.dim_model, config.dtype, eps=config.norm_eps)
-        self.decoder = VocabularyScores(config)
+        self.layer_norm = LayerNorm(dim_model, dtype, eps=norm_eps)
+        self.decoder = VocabularyScores(dim_model, vocab_size, dtype, init_mean, init_std, tied)
 
-    def forward(self, hidden: torch.Tensor, embedding: Embedding) -> torch.Tensor:
-        """`embedding` is what a tied head multiplies by."""
-        return self.decoder(self.layer_norm(self.act(self.dense(hidden))), embedding)
+    def forward(
+        self, hidden_states: torch.Tensor, input_embedding: Embedding | None = None
+    ) -> torch.Tensor:
+        """(batch, seq, dim_model) to (batch, seq, vocab_size), by the embedding if there is one."""
+        return self.decoder(self.layer_norm(self.act(self.dense(hidden_states))), input_embedding)
 
 
 class Pooler(torch.nn.Module):
-    """`tanh(dense(first token))`: (batch, seq, dim_model) to (batch, dim_model)."""
+    """`tanh(dense(first token))`: (batch, seq, dim_model) to (batch, dim_model).
 
-    def __init__(self, config: TransformerConfig) -> None:
+    Args:
+        dim_model: size.
+        dtype: of parameters and computation.
+        init_std: of the first weights.
+    """
+
+    def __init__(
+        self, dim_model: int, dtype: torch.dtype = torch.half, *, init_std: float = 1
+    ) -> None:
         super().__init__()
-        self.dense = dense(config)
+        self.dense = Linear(dim_model, dim_model, dtype=dtype, init_std=init_std, bias=True)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.dense(hidden[:, 0]))
-
-
-def dense(config: TransformerConfig) -> Linear:
-    """A map of hidden states to as many numbers."""
-    width, std = config.dim_model, config.proj_init_std
-    return Linear(width, width, dtype=config.dtype, init_std=std, bias=True)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(hidden_states[:, 0]))

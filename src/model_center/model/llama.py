@@ -141,16 +141,16 @@ class Llama(CausalModel):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
+        self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
+        self.position_bias = RotaryEmbeddingESM(
+            config.dim_head, config.rope_base, scaling=config.rope_scaling
+        )
         self.encoder = Encoder(
             **config.stack(config.num_layers),
             num_heads_kv=config.num_heads_kv,
             post_layer_norm=config.post_layer_norm,
             variant=config.layer_variant(),
             sharding=policy_of(config),
-        )
-        self.input_embedding = Embedding(config.vocab_size, config.dim_model, **config.embedding())
-        self.position_bias = RotaryEmbeddingESM(
-            config.dim_head, config.rope_base, scaling=config.rope_scaling
         )
         self.add_head(config)
 

@@ -14,10 +14,14 @@ from model_center.errors import ConfigError, InputError
 from model_center.layer.mask import mask_of_lengths
 from model_center.layer.sparse_attention import SparseMask, sparse_mask
 from model_center.model.causal import Asked
+from model_center.model.heads import LanguageModelHead, Pooler
 from model_center.model.inputs import embedded, positions_after_padding, positions_from
 from model_center.model.masked import MaskedConfig, MaskedModel, masked_key_map
 from model_center.model.roberta import HEAD
 from model_center.weights.keymap import KeyMap
+
+# ModelCenter's names of them.
+LongformerLMHead, LongformerPooler = LanguageModelHead, Pooler
 
 
 @dataclasses.dataclass(kw_only=True)

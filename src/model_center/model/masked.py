@@ -139,8 +139,18 @@ class MaskedModel(BaseModel):
         )
         if config.cls_head:
             self.cls_projection = Linear(config.dim_model, config.cls_head, **config.head())
-        self.lm_head = LanguageModelHead(config, config.head_activation)
-        self.pooler = Pooler(config)
+        width, dtype, std = config.dim_model, config.dtype, config.proj_init_std
+        self.lm_head = LanguageModelHead(
+            width,
+            config.vocab_size,
+            config.norm_eps,
+            dtype,
+            activate_fn=config.head_activation,
+            init_mean=config.proj_init_mean,
+            init_std=std,
+            tied=config.tied,
+        )
+        self.pooler = Pooler(width, dtype, init_std=std)
 
     def run(
         self,
@@ -181,7 +191,7 @@ class MaskedModel(BaseModel):
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        return self.lm_head(hidden, self.input_embedding)
+        return self.lm_head(hidden, self.input_embedding if self.config.tied else None)
 
 
 def masked_key_map(

@@ -140,18 +140,18 @@ class OPT(TokenModel):
 
     def __init__(self, config: OPTConfig) -> None:
         super().__init__(config)
-        self.decoder = Encoder(
-            **config.stack(config.num_layers),
-            post_layer_norm=config.norms_behind,
-            variant=LayerVariant(norms_input=not config.norms_behind),
-            sharding=policy_of(config),
-        )
         width = config.dim_embedding or config.dim_model
         self.input_embedding = Embedding(
             config.vocab_size, width, padding_idx=config.pad_token_id, **config.embedding()
         )
         self.position_embedding = Embedding(
             config.position_size + OFFSET, config.dim_model, **config.embedding()
+        )
+        self.decoder = Encoder(
+            **config.stack(config.num_layers),
+            post_layer_norm=config.norms_behind,
+            variant=LayerVariant(norms_input=not config.norms_behind),
+            sharding=policy_of(config),
         )
         if config.dim_embedding:
             maps: dict[str, Any] = {"dtype": config.dtype, "init_std": config.proj_init_std}
@@ -192,6 +192,10 @@ class OPT(TokenModel):
     def num_positions(self) -> int:
         """The longest sequence that the table of positions is for."""
         return int(self.config.position_size)
+
+    def position_ids_of(self, places: torch.Tensor) -> torch.Tensor:
+        """Rows of the table of positions."""
+        return places + OFFSET
 
     def mask_arguments(self, mask: torch.Tensor) -> dict[str, Any]:
         """As in CausalModel: `forward` counts positions itself."""

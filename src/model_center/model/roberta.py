@@ -10,6 +10,7 @@ import torch
 from model_center.config.base import Config
 from model_center.layer.mask import AttentionMask
 from model_center.model.bert import Bert
+from model_center.model.heads import LanguageModelHead, Pooler
 from model_center.model.inputs import positions_after_padding
 from model_center.model.masked import MaskedConfig, masked_key_map
 from model_center.weights.keymap import KeyMap
@@ -21,6 +22,9 @@ HEAD = {
     "decoder": "lm_head.decoder",
     "bias": "lm_head.bias",
 }
+
+# ModelCenter's names of them.
+RobertaLMHead, RobertaPooler = LanguageModelHead, Pooler
 
 
 @dataclasses.dataclass(kw_only=True)

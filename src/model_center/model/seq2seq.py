@@ -42,16 +42,16 @@ class Seq2SeqModel(BaseModel):
 
     def __init__(self, config: Seq2SeqConfig, embedding: Embedding) -> None:
         super().__init__(config)
+        self.input_embedding = embedding
+        self.position_bias_enc = RelativePositionEmbedding(**config.relative(bidirectional=True))
+        self.position_bias_dec = RelativePositionEmbedding(**config.relative(bidirectional=False))
+        self.embed_dropout = torch.nn.Dropout(config.dropout_p)
         self.encoder = Encoder(
             **config.stack(config.num_encoder_layers), sharding=policy_of(config)
         )
         self.decoder = Decoder(
             **config.stack(config.num_decoder_layers), sharding=policy_of(config)
         )
-        self.input_embedding = embedding
-        self.position_bias_enc = RelativePositionEmbedding(**config.relative(bidirectional=True))
-        self.position_bias_dec = RelativePositionEmbedding(**config.relative(bidirectional=False))
-        self.embed_dropout = torch.nn.Dropout(config.dropout_p)
         if config.cls_head:
             self.cls_projection = Linear(config.dim_model, config.cls_head, **config.head())
         elif not config.tied:

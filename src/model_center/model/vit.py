@@ -12,10 +12,10 @@ import torch
 
 from model_center.config.base import Config
 from model_center.errors import ConfigError, InputError
+from model_center.layer.embedding import PatchEmbedding
 from model_center.layer.feedforward import GATED
 from model_center.layer.linear import Linear
 from model_center.layer.mask import mask_from
-from model_center.layer.patch_embedding import PatchEmbedding
 from model_center.layer.transformer import Encoder
 from model_center.model.base import BaseModel, policy_of
 from model_center.model.inputs import needs_dict

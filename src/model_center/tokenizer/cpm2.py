@@ -16,6 +16,7 @@ class CPM2Tokenizer(CPM1Tokenizer):
     def __init__(  # noqa: PLR0913 (ModelCenter's arguments)
         self,
         vocab_file: str | os.PathLike[str],
+        max_sentinels: int = 190,
         max_len: int | None = None,
         q2b: bool = False,
         sod_token: str = "<s>",
@@ -24,7 +25,6 @@ class CPM2Tokenizer(CPM1Tokenizer):
         unk_token: str = "<unk>",
         line_token: str = "</n>",
         space_token: str = "</_>",
-        max_sentinels: int = 190,
         **kwargs: Any,
     ) -> None:
         """A tokenizer over `vocab_file` with `max_sentinels` sentinels; see CPM1Tokenizer."""
@@ -45,12 +45,17 @@ class CPM2Tokenizer(CPM1Tokenizer):
         self.init_kwargs |= {"sod_token": sod_token, "max_sentinels": max_sentinels}
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
-        cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    def from_pretrained(
+        cls: type[Found],
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        **kwargs: Any,
     ) -> Found:
         """The tokenizer of a folder or identifier; blanks are "▂" and "▃" in its vocabulary."""
         return super().from_pretrained(
-            name_or_path, *args, **{"space_token": "\u2582", "line_token": "\u2583"} | kwargs
+            pretrained_model_name_or_path,
+            *args,
+            **{"space_token": "\u2582", "line_token": "\u2583"} | kwargs,
         )
 
     @property
@@ -62,9 +67,9 @@ class CPM2Tokenizer(CPM1Tokenizer):
         """How many sentinels there are."""
         return self.max_sentinels
 
-    def get_sentinel_id(self, index: int) -> int:
-        """The id of sentinel `index`, counted from 0."""
-        return self.encoder[self._sentinel(range(self.max_sentinels)[index])]
+    def get_sentinel_id(self, idx: int) -> int:
+        """The id of sentinel `idx`, counted from 0."""
+        return self.encoder[self._sentinel(range(self.max_sentinels)[idx])]
 
     @staticmethod
     def _sentinel(index: int) -> str:

@@ -78,14 +78,17 @@ class LlamaTokenizer(Borrowed, HuggingFaceLlama):
     """SentencePiece BPE of LLaMA 1 and 2; the byte-level BPE of LLaMA 3's files."""
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
-        cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    def from_pretrained(
+        cls: type[Found],
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        **kwargs: Any,
     ) -> Found:
         """As of every tokenizer.
 
         Files that do not say how texts start and end get LLaMA's `<s>` (1) and `</s>` (2).
         """
-        tokenizer = super().from_pretrained(name_or_path, *args, **kwargs)
+        tokenizer = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         if tokenizer.convert_ids_to_tokens([1, 2]) == ["<s>", "</s>"]:
             tokenizer.bos_token = tokenizer.bos_token or "<s>"
             tokenizer.eos_token = tokenizer.eos_token or "</s>"

@@ -18,8 +18,11 @@ class Identified(PreTrainedTokenizerBase):
     """A tokenizer whose `from_pretrained` knows our identifiers ("gpt2-base") too."""
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]  # (ModelCenter's name of the first argument)
-        cls: type[Found], name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    def from_pretrained(
+        cls: type[Found],
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        **kwargs: Any,
     ) -> Found:
         """The tokenizer of a folder, of our identifier or of a repository "org/name".
 
@@ -29,7 +32,7 @@ class Identified(PreTrainedTokenizerBase):
             IdentifierError: for a name that stands for nothing, naming the nearest ones.
             DataError: for a folder without a vocabulary.
         """
-        folder = resolve(str(name_or_path), "tokenizer")
+        folder = resolve(str(pretrained_model_name_or_path), "tokenizer")
         files = sorted({"tokenizer.json", *cls.vocab_files_names.values()})
         if not any(pathlib.Path(folder, file).is_file() for file in files):
             raise DataError(
@@ -37,3 +40,27 @@ class Identified(PreTrainedTokenizerBase):
                 f"{', '.join(files)}."
             )
         return super().from_pretrained(folder, *args, **kwargs)
+
+
+class BaseTokenizer:
+    """A class of tokenizers, loaded by our identifiers.
+
+    Args:
+        tokenizer_type: one with transformers' `from_pretrained`.
+    """
+
+    def __init__(self, tokenizer_type: Any) -> None:
+        self.tokenizer_type = tokenizer_type
+
+    def from_pretrained(
+        self, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The tokenizer of a folder, of our identifier or of a repository "org/name".
+
+        `args` and `kwargs` are those of `tokenizer_type`.
+
+        Raises:
+            IdentifierError: for a name that stands for nothing, naming the nearest ones.
+        """
+        folder = resolve(str(pretrained_model_name_or_path), "tokenizer")
+        return self.tokenizer_type.from_pretrained(folder, *args, **kwargs)

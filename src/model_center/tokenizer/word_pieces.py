@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Container
+from collections import OrderedDict
+from collections.abc import Container, Mapping
 
 from model_center.errors import DataError
 from model_center.tokenizer import segmenter
@@ -53,9 +54,13 @@ def pieces(text: str, vocabulary: Container[str], unknown: str, *, half_width: b
     return found
 
 
-def longest_pieces(word: str, vocabulary: Container[str], unknown: str) -> list[str]:
-    """`word` cut from the left by the longest known piece each time; else `unknown`."""
-    if len(word) > LONGEST_WORD:
+def longest_pieces(
+    word: str, vocabulary: Container[str], unknown: str, longest: int = LONGEST_WORD
+) -> list[str]:
+    """`word` cut from the left by the longest known piece each time; else, and for a word of more
+    than `longest` characters, `unknown`.
+    """
+    if len(word) > longest:
         return [unknown]
     found, start = [], 0
     while start < len(word):
@@ -65,3 +70,54 @@ def longest_pieces(word: str, vocabulary: Container[str], unknown: str) -> list[
         found.append(word[start:stop] or unknown)
         start = max(stop, start + 1)
     return found
+
+
+class WordpieceTokenizer:
+    """Words cut into pieces, as ModelCenter's programs call it; see `longest_pieces`."""
+
+    def __init__(
+        self,
+        vocab: Mapping[str, int],
+        unk_token: str = "<unk>",
+        max_input_chars_per_word: int = LONGEST_WORD,
+    ) -> None:
+        self.vocab, self.unk_token = vocab, unk_token
+        self.max_input_chars_per_word = max_input_chars_per_word
+
+    def tokenize(self, token: str | bytes) -> list[str]:
+        """The pieces of a word."""
+        word = convert_to_unicode(token)
+        return longest_pieces(word, self.vocab, self.unk_token, self.max_input_chars_per_word)
+
+
+def load_vocab(vocab_file: str | os.PathLike[str]) -> OrderedDict[str, int]:
+    """The ids of the tokens of a vocabulary file, without blanks around them.
+
+    Of a token that is there twice the last id counts, at the place of the first.
+
+    Raises:
+        DataError: for a file that is missing.
+    """
+    lines = read_vocabulary(vocab_file)
+    return OrderedDict((line.strip(), number) for number, line in enumerate(lines))
+
+
+def convert_to_unicode(text: str | bytes) -> str:
+    """Text as it is, bytes from UTF-8 without those that are none.
+
+    Raises:
+        DataError: for anything else.
+    """
+    if not isinstance(text, (str, bytes)):
+        raise DataError(f"text is {type(text).__name__}: expected str or bytes.")
+    return text if isinstance(text, str) else text.decode("utf-8", "ignore")
+
+
+def is_contain_chinese(check_str: str) -> bool:
+    """Whether there is a character of the first block of Chinese ones, U+4E00 to U+9FFF."""
+    return any("\u4e00" <= character <= "\u9fff" for character in check_str)
+
+
+def is_contain_point(check_str: str) -> bool:
+    """Whether there is a digit, 0 to 9."""
+    return any("0" <= character <= "9" for character in check_str)

@@ -13,6 +13,7 @@ from bmtrain.checkpoint.entries import Entry
 from bmtrain.checkpoint.sources import Header
 from model_center.errors import WeightsError
 from model_center.weights.keymap import KeyMap, Piece
+from model_center.weights.origin import NOTHING, Origin
 from model_center.weights.safetensors_writer import SafetensorsWriter
 from model_center.weights.staging import writing
 
@@ -37,10 +38,9 @@ def with_dtype(content: Mapping[str, Any], headers: Mapping[str, Header]) -> dic
     floats = {header.dtype for header in headers.values() if header.dtype.is_floating_point}
     if not floats:
         return dict(content)
-    return {
-        **content,
-        "torch_dtype": str(functools.reduce(torch.promote_types, floats)).removeprefix("torch."),
-    }
+    name = "dtype" if "dtype" in content else "torch_dtype"  # as of transformers 5, and before
+    dtype = functools.reduce(torch.promote_types, floats)
+    return {**content, name: str(dtype).removeprefix("torch.")}
 
 
 def targets_of(key_map: KeyMap, headers: Mapping[str, Header]) -> dict[str, Target]:
@@ -118,9 +118,14 @@ class Exporter:
     """Takes our tensors one by one and writes each of theirs when it is complete."""
 
     def __init__(
-        self, key_map: KeyMap, targets: Mapping[str, Target], writer: SafetensorsWriter
+        self,
+        key_map: KeyMap,
+        targets: Mapping[str, Target],
+        writer: SafetensorsWriter,
+        origin: Origin = NOTHING,
     ) -> None:
         self._key_map, self._targets, self._writer = key_map, targets, writer
+        self._origin = origin
         self._begun: dict[str, _Assembly] = {}
 
     def take(self, entry: Entry, tensor: torch.Tensor) -> None:
@@ -138,13 +143,17 @@ class Exporter:
             piece = self._key_map.pieces.get(name, Piece(name))
             target = self._targets[piece.name]
             if target.is_whole:
-                self._writer.write(piece.name, tensor)
+                self._write(piece.name, tensor)
                 continue
             assembly = self._begun.setdefault(piece.name, _Assembly(target))
             assembly.put(name, piece, tensor)
             if assembly.is_complete:
-                self._writer.write(piece.name, assembly.tensor)
+                self._write(piece.name, assembly.tensor)
                 del self._begun[piece.name]
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        for spelled in self._origin.spelled(name):
+            self._writer.write(spelled, tensor)
 
 
 class _Assembly:

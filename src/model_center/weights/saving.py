@@ -20,6 +20,7 @@ from bmtrain.runtime import log
 from model_center.errors import WeightsError
 from model_center.weights.export import Exporter, targets_of, with_dtype, written
 from model_center.weights.keymap import KeyMap
+from model_center.weights.origin import NOTHING, Origin
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
 
@@ -33,6 +34,7 @@ def save_hugging_face(
     hf_config: Mapping[str, Any],
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
+    origin: Origin = NOTHING,
 ) -> None:
     """Write config.json and safetensors files by `key_map`, on rank 0. Collective.
 
@@ -45,6 +47,8 @@ def save_hugging_face(
         hf_config: content of config.json; its dtype becomes that of the tensors.
         max_shard_size: of one file, bytes or "5GB".
         tokenizer: saved beside by its `save_pretrained`, if given.
+        origin: of the model: its files and unused tensors are written too, and names spelled as
+            there.
 
     Raises:
         WeightsError: on every rank, if the files cannot be written or the format cannot hold the
@@ -55,9 +59,9 @@ def save_hugging_face(
         for entry in entries(model)
         for name in written(entry.names, key_map)
     }
-    with _staged(folder, with_dtype(hf_config, headers), tokenizer) as staging:
+    with _staged(folder, with_dtype(hf_config, headers), tokenizer, origin) as staging:
         exporter = _on_writer(
-            staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size)
+            staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size, origin)
         )
         visit(model, exporter.take if exporter else None, WeightsError)
     extra = [name for name in headers if name not in key_map.pieces]
@@ -72,24 +76,40 @@ def save_model_center(
     folder: str | os.PathLike[str],
     config: Mapping[str, Any],
     tokenizer: Any = None,
+    origin: Origin = NOTHING,
 ) -> None:
     """Write config.json and pytorch_model.pt under our names, on rank 0. Collective.
 
     Rank 0 needs host memory for the whole model. Otherwise as `save_hugging_face`.
     """
-    with _staged(folder, config, tokenizer) as staging:
+    with _staged(folder, config, tokenizer, origin) as staging:
         tensors = collect(model, keep=staging is not None)
         _on_writer(staging, lambda staging: write_file(staging.path(MODEL_CENTER_FILE), tensors))
 
 
 def _exporter(
-    staging: Staging, key_map: KeyMap, headers: Mapping[str, Header], max_shard_size: int | str
+    staging: Staging,
+    key_map: KeyMap,
+    headers: Mapping[str, Header],
+    max_shard_size: int | str,
+    origin: Origin,
 ) -> Exporter:
+    """An exporter that has written what the model itself does not hold."""
     targets = targets_of(key_map, headers)
-    sizes = {name: target.header for name, target in targets.items()}
-    return Exporter(
-        key_map, targets, SafetensorsWriter(staging.path(), sizes, parse_size(max_shard_size))
-    )
+    sizes = {name: target.header for own, target in targets.items() for name in origin.spelled(own)}
+    # Heads follow the model into another dtype; of several dtypes none is theirs.
+    floats = {header.dtype for header in headers.values() if header.dtype.is_floating_point}
+    dtype = floats.pop() if len(floats) == 1 else None
+    unused = {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in origin.tensors.items()
+        if name not in sizes
+    }
+    sizes |= {name: Header(tuple(x.shape), x.dtype) for name, x in unused.items()}
+    writer = SafetensorsWriter(staging.path(), sizes, parse_size(max_shard_size))
+    for name, tensor in unused.items():
+        writer.write(name, tensor)
+    return Exporter(key_map, targets, writer, origin)
 
 
 def _on_writer(staging: Staging | None, step: Callable[[Staging], T]) -> T | None:
@@ -109,7 +129,7 @@ def _on_writer(staging: Staging | None, step: Callable[[Staging], T]) -> T | Non
 
 @contextlib.contextmanager
 def _staged(
-    folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any
+    folder: str | os.PathLike[str], config: Mapping[str, Any], tokenizer: Any, origin: Origin
 ) -> Iterator[Staging | None]:
     """A folder with all but the weights, put in place after the body on rank 0, None elsewhere.
 
@@ -117,7 +137,7 @@ def _staged(
     """
     path = pathlib.Path(folder)
     staging = attempt(
-        lambda: _begin(path, config, tokenizer) if bmt.rank() == 0 else None,
+        lambda: _begin(path, config, tokenizer, origin) if bmt.rank() == 0 else None,
         everyone(),
         WeightsError,
     )
@@ -130,11 +150,15 @@ def _staged(
         raise
 
 
-def _begin(folder: pathlib.Path, config: Mapping[str, Any], tokenizer: Any) -> Staging:
+def _begin(
+    folder: pathlib.Path, config: Mapping[str, Any], tokenizer: Any, origin: Origin
+) -> Staging:
     staging = Staging(folder)
     try:
         with writing(folder):
             staging.write_json(CONFIG, config)
+            for name, content in origin.files.items():
+                staging.path(name).write_bytes(content)
             if tokenizer is not None:
                 tokenizer.save_pretrained(staging.path())
     except BaseException:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model_center.errors import ConfigError
+from model_center.errors import ConfigError, InputError
 
 
 class RotaryTables(NamedTuple):
@@ -82,7 +82,7 @@ class Rotary(torch.nn.Module):
         angles = (positions.float() * self.distance_scale)[..., None] * frequencies
         return RotaryTables(angles.cos(), angles.sin(), self.interleaved)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def turned(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn both, (..., length, dim_head): keys from 0 on; queries are at the last keys."""
         tables = self.tables(torch.arange(key.shape[-2], device=key.device))
         last = tables._replace(
@@ -96,6 +96,10 @@ class RotaryEmbedding(Rotary):
 
     def __init__(self, rotary_dim: int) -> None:
         super().__init__(rotary_dim, 10000.0, interleaved=True)
+
+    def forward(self, h_q: torch.Tensor, h_k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `turned`."""
+        return self.turned(h_q, h_k)
 
 
 class RotaryEmbeddingESM(Rotary):
@@ -115,6 +119,18 @@ class RotaryEmbeddingESM(Rotary):
         super().__init__(
             dim, base, interleaved=False, distance_scale=distance_scale, scaling=scaling
         )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, seq_dim: int = -2
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `turned`.
+
+        Raises:
+            InputError: for another `seq_dim` than that of the last but one dimension.
+        """
+        if seq_dim not in {-2, q.dim() - 2}:
+            raise InputError(f"seq_dim is {seq_dim}: positions go along the last but one, -2.")
+        return self.turned(q, k)
 
 
 def inverse_frequencies(dim: int, base: float, device: torch.device) -> torch.Tensor:
