@@ -1,10 +1,10 @@
 r"""Run several backends on the same machine one after another; write JSON with machine, versions
 and commit, a table and a plot.
 
-make bench                                  what fits this machine: models and backends by its
-number of GPUs make bench ARGS="--suite quick"             minutes make bench ARGS="--list"
-the suites, and how long each takes here make bench ARGS="--gpus 2 --suite 2.7b"     fewer GPUs than
-there are
+make bench                               what fits this machine and its number of GPUs
+make bench ARGS="--suite quick"          minutes
+make bench ARGS="--list"                 the suites, and how long each takes here
+make bench ARGS="--gpus 2 --suite 2.7b"  fewer GPUs than there are
 
 Other comparisons are made of runs, whose words are arguments of throughput.py:
 

@@ -4,10 +4,11 @@ all of them.
 python benchmarks/language_models.py --name language-models --commit $(git rev-parse HEAD)
 
 llama   forward and backward of LLaMA 3 8B with 8 layers, 8192 tokens: model_center's, and a plain
-one in the same engine bert    whole training steps of BERT-large on 256 sequences of 128 tokens:
-model_center's, and transformers' with SDPA and
-        torch.compile, with fp32 weights under autocast (its Trainer's bf16=True) and with weights
-        and optimizer in bf16 alone
+        one in the same engine
+bert    whole training steps of BERT-large on 256 sequences of 128 tokens: model_center's, and
+        transformers' with SDPA and torch.compile, with fp32 weights under autocast (its Trainer's
+        bf16=True) and with weights and optimizer in bf16 alone
+
 loading a checkpoint of 2.7e9 parameters in bf16, in several safetensors files:
 benchmarks/loading.py
 """

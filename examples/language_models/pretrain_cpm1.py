@@ -10,6 +10,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 import bmtrain as bmt
@@ -30,9 +31,9 @@ class PackedRows(torch.utils.data.Dataset[Batch]):
     false in the spans to be written; and `span`, the number of the piece, from 1 on (0 is padding).
     """
 
-    def __init__(self, pieces: CPM1_Dataset_Merge, lengths: Sequence[int], max_length: int) -> None:
+    def __init__(self, pieces: CPM1_Dataset_Merge, max_length: int) -> None:
         self.pieces = pieces
-        self.rows = best_fit(lengths, max_length)
+        self.rows = best_fit(pieces.sizes.tolist(), max_length)
 
     def set_epoch(self, epoch: int) -> None:
         """Other spans in every epoch."""
@@ -46,9 +47,9 @@ class PackedRows(torch.utils.data.Dataset[Batch]):
         ids, targets, lengths, context = zip(*pieces, strict=True)
         numbers = torch.arange(1, len(pieces) + 1)
         return {
-            "input_ids": torch.cat(ids),
-            "targets": torch.cat(targets),
-            "context": torch.cat(context),
+            "input_ids": torch.from_numpy(np.concatenate(ids).astype(np.int64)),
+            "targets": torch.from_numpy(np.concatenate(targets)),
+            "context": torch.from_numpy(np.concatenate(context)),
             "span": torch.repeat_interleave(numbers, torch.tensor(lengths)),
         }
 
@@ -65,8 +66,7 @@ def main() -> None:
     setup(args)
     tokens = MMapIndexedDataset(str(pathlib.Path(args.base_path, args.dataset_name)))
     pieces = CPM1_Dataset_Merge(tokens, args.max_length, args.seed)
-    lengths = [min(int(size), args.max_length) for size in tokens.sizes if size >= 2]
-    loader = make_loader(PackedRows(pieces, lengths, args.max_length), args, shuffle=True)
+    loader = make_loader(PackedRows(pieces, args.max_length), args, shuffle=True)
     model = untrained(CPM1, args)
     loss_sum = bmt.loss.FusedCrossEntropy(reduction="sum")
 

@@ -20,17 +20,22 @@ from model_center.model.bert import Bert
 from model_center.model.cpm1 import CPM1
 from model_center.model.cpm2 import CPM2
 from model_center.model.gpt2 import GPT2
+from model_center.model.gptj import GPTj
 from model_center.model.llama import Llama
 from model_center.model.mistral import Mistral
+from model_center.model.opt import OPT
 from model_center.model.qwen2 import Qwen2
+from model_center.model.qwen3 import Qwen3
 from model_center.model.t5 import T5
 from model_center.tokenizer import (
     BertTokenizer,
     CPM1Tokenizer,
     CPM2Tokenizer,
     GPT2Tokenizer,
+    GPTjTokenizer,
     LlamaTokenizer,
     MistralTokenizer,
+    OPTTokenizer,
     Qwen2Tokenizer,
     T5Tokenizer,
 )
@@ -50,10 +55,19 @@ FAMILIES: dict[str, tuple[type[BaseModel], Any, str, dict[str, Any]]] = {
         "gpt2",
         {**ONE_STACK, "position_size": 512, "ffn_activate_fn": "gelu_new"},
     ),
+    "gptj": (GPTj, GPTjTokenizer, "gpt2", {**ONE_STACK, "pos_rotary_dim": 8}),
     "llama": (Llama, LlamaTokenizer, "llama", LLAMA_LIKE),
     "mistral": (Mistral, MistralTokenizer, "llama", LLAMA_LIKE),
+    "opt": (OPT, OPTTokenizer, "gpt2", {**ONE_STACK, "position_size": 512}),
     "qwen2": (Qwen2, Qwen2Tokenizer, "gpt2", LLAMA_LIKE),
+    "qwen3": (Qwen3, Qwen2Tokenizer, "gpt2", LLAMA_LIKE),
     "t5": (T5, T5Tokenizer, "t5", {**TWO_STACKS, "pos_init_std": 0.02, "tied": False}),
+    "t5-v1_1": (
+        T5,
+        T5Tokenizer,
+        "t5",
+        {**TWO_STACKS, "pos_init_std": 0.02, "tied": False, "ffn_activate_fn": "gated_gelu_new"},
+    ),
     "cpm1": (CPM1, CPM1Tokenizer, "cpm1", {**ONE_STACK, "pos_init_std": 0.02}),
     "cpm2": (CPM2, CPM2Tokenizer, "cpm2", {**TWO_STACKS, "pos_init_std": 0.02}),
 }

@@ -1,4 +1,4 @@
-"""`python -m model_center COMMAND`: prepare data for training, and pass on what it has written."""
+"""`python -m model_center COMMAND`: train models, prepare data for that, pass on the results."""
 
 from __future__ import annotations
 
@@ -8,13 +8,29 @@ import sys
 from collections.abc import Sequence
 
 from bmtrain.errors import CheckpointError
-from model_center.errors import ConfigError, DataError, IdentifierError, InputError, WeightsError
+from model_center.errors import (
+    ConfigError,
+    DataError,
+    IdentifierError,
+    InputError,
+    ResumeError,
+    WeightsError,
+)
 
-# Each is a module of that name, imported when it is asked for: one needs transformers, the other
-# does not.
+# What each does, and its module, imported when it is asked for: some need transformers, others do
+# not.
 COMMANDS = {
-    "preprocess": "text to token data",
-    "convert": "a folder of Hugging Face made one of ModelCenter, or the other way round",
+    "train": (
+        "a language model, on conversations or texts; whole or by LoRA",
+        "model_center.commands.train",
+    ),
+    "generate": ("texts that a model continues", "model_center.commands.generate"),
+    "chat": ("a conversation with a model", "model_center.commands.chat"),
+    "preprocess": ("text to token data", "model_center.preprocess"),
+    "convert": (
+        "a folder of Hugging Face made one of ModelCenter, or the other way round",
+        "model_center.convert",
+    ),
 }
 MENDABLE = (
     CheckpointError,
@@ -22,6 +38,7 @@ MENDABLE = (
     DataError,
     IdentifierError,
     InputError,
+    ResumeError,
     WeightsError,
     OSError,
 )
@@ -35,11 +52,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m model_center", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    parsers = {name: commands.add_parser(name, help=about) for name, about in COMMANDS.items()}
+    parsers = {name: commands.add_parser(name, help=about) for name, (about, _) in COMMANDS.items()}
     chosen = next((word for word in arguments if word in COMMANDS), None)
     try:
         if chosen is not None:
-            command = importlib.import_module(f"model_center.{chosen}")
+            command = importlib.import_module(COMMANDS[chosen][1])
             command.add_arguments(parsers[chosen])
             parsers[chosen].set_defaults(run=command.run)
         args = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-DECAY_STYLES = ("constant", "linear", "cosine", "exponential", "noam")
+DECAY_STYLES = ("constant", "linear", "cosine", "wsd", "exponential", "noam")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adam", "adam-offload")
 
@@ -45,19 +45,28 @@ def parse_args(
         required: flags that this program cannot do without, "--model-config" for example.
     """
     args = parser.parse_args(arguments)
+    problem = problem_of(args, required)
+    if problem is not None:
+        parser.error(problem)
+    return args
+
+
+def problem_of(args: argparse.Namespace, required: Sequence[str] = ()) -> str | None:
+    """Why these flags cannot go together, or which of those `required` is missing; else None."""
     missing = [flag for flag in required if vars(args)[flag.lstrip("-").replace("-", "_")] is None]
     if missing:
-        parser.error(f"this program needs {', '.join(missing)}")
+        return f"this program needs {', '.join(missing)}"
     if args.resume and args.save is None:
-        parser.error("--resume goes on from the checkpoints in --save: give that folder too")
+        return "--resume goes on from the checkpoints in --save: give that folder too"
     if args.start_step >= args.train_iters:
-        parser.error(
+        return (
             f"--start-step {args.start_step} leaves nothing to do before --train-iters "
             f"{args.train_iters}"
         )
-    if args.tensorboard and args.log_dir is None and args.save is None:
-        parser.error("--tensorboard needs a place for its files: give --log-dir or --save")
-    return args
+    drawn = [name for name in ("tensorboard", "wandb") if vars(args)[name]]
+    if drawn and args.log_dir is None and args.save is None:
+        return f"--{drawn[0]} needs a place for its files: give --log-dir or --save"
+    return None
 
 
 def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -83,6 +92,12 @@ def add_model_config_args(parser: argparse.ArgumentParser) -> argparse.ArgumentP
 def add_training_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags that say what is learned from, how, and what is kept of it."""
     _add_data_flags(_adder(parser.add_argument_group("data")))
+    return add_run_args(parser)
+
+
+def add_run_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of `training.Run`: batches, length, optimizer, checkpoints and log."""
+    _add_batch_flags(_adder(parser.add_argument_group("batches")))
     length = "length of training; a step is one update of the weights"
     _add_length_flags(_adder(parser.add_argument_group(length)))
     _add_optimizer_flags(_adder(parser.add_argument_group("optimizer and learning rate")))
@@ -106,20 +121,23 @@ def _add_data_flags(add: Callable[..., object]) -> None:
     add("--base-path", None, where, metavar="FOLDER")
     names = "--dataset_name --dataset-name --dataset"
     add(names, None, "task or data set", dest="dataset_name", metavar="NAME")
-    add("--batch-size", 32, "rows per process and micro-batch", type=_positive)
-    add("--max-length", 512, "tokens of a row at most", type=_positive)
-    add("--max-encoder-length", 512, "the same for what an encoder reads", type=_positive)
-    add("--max-decoder-length", 256, "the same for a decoder", type=_positive)
+    add("--max-encoder-length", 512, "the same for what an encoder reads", type=positive)
+    add("--max-decoder-length", 256, "the same for a decoder", type=positive)
+
+
+def _add_batch_flags(add: Callable[..., object]) -> None:
+    add("--batch-size", 32, "rows per process and micro-batch", type=positive)
+    add("--max-length", 512, "tokens of a row at most", type=positive)
     workers = "processes that prepare data, for each rank; 0 for none"
-    add("--num-workers", 0, workers, type=_count)
+    add("--num-workers", 0, workers, type=count)
 
 
 def _add_length_flags(add: Callable[..., object]) -> None:
-    add("--epochs", 1, "passes over the training data", type=_positive)
-    add("--train-iters", 1000000, "stop after this step even if epochs are left", type=_positive)
+    add("--epochs", 1, "passes over the training data", type=positive)
+    add("--train-iters", 1000000, "stop after this step even if epochs are left", type=positive)
     done = "number of steps done before, when only weights are loaded"
-    add("--start-step", 0, done, type=_count)
-    add("--gradient-accumulation", 1, "micro-batches per step", type=_positive, metavar="N")
+    add("--start-step", 0, done, type=count)
+    add("--gradient-accumulation", 1, "micro-batches per step", type=positive, metavar="N")
     add("--seed", 1234, "of first values, dropout and the order of the data", type=int)
     # Launchers of old pass it; the rank comes from the environment.
     add("--local_rank --local-rank", None, argparse.SUPPRESS, dest="local_rank", type=int)
@@ -127,37 +145,52 @@ def _add_length_flags(add: Callable[..., object]) -> None:
 
 def _add_optimizer_flags(add: Callable[..., object]) -> None:
     add("--optimizer", "adam", "adam-offload keeps its states in host memory", choices=OPTIMIZERS)
-    add("--lr", 1e-4, "learning rate that the schedule starts from", type=_amount)
-    add("--weight-decay", 1e-2, "of all but norms and biases", type=_amount)
-    add("--clip-grad", 1.0, "largest norm of the gradient; 0 for no limit", type=_amount)
-    add("--loss-scale", 65536, "the first one, with fp16 only; 0 for none", type=_amount)
+    add("--lr", 1e-4, "learning rate that the schedule starts from", type=amount)
+    add(
+        "--adam-betas",
+        (0.9, 0.999),
+        "how slowly Adam's means forget",
+        type=share,
+        nargs=2,
+        metavar=("BETA1", "BETA2"),
+    )
+    add("--weight-decay", 1e-2, "of all but norms and biases", type=amount)
+    add("--clip-grad", 1.0, "largest norm of the gradient; 0 for no limit", type=amount)
+    add("--loss-scale", 65536, "the first one, with fp16 only; 0 for none", type=amount)
     rises = "steps in which the learning rate rises; below 1 a share of all steps"
-    add("--warmup-iters", 0.01, rises, type=_amount)
+    add("--warmup-iters", 0.01, rises, type=amount)
     fallen = "step at which the learning rate has fallen (default: the last one)"
-    add("--lr-decay-iters", None, fallen, type=_positive)
+    add("--lr-decay-iters", None, fallen, type=positive)
     add("--lr-decay-style", "noam", "how the learning rate falls", choices=DECAY_STYLES)
+    add("--lr-end", 0.0, "what linear, cosine and wsd fall to", type=amount)
+    stable = "steps in which wsd falls, after it was stable; below 1 a share of all steps"
+    add("--wsd-decay", 0.1, stable, type=amount)
 
 
 def _add_file_flags(add: Callable[..., object]) -> None:
     kept = "where checkpoints and, at the end, the model go (default: nothing is kept)"
     add("--save", None, kept, metavar="FOLDER")
     add("--save-name", None, "of the model's folder in --save (default: model)", metavar="NAME")
-    add("--save-iters", 1000, "steps between checkpoints", type=_positive)
+    add("--save-iters", 1000, "steps between checkpoints", type=positive)
+    add("--save-keep", 2, "checkpoints that are kept, the newest", type=positive)
     newest = "go on from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
-    add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=_positive)
+    add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=positive)
     lines = "steps between lines where the output is no terminal"
-    add("--log-iters", 10, lines, type=_positive)
+    add("--log-iters", 10, lines, type=positive)
     add("--log-dir", None, "where metrics.jsonl goes (default: --save)", metavar="FOLDER")
     curves = "write curves for TensorBoard beside metrics.jsonl"
     add("--tensorboard", False, curves, action="store_true")
+    add("--wandb", None, "send curves to this project of Weights & Biases", metavar="PROJECT")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A whole number from 1 on."""
     return _whole(text, 1)
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number from 0 on."""
     return _whole(text, 0)
 
 
@@ -171,7 +204,16 @@ def _whole(text: str, least: int) -> int:
     return number
 
 
-def _amount(text: str) -> float:
+def share(text: str) -> float:
+    """A number from 0 to below 1."""
+    number = amount(text)
+    if number >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    return number
+
+
+def amount(text: str) -> float:
+    """A finite number from 0 on."""
     try:
         number = float(text)
     except ValueError:

@@ -31,7 +31,8 @@ MODEL_CENTER_LAYERS = (
     {"tokenizer"},
     {"dataset", "metrics"},
     {"generation"},
-    {"arguments", "convert", "preprocess", "tools", "training", "utils"},
+    {"arguments", "compat", "convert", "preprocess", "training", "utils"},
+    {"commands", "tools"},
     {"__init__", "__main__"},
 )
 MODEL_CENTER_LEVEL = {

@@ -12,7 +12,7 @@ import pytest
 
 import model_center
 from model_center.arguments import add_model_config_args, add_training_args, make_parser, parse_args
-from model_center.training.optimization import warmup_steps
+from model_center.training.optimization import in_steps
 
 # As documented there.
 DEFAULTS: dict[str, Any] = {
@@ -139,7 +139,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_warm_up(given: float, total: int, steps: int) -> None:
     """Below 1 a share of all steps, from 1 on a number of steps."""
-    assert warmup_steps(given, total) == steps
+    assert in_steps(given, total) == steps
 
 
 def test_the_guide_names_every_flag() -> None:

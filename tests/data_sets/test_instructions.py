@@ -17,7 +17,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 from model_center.dataset.instructions import InstructionDataset
-from model_center.dataset.packing import PackedSamples, best_fit, segment_mask
+from model_center.dataset.packing import PackedSamples, best_fit, segment_mask, spread
 from model_center.errors import DataError
 from model_center.tokenizer import CPM1Tokenizer, GPT2Tokenizer, LlamaTokenizer
 
@@ -165,8 +165,174 @@ def test_rows_are_filled_well() -> None:
         assert filled[0] + filled[1] > room
         assert len(rows) <= 1.23 * sum(lengths) / room + 1
         assert rows == sorted(rows) == best_fit(lengths, room)
+    assert spread([[0, 1, 2], [3], [4, 5]], 3) == [[0, 1, 2], [3], [4, 5]]
+    assert spread([[0, 1, 2, 4], [3]], 4) == [[0], [1], [2, 4], [3]]
+    assert spread([[0, 1], [3]], 9) == [[0], [1], [3]]
     assert best_fit([], 4) == []
     assert best_fit([4, 4, 1], 4) == [[0], [1], [2]]
+
+
+# As Qwen 3's: thoughts of answers before the last question are left out, the last answer begins
+# with its thoughts or empty ones, results of tools are a user's turn.
+QWEN3 = """
+{%- if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
+{%- set ns = namespace(last=messages | length - 1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thoughts = message.reasoning_content or '' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last and (loop.last or thoughts) %}
+            {{- '<think>\\n' + thoughts + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>' + message.content }}
+        {{- '</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def rewriting(template: str = QWEN3) -> Any:
+    tokenizer = copy.deepcopy(GPT2)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def items_from(
+    folder: pathlib.Path, tokenizer: Any, *rows: dict[str, Any], length: int = 4096
+) -> InstructionDataset:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text, encoding="utf-8")
+    return InstructionDataset(folder / "rows.jsonl", tokenizer, length)
+
+
+def turns(*texts: str) -> list[dict[str, Any]]:
+    """Of user and assistant in turn."""
+    return [
+        {"role": "assistant" if place % 2 else "user", "content": text}
+        for place, text in enumerate(texts)
+    ]
+
+
+def test_a_template_may_rewrite_earlier_messages(tmp_path: pathlib.Path) -> None:
+    """What is learnt is what the template writes of the whole conversation: earlier answers without
+    thoughts, the last one with them.
+    """
+    tokenizer = rewriting()
+    talk = turns("2+2?", "<think>\nfour\n</think>\n\n4", "3+3?", "6", "4+4?", "8")
+    talk[5]["reasoning_content"] = "eight"
+    (item,) = items_of(items_from(tmp_path, tokenizer, {"messages": talk}))
+    text = tokenizer.decode(item["input_ids"])
+    assert text == tokenizer.apply_chat_template(talk, tokenize=False)
+    assert text.count("<think>") == 1
+    expected = "4<|im_end|>6<|im_end|><think>\neight\n</think>\n\n8<|im_end|>"
+    assert tokenizer.decode(learnt(item)) == expected
+
+
+def test_calls_of_tools_are_answers(tmp_path: pathlib.Path) -> None:
+    """What tools return is not learnt; thoughts of a call before the last question are left out."""
+    call = {"name": "add", "arguments": {"a": 2, "b": 3}}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = [
+        {"role": "user", "content": "2+3?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "a sum",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    later = [*asked, *turns("Sure?", "Yes.")]
+    shared = {
+        "tools": json.dumps(tools),
+        "conversations": [
+            {"from": "human", "value": "2+3?"},
+            {"from": "function_call", "value": json.dumps(call)},
+            {"from": "observation", "value": "5"},
+            {"from": "gpt", "value": "It is 5."},
+        ],
+    }
+    tokenizer = rewriting()
+    rows: list[dict[str, Any]] = [
+        {"messages": asked, "tools": tools},
+        {"messages": later, "tools": tools},
+        shared,
+    ]
+    items = items_from(tmp_path, tokenizer, *rows)
+    made = "<tool_call>\n" + json.dumps(call) + "\n</tool_call><|im_end|>"
+    last = "<think>\n\n</think>\n\n"
+    assert [tokenizer.decode(learnt(item)) for item in items_of(items)] == [
+        f"<think>\na sum\n</think>\n\n{made}{last}It is 5.<|im_end|>",
+        f"{made}It is 5.<|im_end|>{last}Yes.<|im_end|>",
+        f"{made}{last}It is 5.<|im_end|>",
+    ]
+    assert all('"name": "add"' in tokenizer.decode(item["input_ids"]) for item in items_of(items))
+
+
+def test_other_templates_that_rewrite(tmp_path: pathlib.Path) -> None:
+    """Numbers in front, answers that are not shown, invitations in other words, no end of a
+    turn.
+    """
+    loop = "{% for message in messages %}"
+    cases = {
+        "{{ messages | length }}" + loop + "{{ message.content }};{% endfor %}": "b;d;",
+        loop
+        + "{% if loop.last or message.role == 'user' %}{{ message.content }}.{% endif %}"
+        + "{% endfor %}": "d.",
+        "{{ messages | length }}"
+        + loop
+        + "[{{ message.role }}]{{ message.content }}<|endoftext|>{% endfor %}"
+        + "{% if add_generation_prompt %}[now]{% endif %}": "b<|endoftext|>d<|endoftext|>",
+        "{{ messages | length }}"
+        + loop
+        + "[{{ message.role }}]{{ message.content }}{% endfor %}"
+        + "{% if add_generation_prompt %}[assistant]{% endif %}": "bd",
+    }
+    for template, expected in cases.items():
+        tokenizer = rewriting(template)
+        (item,) = items_of(items_from(tmp_path, tokenizer, {"messages": turns(*"abcd")}))
+        assert tokenizer.decode(learnt(item)) == expected, template
+
+
+def test_answers_that_are_not_to_be_learnt(tmp_path: pathlib.Path) -> None:
+    """`weight` 0, as OpenAI's fine-tuning has it."""
+    talk = turns("a", "wrong", "b", "right")
+    talk[1]["weight"] = 0
+    (item,) = items_of(items_from(tmp_path, GPT2, {"messages": talk}))
+    assert GPT2.decode(learnt(item)) == "right<|endoftext|>"
+
+
+def test_pairs_and_texts(tmp_path: pathlib.Path) -> None:
+    """A question and its answer; a text, of which all is learnt."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": "2+2?", "response": "4"},
+        {"prompt": "2+2?", "completion": "4", "system": "Count."},
+        {"text": "Once upon a time"},
+        {"messages": [*turns("a"), {"role": "assistant", "content": [{"text": "b"}]}]},
+    ]
+    items = items_from(tmp_path, GPT2, *rows)
+    assert [GPT2.decode(learnt(item)) for item in items_of(items)] == [
+        "4<|endoftext|>",
+        "4<|endoftext|>",
+        "Once upon a time<|endoftext|>",
+        "b<|endoftext|>",
+    ]
+    assert "### System:\nCount." in GPT2.decode(items[1]["input_ids"])
+    assert GPT2.decode(items[2]["input_ids"]) == "<|endoftext|>Once upon a time<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -175,8 +341,8 @@ def test_rows_are_filled_well() -> None:
         ("{", "line 1: no JSON"),
         ("[]", "line 1: got list"),
         (
-            '{"text": "a"}',
-            "line 1: got the fields text: expected messages, conversations, or instruction",
+            '{"body": "a"}',
+            "line 1: got the fields body: expected messages, conversations, instruction and",
         ),
         ('{"messages": []}', "line 1: there is no answer"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: there is no answer"),
@@ -186,6 +352,9 @@ def test_rows_are_filled_well() -> None:
         ('{"instruction": "a"}', "line 1: there is no field 'output'"),
         ('{"conversations": [{"from": "gpt", "value": 3}]}', "line 1: got the message"),
         ('{"conversations": [{"from": "gpt", "value": "a"}]}', "line 1: it begins with an answer"),
+        ('{"text": 3}', "line 1: got 3 as text: expected a text"),
+        ('{"prompt": "a"}', "line 1: there is no field 'response'"),
+        ('{"prompt": "a", "response": "b", "tools": {"a": 1}}', "line 1: got the tools"),
     ],
 )
 def test_bad_conversations_are_refused(tmp_path: pathlib.Path, line: str, complaint: str) -> None:
@@ -212,8 +381,8 @@ def test_a_conversation_that_the_template_refuses_is_shown(tmp_path: pathlib.Pat
 
 
 def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
-    """No file, a slow tokenizer, rows shorter than samples, answers out of reach, a template that
-    rewrites.
+    """No file, a slow tokenizer, rows shorter than samples, answers out of reach or not to be
+    found.
     """
     with pytest.raises(DataError, match=r"no file .*b\.jsonl"):
         InstructionDataset(tmp_path / "b.jsonl", GPT2, 64)
@@ -225,11 +394,15 @@ def test_bad_arguments_are_named(tmp_path: pathlib.Path) -> None:
         PackedSamples(samples, 32)
     with pytest.raises(DataError, match="no sample has an answer within its first 4 tokens"):
         PackedSamples(InstructionDataset(DATA / "chat" / "val.jsonl", GPT2, 4), 32)
-    tokenizer: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
-    tokenizer.chat_template = (
-        "{{ messages | length }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    # its text of one message tells nothing of where that is in the text of several
+    counting = rewriting(
+        "{% for message in messages %}{{ message.content | length }}{{ message.content }}"
+        "{{ messages | map(attribute='content') | join | length }}{% endfor %}"
     )
-    with pytest.raises(DataError, match="rewrites earlier messages"):
-        InstructionDataset(DATA / "chat" / "val.jsonl", tokenizer, 64)[0]
+    with pytest.raises(DataError, match="writes other messages otherwise"):
+        items_from(tmp_path, counting, {"messages": turns("a", "bb", "c", "dd")})[0]
+    marked = items_from(tmp_path, GPT2, {"messages": turns("a", "\ue000")})
+    with pytest.raises(DataError, match=r"holds the character U\+E000"):
+        marked[0]
     partly = PackedSamples(InstructionDataset(DATA / "chat" / "train.jsonl", GPT2, 50), 64)
     assert 0 < partly.num_without_answer < len(partly.samples)

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from model_center.__main__ import main
 from model_center.dataset.indexed import MMapIndexedDataset
 from model_center.preprocess import documents
+from model_center.tools import preprocess_cpm1_lm
 
 DATA = ROOT / "tests" / "data"
 GPT2 = str(DATA / "tokenizers" / "gpt2")
@@ -168,6 +169,23 @@ def test_the_preset_of_cpm1(tmp_path: Path, letters: str) -> None:
     )
     assert got.doc_idx.tolist() == [0, 1, 2, 3, 5]
     assert str(got.dtype) == "int32"
+
+
+def test_the_program_of_model_center(tmp_path: Path, letters: str) -> None:
+    """Its flags, and its names of files; the same bytes as with the preset."""
+    text = tmp_path / "part_3.txt"
+    text.write_text("\n".join(["a " * 275, "b" * 40]))
+    preprocess(tmp_path / "out", "--input", text, "--tokenizer", letters, "--preset", "cpm1")
+    flags = ["--input", str(tmp_path / "part_"), "--uid", "3", "--tokenizer_path", letters]
+    made = ["--output_path", str(tmp_path / "new"), "--workers", "1", "--log_interval", "5"]
+    preprocess_cpm1_lm.main([*flags, *made])
+    for end in (".bin", ".idx"):
+        found = tmp_path / "new" / f"cpm1_lm_document_context_3{end}"
+        assert found.read_bytes() == Path(f"{tmp_path / 'out'}{end}").read_bytes()
+    with pytest.raises(SystemExit):
+        preprocess_cpm1_lm.get_args([*flags, *made, "--dataset_impl", "lazy"])
+    args = preprocess_cpm1_lm.get_args([*flags, "--output_path", "x"])
+    assert (args.output_prefix, args.workers, args.log_interval) == ("cpm1_lm", 64, 10000)
 
 
 def test_given_arguments_go_before_the_preset(tmp_path: Path, letters: str) -> None:

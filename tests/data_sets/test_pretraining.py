@@ -194,6 +194,7 @@ def test_cpm1_pairs(pairs: tuple[Any, Any]) -> None:
     [batch] = DataLoader(dataset, batch_size=2)
     assert batch["ctx"].tolist() == [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]]
     assert batch["len_ctx"].tolist() == [3, 1]
+    assert all(torch.equal(value, batch[key]) for key, value in dataset[0:2].items())
     assert len(CPM1_Dataset(*pairs)) == 4
 
 
@@ -203,7 +204,16 @@ def test_cpm2_pairs(pairs: tuple[Any, Any]) -> None:
     assert (len(dataset), dataset.num_skipped) == (2, 2)
     assert dataset[1]["ctx"].tolist() == [4, 0, 0, 0, 0]
     assert dataset[1]["tgt"].tolist() == [5, 26239, 6, -100]
-    assert (dataset[1]["len_ctx"], dataset[1]["len_tgt"]) == (1, 2)
+    assert (dataset[1]["len_ctx"], dataset[1]["len_tgt"]) == (1, 3)
+    longest = CPM2_Dataset(*pairs, max_source_length=5, max_target_length=2)[1]
+    assert (longest["tgt"].tolist(), longest["len_tgt"]) == ([5, 26239, 6], 2)
+    batch = dataset[:5]
+    assert {key: value.tolist() for key, value in batch.items()} == {
+        "ctx": [[1, 2, 3, 0, 0], [4, 0, 0, 0, 0]],
+        "tgt": [[7, 8, 9, -100], [5, 26239, 6, -100]],
+        "len_ctx": [3, 1],
+        "len_tgt": [3, 3],
+    }
     whole = CPM2_Dataset(*pairs)
     assert whole[3]["ctx"].tolist() == [26239, 26050] + [0] * 510
     assert whole[3]["tgt"].shape == (257,)
@@ -229,18 +239,24 @@ def test_merged_spans(tmp_path: Path) -> None:
     lengths = [2, 3, 4, 8, 21, 64]
     sequences = [list(range(10, 10 + length)) for length in lengths]
     dataset = CPM1_Dataset_Merge(
-        build(tmp_path / "a", [sequences, [[9]], [[]], [[5, 6, 7, 4]]]), max_length=60
+        build(tmp_path / "a", [sequences, [[9]], [[]], [[3] * 65], [[5, 6, 7, 4]]]), max_length=64
     )
-    assert len(dataset) == 7
+    assert (len(dataset), dataset.num_skipped) == (7, 3)
+    assert dataset.sizes.tolist() == [*lengths, 4]
     seen: dict[int, set[tuple[int, int]]] = {row: set() for row in range(7)}
     for epoch in range(200):
         dataset.set_epoch(epoch)
         for row in range(7):
             ids, targets, length, is_context = dataset[row]
-            want = [*sequences, [5, 6, 7, 4]][row][:60]
+            want = [*sequences, [5, 6, 7, 4]][row]
             assert ids.tolist() == want
+            assert [str(row.dtype) for row in (ids, targets, is_context)] == [
+                "int32",
+                "int64",
+                "bool",
+            ]
             assert length == len(want)
-            span = (~is_context).nonzero().flatten().tolist()
+            span = np.flatnonzero(~is_context).tolist()
             left, right = span[0], span[-1] + 1
             assert span == list(range(left, right))
             assert max(1, length // 8) <= left <= max(1, length // 4)
@@ -251,8 +267,22 @@ def test_merged_spans(tmp_path: Path) -> None:
             assert predicted == {place: want[place] for place in span}
             seen[row].add((left, right))
     assert {right for _, right in seen[6]} == {4}  # it ends with the id of a line break
-    assert {left for left, _ in seen[5]} == set(range(7, 16))
-    assert {right for _, right in seen[5]} == set(range(45, 61))
+    assert {left for left, _ in seen[5]} == set(range(8, 17))
+    assert {right for _, right in seen[5]} == set(range(48, 65))
+
+
+def test_merged_rows_of_small_ids_make_batches(tmp_path: Path) -> None:
+    """Rows keep the file's dtype, uint16 here; batches are int64."""
+    with make_builder(f"{tmp_path}/a.bin", "mmap", np.uint16) as builder:
+        for sequence in ([60000, 7, 8], [9, 10]):
+            builder.add_item(sequence)
+        builder.finalize(f"{tmp_path}/a.idx")
+    dataset = CPM1_Dataset_Merge(MMapIndexedDataset(f"{tmp_path}/a"))
+    assert dataset[0][0].dtype == np.uint16
+    (batch,) = DistributedDataLoader(dataset, batch_size=2)
+    assert batch["input_tokens"].dtype == batch["targets"].dtype == torch.int64
+    assert batch["input_tokens"].tolist() == [[60000, 7, 8], [9, 10, 0]]
+    assert batch["targets"].tolist()[1] == [10, -100, -100]
 
 
 def test_merged_rows_are_a_function_of_seed_epoch_and_row(tmp_path: Path) -> None:
@@ -270,7 +300,7 @@ def test_merged_rows_are_a_function_of_seed_epoch_and_row(tmp_path: Path) -> Non
     assert not torch.equal(epochs[0][0]["targets"], epochs[1][0]["targets"])
     other = CPM1_Dataset_Merge(indexed, seed=6)
     assert any(
-        not torch.equal(other[row][1], CPM1_Dataset_Merge(indexed, seed=5)[row][1])
+        not np.array_equal(other[row][1], CPM1_Dataset_Merge(indexed, seed=5)[row][1])
         for row in range(10)
     )
     batch = epochs[0][0]

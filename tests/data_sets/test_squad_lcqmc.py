@@ -16,6 +16,7 @@ import transformers
 from torch.utils.data import DataLoader
 
 from model_center.dataset import bertdataset, cpm1dataset, cpm2dataset, t5dataset
+from model_center.dataset.loader import DistributedDataLoader
 from model_center.errors import DataError
 from model_center.tokenizer import (
     BertTokenizer,
@@ -27,8 +28,8 @@ from model_center.tokenizer import (
 
 DATA = pathlib.Path(__file__).parents[1] / "data"
 T5 = T5Tokenizer.from_pretrained(DATA / "tokenizers" / "t5")
-CPM1 = CPM1Tokenizer.from_pretrained(DATA / "tokenizers" / "cpm1")
-CPM2 = CPM2Tokenizer.from_pretrained(DATA / "tokenizers" / "cpm2")
+CPM1: Any = CPM1Tokenizer.from_pretrained(DATA / "tokenizers" / "cpm1")
+CPM2: Any = CPM2Tokenizer.from_pretrained(DATA / "tokenizers" / "cpm2")
 
 
 def squad(split: str, *lengths: int, path: pathlib.Path = DATA / "squad", **options: Any) -> Any:
@@ -47,22 +48,32 @@ def questions(split: str) -> list[tuple[str, str, list[str]]]:
     ]
 
 
+def filled(ids: list[int], length: int, fill: int = 0) -> list[int]:
+    return [*ids, *[fill] * (length - len(ids))]
+
+
 def test_squad_is_trained_as_text_to_text() -> None:
-    """Prompt and answer between sentinels; the decoder reads the target one place later."""
+    """Prompt and answer between sentinels, padded; the decoder reads the target one place later."""
     items = squad("train")
     for item, (context, question, answers) in zip(items, questions("train"), strict=True):
-        prompt = f"Question: {question} Answer: <extra_id_0> Context: {context}"
+        prompt = T5.encode(f"Question: {question} Answer: <extra_id_0> Context: {context}")
         target = T5.encode(f"<extra_id_0> {answers[0]} <extra_id_1>")
-        assert item["input_ids"].tolist() == T5.encode(prompt)
-        assert item["targets"].tolist() == target
-        assert item["decoder_input_ids"].tolist() == [0, *target[:-1]]
-        assert item["attention_mask"].tolist() == [1] * len(item["input_ids"])
-        assert item["decoder_attention_mask"].tolist() == [1] * len(target)
-    batch = next(iter(DataLoader(items, len(items), collate_fn=items.collate)))
-    assert batch.keys() == items[0].keys()
-    assert ((batch["input_ids"] == 0) == (batch["attention_mask"] == 0)).all()
-    assert ((batch["targets"] == -100) == (batch["decoder_attention_mask"] == 0)).all()
-    assert (batch["decoder_input_ids"] >= 0).all()
+        assert {key: value.tolist() for key, value in item.items()} == {
+            "input_ids": filled(prompt, 256),
+            "attention_mask": filled([1] * len(prompt), 256),
+            "decoder_input_ids": filled([0, *target], 32),
+            "targets": filled(target, 32, -100),
+            "decoder_attention_mask": filled([1] * len(target), 32),
+        }
+        assert {value.dtype for value in item.values()} == {torch.int64}
+    (whole,) = DataLoader(items, len(items))
+    (short,) = DataLoader(items, len(items), collate_fn=items.collate)
+    assert whole.keys() == short.keys() == items[0].keys()
+    for key, value in whole.items():
+        encoder = key in ("input_ids", "attention_mask")
+        mask = whole["attention_mask" if encoder else "decoder_attention_mask"]
+        assert torch.equal(short[key], value[:, : int(mask.sum(1).max())])
+        assert short[key].shape[1] < value.shape[1]
 
 
 def test_squad_is_evaluated_by_texts() -> None:
@@ -105,7 +116,7 @@ def test_squad_cuts_ends_and_chooses_one_answer(tmp_path: pathlib.Path) -> None:
     ]
     assert targets[0] == targets[1] != targets[2]
     assert len({tuple(row) for row in targets[0][:9]}) == 3
-    assert T5.decode(targets[0][9]) == T5.decode(T5.encode("<extra_id_0> no answer <extra_id_1>"))
+    assert targets[0][9] == filled(T5.encode("<extra_id_0> no answer <extra_id_1>"), 32, -100)
     (tmp_path / "dev-v1.1.json").write_text(json.dumps(content))
     assert squad("dev", path=tmp_path)[9]["targets"] == {"no answer"}
 
@@ -128,14 +139,13 @@ def test_bad_squad_files_are_refused(tmp_path: pathlib.Path, content: str, compl
         squad("dev", path=tmp_path)
     with pytest.raises(DataError, match="Splits are 'train' and 'dev'"):
         squad("test")
+    other = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+    assert (
+        "<extra_id_0>"
+        in t5dataset.DATASET["SQuAD"](DATA / "squad", "dev", other, 64, 8)[0]["inputs"]
+    )
     with pytest.raises(DataError, match="no token <extra_id_0>"):
-        t5dataset.DATASET["SQuAD"](
-            DATA / "squad",
-            "dev",
-            GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2"),
-            64,
-            8,
-        )
+        t5dataset.DATASET["SQuAD"](DATA / "squad", "train", other, 64, 8)[0]
 
 
 def pairs(split: str) -> list[list[str]]:
@@ -147,27 +157,33 @@ def pairs(split: str) -> list[list[str]]:
 
 
 def test_lcqmc_for_cpm1_has_a_blank() -> None:
-    """Seen from both sides; the token before it chooses the class."""
+    """Seen from both sides; the token before it chooses the class. Padding counts as context."""
     items = cpm1dataset.DATASET["LCQMC"](DATA / "paraphrase", "train", 0, 1, CPM1, 64)
     assert len(items) == len(pairs("train"))
     for item, (first, second, label) in zip(items, pairs("train"), strict=True):
         left = [1, *CPM1.encode(f'"{first}"与"{second}"的关系是:')]
         ids = [*left, 0, *CPM1.encode("。")]
-        assert item["input_tokens"].tolist() == ids
-        assert item["input_length"] == len(ids)
-        assert (~item["input_context"]).nonzero().tolist() == [[len(left)]]
-        assert item["index"].nonzero().tolist() == [[len(left) - 1]]
-        assert item["input_span"].tolist() == [0] * len(ids)
-        assert item["targets"] == int(label)
-    longest, shortest = (
-        choose(items, key=lambda item: len(item["input_tokens"])) for choose in (max, min)
-    )
-    batch = items.collate([longest, shortest])
-    assert batch["input_tokens"].dtype == batch["input_span"].dtype == torch.int64
-    room = len(longest["input_tokens"]) - len(shortest["input_tokens"])
-    assert room > 0
-    assert batch["input_tokens"][1, -room:].tolist() == [CPM1.pad_id] * room
-    assert not batch["input_context"][1, -room:].any()
+        assert {key: value.tolist() for key, value in item.items()} == {
+            "input_tokens": filled(ids, 64),
+            "input_length": len(ids),
+            "input_context": [place != len(left) for place in range(64)],
+            "input_span": [0] * 64,
+            "index": [int(place == len(left) - 1) for place in range(64)],
+            "targets": int(label),
+        }
+    check_dtypes(items[0], {"input_context": torch.bool})
+    (whole,) = DataLoader(items, len(items))
+    (short,) = DistributedDataLoader(items, batch_size=len(items))
+    longest = int(whole["input_length"].max())
+    assert longest < 64
+    for key, value in whole.items():
+        assert torch.equal(short[key], value[:, :longest] if value.dim() == 2 else value)
+
+
+def check_dtypes(item: dict[str, torch.Tensor], others: dict[str, torch.dtype]) -> None:
+    """As in ModelCenter: int64 targets, int32 for the rest."""
+    expected = dict.fromkeys(item, torch.int32) | {"targets": torch.int64} | others
+    assert {key: value.dtype for key, value in item.items()} == expected
 
 
 def test_lcqmc_for_cpm2_ends_in_a_sentinel() -> None:
@@ -176,13 +192,17 @@ def test_lcqmc_for_cpm2_ends_in_a_sentinel() -> None:
     for item, (first, second, label) in zip(items, pairs("dev"), strict=True):
         ids = [*CPM2.encode(f"“{first}”与“{second}”是否有关？"), CPM2.get_sentinel_id(0)]
         assert {key: value.tolist() for key, value in item.items()} == {
-            "enc_input": ids,
+            "enc_input": filled(ids, 64),
             "enc_length": len(ids),
-            "dec_input": [CPM2.get_sentinel_id(0)],
+            "dec_input": [CPM2.get_sentinel_id(0), 0, 0, 0],
             "dec_length": 1,
-            "index": [1],
+            "index": [1, 0, 0, 0],
             "targets": int(label),
         }
+    check_dtypes(items[0], {})
+    (short,) = DistributedDataLoader(items, batch_size=len(items))
+    assert short["enc_input"].shape == (len(items), int(short["enc_length"].max()))
+    assert short["dec_input"].shape == short["index"].shape == (len(items), 1)
     assert (
         pickle.loads(pickle.dumps(items))[3]["enc_input"].tolist() == items[3]["enc_input"].tolist()
     )
@@ -194,31 +214,34 @@ def test_long_pairs_of_lcqmc_lose_the_end_of_the_longer_text(tmp_path: pathlib.P
         f"text_a\ttext_b\tlabel\n{'好' * 50}\t天{'气' * 20}\t1\n好\t好\t0\n", encoding="utf-8"
     )
     items = cpm1dataset.DATASET["LCQMC"](tmp_path, "train", 0, 1, CPM1, 30)
-    assert len(items[0]["input_tokens"]) == 30
+    assert items[0]["input_length"] == len(items[0]["input_tokens"]) == 30
     begin, end = CPM1.encode('"好好'), CPM1.encode('气"的关系是:')
     assert items[0]["input_tokens"].tolist()[1 : 1 + len(begin)] == begin
     assert items[0]["input_tokens"].tolist()[-2 - len(end) : -2] == end
-    assert items[1]["input_tokens"].tolist() == [
-        1,
-        *CPM1.encode('"好"与"好"的关系是:'),
-        0,
-        *CPM1.encode("。"),
-    ]
+    whole = [1, *CPM1.encode('"好"与"好"的关系是:'), 0, *CPM1.encode("。")]
+    assert items[1]["input_tokens"].tolist() == filled(whole, 30)
     other = cpm2dataset.DATASET["LCQMC"](tmp_path, "train", 0, 1, CPM2, 30, 1)
-    assert len(other[0]["enc_input"]) == 30
+    assert other[0]["enc_length"] == len(other[0]["enc_input"]) == 30
     assert other[0]["enc_input"][-1] == CPM2.get_sentinel_id(0)
     with pytest.raises(DataError, match="max_length is 8: expected at least"):
         cpm1dataset.DATASET["LCQMC"](tmp_path, "train", 0, 1, CPM1, 8)
 
 
-def test_words_of_lcqmc_are_looked_up() -> None:
-    """Two ids of a small vocabulary; of one as large as the published, ModelCenter's."""
-    assert cpm1dataset.LCQMC_Dataset.get_verbalizer(CPM1) == CPM1.convert_tokens_to_ids(  # type: ignore[arg-type]
-        ["不同", "相同"]
-    )
-    assert cpm2dataset.LCQMC_Dataset.get_verbalizer(CPM2) == CPM2.convert_tokens_to_ids(  # type: ignore[arg-type]
-        ["否", "是"]
-    )
+def test_words_of_lcqmc_are_looked_up(tmp_path: pathlib.Path) -> None:
+    """Two ids of a small vocabulary, if it has them; of one as large as the published,
+    ModelCenter's.
+    """
+    related = CPM1.convert_tokens_to_ids(["有关", "无关"])
+    assert cpm1dataset.LCQMC_Dataset.get_verbalizer(CPM1) == related
+    assert cpm2dataset.LCQMC_Dataset.get_verbalizer(CPM2) == related
+    lines = (DATA / "tokenizers" / "cpm1" / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    few = [line for line in lines if line not in ("有关", "无关", "有", "无", "关")]
+    (tmp_path / "vocab.txt").write_text("\n".join(few) + "\n", encoding="utf-8")
+    lacking: Any = CPM1Tokenizer.from_pretrained(tmp_path)
+    items = cpm1dataset.LCQMC_Dataset(DATA / "paraphrase", "train", 0, 1, lacking, 64)
+    assert items[0]["input_length"] > 10
+    with pytest.raises(DataError, match="does not tell the words of the classes apart"):
+        items.get_verbalizer(lacking)
     large: Any = types.SimpleNamespace(vocab_size=30000)
     assert cpm1dataset.LCQMC_Dataset.get_verbalizer(large) == [15682, 16357]
     assert cpm2dataset.LCQMC_Dataset.get_verbalizer(large) == [1744, 24]

@@ -4,6 +4,7 @@ tests/data.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -16,11 +17,13 @@ from typing import Any
 
 from tests.ranks.runner import run_ranks
 
+from model_center.commands import train as commands_train
 from model_center.training.metrics_file import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples" / "language_models"
 DATA = ROOT / "tests" / "data"
+COMMAND = "python -m model_center train"
 # A tiny model learns fast, and the CPU computes fp32 best.
 TINY = "--dtype fp32 --lr 2e-3 --lr-decay-style constant"
 
@@ -71,10 +74,20 @@ def train(name: str, *arguments: object, ranks: int = 2, timeout: float = 120) -
     run_ranks(main, ranks, name, split, join=False, timeout=timeout)
 
 
+def command(*arguments: object, ranks: int = 2, timeout: float = 120) -> None:
+    """Run `python -m model_center train` as `train` runs a program; its errors are raised."""
+    train(COMMAND, *arguments, ranks=ranks, timeout=timeout)
+
+
 def main(name: str, arguments: list[str]) -> None:
     """On a rank: the program, as if it had been started by torchrun on a machine without GPUs."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.argv = [name, *arguments]
+    if name == COMMAND:
+        parser = argparse.ArgumentParser()
+        commands_train.add_arguments(parser)
+        commands_train.run(parser.parse_args(arguments))
+        return
     with on_the_path():
         runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
 

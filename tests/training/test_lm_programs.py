@@ -8,19 +8,16 @@ import json
 import pathlib
 import warnings
 
-import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers
-from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, TINY, losses, module, results, tiny, train
 
-import bmtrain as bmt
 from model_center.__main__ import main as command
 from model_center.dataset.indexed_builder import make_builder
-from model_center.errors import ConfigError, IdentifierError
-from model_center.model import Bert, Llama
+from model_center.errors import IdentifierError
+from model_center.model import Bert
 from model_center.tokenizer import CPM2Tokenizer
 from model_center.training.metrics_file import read_metrics
 
@@ -72,72 +69,12 @@ def test_t5_learns_to_answer(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
         (tmp_path / "squad" / f"{split}-v1.1.json").write_text(
             json.dumps({"data": content["data"] * times}), encoding="utf-8"
         )
-    arguments = "--lr 4e-3 --batch-size 4 --epochs 14 --max-decoder-length 12 --save"
+    arguments = "--lr 2e-3 --batch-size 4 --epochs 18 --max-decoder-length 12 --save"
     train("finetune_t5_squad", *on(tiny("t5", folder), tmp_path), arguments, tmp_path / "run")
     for name in ("exact_match", "f1"):
         scores = results(tmp_path / "run", name)
         assert scores[0] < 0.1 and max(scores[-5:]) > 0.4, (name, scores)
     assert losses(tmp_path / "run")[-1] < 0.5 < losses(tmp_path / "run")[0]
-
-
-def adapted_answers(model: str, adapter: str, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of transformers' model with the adapter that the program wrote."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    with torch.no_grad():
-        logits: torch.Tensor = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
-    return logits
-
-
-def restored_answers(model: str, run: str, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of our model with adapters, from the run's checkpoint."""
-    with_adapters = Llama.from_pretrained(model, dtype=torch.float32)
-    targets = ["project_q", "project_k", "project_v", "attention_out"]
-    peft.inject_adapter_in_model(
-        peft.LoraConfig(r=8, lora_alpha=64, target_modules=targets), with_adapters
-    )
-    bmt.BMTrainModelWrapper(with_adapters)
-    bmt.load(
-        with_adapters,
-        str(pathlib.Path(run, pathlib.Path(run, "latest").read_text().strip(), "model.pt")),
-    )
-    with torch.no_grad():
-        logits: torch.Tensor = with_adapters.eval()(ids).logits
-    return logits
-
-
-# peft calls transformers so
-@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
-def test_llama_learns_instructions_by_lora(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    """The loss falls, the model's own weights stay, and the adapter does in transformers what it
-    does here.
-    """
-    model = tiny("llama", folder)
-    arguments = (
-        "--max-length 64 --batch-size 2 --lr 1e-2 --epochs 12 --lora-rank 8 --lora-alpha 64 --save"
-    )
-    train("instruct_llama", *on(model), arguments, tmp_path)
-    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 1
-    assert results(tmp_path, "validation_loss")[-1] < results(tmp_path, "validation_loss")[0]
-    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert set(written["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    ids = torch.arange(3, 25)[None]
-    theirs = adapted_answers(str(model), str(tmp_path / "adapter"), ids)
-    (ours,) = run_ranks(restored_answers, 1, str(model), str(tmp_path), ids)
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        plain = Llama.from_pretrained(model, dtype=torch.float32).eval()(ids).logits
-    assert (ours - plain).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_relatives_of_llama_learn_instructions(
-    family: str, folder: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
-    """All weights; the class is that of the folder's configuration."""
-    arguments = "--max-length 64 --batch-size 2 --epochs 4 --save"
-    train("instruct_llama", *on(tiny(family, folder)), arguments, tmp_path)
-    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
 
 
 @pytest.mark.parametrize(
@@ -286,10 +223,3 @@ def test_other_ways_to_compute(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
     ]
     assert scales[0] == 65536 and len(scales) == 4 and scales == sorted(scales, reverse=True)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("events.")]
-
-
-def test_a_model_of_another_kind(folder: pathlib.Path) -> None:
-    with pytest.raises(
-        ConfigError, match="bert is a Bert: expected a Llama, or what is built like one"
-    ):
-        train("instruct_llama", *on(tiny("bert", folder)))

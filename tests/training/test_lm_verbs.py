@@ -6,6 +6,7 @@ import importlib
 import os
 import pathlib
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -30,9 +31,9 @@ from model_center.training import (
     make_scheduler,
 )
 from model_center.training.batches import grouped, num_tokens
+from model_center.training.curves import TensorBoard, Wandb
 from model_center.training.metrics_file import MetricsFile, read_metrics
 from model_center.training.optimization import is_decayed
-from model_center.training.tensorboard import Curves
 
 ROWS, WIDTH = 22, 6
 
@@ -209,10 +210,26 @@ def schedules() -> None:
         ).current_lr
         == 0
     )
-    with pytest.raises(
-        ValueError, match="end_iter of Linear: got 10, expected more than warmup_iter=20"
+    for style, step, want in (
+        ("linear", 100, 2e-3),
+        ("linear", 60, 6e-3),
+        ("cosine", 100, 2e-3),
+        ("cosine", 120, 2e-3),
+        ("cosine", 60, 6e-3),
+        ("wsd", 20, 1e-2),
+        ("wsd", 90, 1e-2),
+        ("wsd", 95, 6e-3),
+        ("wsd", 150, 2e-3),
     ):
-        make_scheduler(optimizer, flags("--warmup-iters 20"), 10)
+        options = f"--lr-decay-style {style} --warmup-iters 20 --lr-end 2e-3 --start-step {step}"
+        assert make_scheduler(optimizer, flags(options), 100).current_lr == pytest.approx(want)
+    for wrong, total, complaint in (
+        ("--warmup-iters 20", 10, "is to rise for 20 steps and to fall for -10, which ends at"),
+        ("--lr-decay-style wsd --wsd-decay 90 --warmup-iters 20", 100, "for 20 .* to fall for 90"),
+        ("--lr-end 1", 100, "falls from 0.01 to 1.0: give --lr-end at most --lr"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            make_scheduler(optimizer, flags(wrong), total)
     scheduler = make_scheduler(optimizer, flags(), 10)
     scales = [
         make_manager(optimizer, scheduler, flags(more)).loss_scale
@@ -277,7 +294,7 @@ def test_metrics_are_taken_back(tmp_path: pathlib.Path) -> None:
 
 
 def test_curves_are_tensorboards(tmp_path: pathlib.Path) -> None:
-    curves = Curves(tmp_path, first_step=0)
+    curves = TensorBoard(tmp_path, first_step=0)
     for step in (1, 2):
         curves.add(step, {"loss": 1.0 / step, "name": "not a number"})
     curves.close()
@@ -294,7 +311,45 @@ def test_tensorboard_is_missing(tmp_path: pathlib.Path, monkeypatch: pytest.Monk
     with pytest.raises(
         ConfigError, match="--tensorboard needs the package tensorboard: pip install tensorboard"
     ):
-        Curves(tmp_path, first_step=0)
+        TensorBoard(tmp_path, first_step=0)
+
+
+class FakeWandb:
+    """What is asked of the package `wandb`."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+        self.id = "abc"
+
+    def init(self, **options: Any) -> FakeWandb:
+        self.started.append(options)
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_goes_on(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time under the number that it had the first time."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for step in (1, 2):
+        curves = Wandb(tmp_path / "run", "mine")
+        curves.add(step, {"loss": 0.5, "name": "not a number"})
+        curves.close()
+    assert [(options["project"], options["id"]) for options in fake.started] == [
+        ("mine", None),
+        ("mine", "abc"),
+    ]
+    assert fake.logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})] and fake.finished == 2
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="--wandb needs the package wandb: pip install wandb"):
+        Wandb(tmp_path / "run", "mine")
 
 
 def test_groups_of_batches() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pathlib
 from typing import ClassVar
 
-import torch
-
-from model_center.dataset import superglue, truncation, verbalizer
+from model_center.dataset import superglue, verbalizer
 from model_center.dataset.example import Example
 from model_center.dataset.line_file import LineFile
-from model_center.dataset.padding import Item, one_hot
+from model_center.dataset.padding import Item, count, one_hot, padded
 from model_center.dataset.prompts import PROMPTS, WORDS
 from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
 
@@ -18,14 +16,16 @@ from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer,
 class DecoderTask(TaskDataset):
     """A SuperGLUE task for a decoder-only model; subclasses say which, and how words are written.
 
-    Items hold `input_ids`, int64 (length,); `input_length`; `targets`, int64 (length,): the next id
-    of the prompt, -100 at the end; `index`, int32 (length,): 1 at the last token, whose logits
-    choose the class; and `labels`. Prompts that are too long lose their beginning. COPA's train
+    Items hold `input_ids`, int32 (max_decoder_length,), padded with 0; `input_length`, int32 ();
+    `targets`, int64 (max_decoder_length,): the next id of the prompt, -100 at its end and in the
+    padding; `index`, int32 (max_decoder_length,): 1 at the last token, whose logits choose the
+    class; and `labels`, int64 (). Of prompts that are too long the last ids are kept. COPA's train
     split has each row twice, the second time with its choices swapped.
     """
 
     task: ClassVar[str]
     word_prefix: ClassVar[str] = ""
+    lengths = dict.fromkeys(("input_ids", "targets", "index"), "input_length")
 
     def __init__(
         self,
@@ -50,21 +50,14 @@ class DecoderTask(TaskDataset):
         """The ids of the words that stand for the classes, in the order of the labels."""
         return verbalizer.word_ids(tokenizer, [cls.word_prefix + word for word in WORDS[cls.task]])
 
-    @property
-    def fill(self) -> dict[str, int]:
-        """Pad ids for ids, -100 for targets, 0 for the index."""
-        return {"input_ids": self.pad_id, "targets": -100}
-
     def encode(self, example: Example) -> Item:
         """The prompt of an example."""
-        ids = truncation.keep_end(
-            self.tokenizer, PROMPTS[self.task](example.fields), self.max_length
-        )
+        ids = self.tokenizer.encode(PROMPTS[self.task](example.fields))[-self.max_length :]
         return {
-            "input_ids": torch.tensor(ids),
-            "input_length": torch.tensor(len(ids)),
-            "targets": torch.tensor([*ids[1:], -100]),
-            "index": one_hot(len(ids) - 1, len(ids)),
+            "input_ids": padded(ids, self.max_length),
+            "input_length": count(len(ids)),
+            "targets": padded(ids[1:], self.max_length, -100).long(),
+            "index": one_hot(len(ids) - 1, self.max_length),
         }
 
 

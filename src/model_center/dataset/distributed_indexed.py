@@ -10,7 +10,13 @@ from typing import Any, SupportsIndex, overload
 from torch.utils.data import Dataset
 
 from model_center.dataset.indexed import Array, Joined, MMapIndexedDataset
+from model_center.dataset.indexed_format import CODES as dtypes
+from model_center.dataset.indexed_format import bin_path as data_file_path
+from model_center.dataset.indexed_format import code_of as code
+from model_center.dataset.indexed_format import idx_path as index_file_path
 from model_center.errors import DataError
+
+__all__ = ["DistributedMMapIndexedDataset", "code", "data_file_path", "dtypes", "index_file_path"]
 
 
 class DistributedMMapIndexedDataset(Dataset[Array]):
@@ -67,6 +73,11 @@ class DistributedMMapIndexedDataset(Dataset[Array]):
         if not -len(self) <= number < len(self):
             raise IndexError(f"sequence {number} of rank {self._rank}: it has {len(self)}.")
         return self._all[self._rank + number % len(self) * self._total]
+
+    @staticmethod
+    def exists(path: str) -> bool:
+        """Whether there are token data `path`.bin and `path`.idx."""
+        return MMapIndexedDataset.exists(path)
 
     @property
     def sizes(self) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, SupportsIndex, overload
 
@@ -11,7 +12,22 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from model_center.dataset import indexed_format as format
+from model_center.dataset.indexed_format import CODES as dtypes
+from model_center.dataset.indexed_format import bin_path as data_file_path
+from model_center.dataset.indexed_format import code_of as code
+from model_center.dataset.indexed_format import idx_path as index_file_path
 from model_center.errors import DataError
+
+__all__ = [
+    "IndexedCachedDataset",
+    "Joined",
+    "MMapIndexedDataset",
+    "code",
+    "data_file_path",
+    "dtypes",
+    "index_file_path",
+    "make_dataset",
+]
 
 Array = npt.NDArray[Any]
 
@@ -24,7 +40,7 @@ class MMapIndexedDataset(Dataset[Array]):
     map the file themselves.
 
     Args:
-        path_prefix: PREFIX. Indexes of the older "cached" kind are understood too.
+        path: PREFIX. Indexes of the older "cached" kind are understood too.
         skip_warmup: accepted for old programs; pages are read when they are needed, never all
             beforehand.
 
@@ -32,8 +48,8 @@ class MMapIndexedDataset(Dataset[Array]):
         DataError: when a file is missing, truncated or of another format; the message names it.
     """
 
-    def __init__(self, path_prefix: str, skip_warmup: bool = True) -> None:
-        self._prefix = str(path_prefix)
+    def __init__(self, path: str, skip_warmup: bool = True) -> None:
+        self._prefix = str(path)
         self._index = format.read_index(self._prefix)
         self._tokens: Array = np.zeros(0, self._index.dtype)
         if self._index.num_bytes:
@@ -80,6 +96,11 @@ class MMapIndexedDataset(Dataset[Array]):
             )
         return sequence
 
+    @staticmethod
+    def exists(path: str) -> bool:
+        """Whether there are token data `path`.bin and `path`.idx."""
+        return all(map(os.path.exists, (format.idx_path(path), format.bin_path(path))))
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the elements."""
@@ -104,8 +125,8 @@ class MMapIndexedDataset(Dataset[Array]):
 class IndexedCachedDataset(MMapIndexedDataset):
     """The same, which can keep chosen sequences in memory."""
 
-    def __init__(self, path_prefix: str, skip_warmup: bool = True) -> None:
-        super().__init__(path_prefix, skip_warmup)
+    def __init__(self, path: str, skip_warmup: bool = True) -> None:
+        super().__init__(path, skip_warmup)
         self._kept: dict[int, Array] = {}
 
     def prefetch(self, indices: Iterable[SupportsIndex]) -> None:

@@ -83,14 +83,14 @@ def code_of(dtype: npt.DTypeLike) -> int:
     return codes[0]
 
 
-def bin_path(prefix: str) -> str:
+def bin_path(prefix_path: str) -> str:
     """The file of the data."""
-    return f"{prefix}.bin"
+    return f"{prefix_path}.bin"
 
 
-def idx_path(prefix: str) -> str:
+def idx_path(prefix_path: str) -> str:
     """The file of the index."""
-    return f"{prefix}.idx"
+    return f"{prefix_path}.idx"
 
 
 def kind_of(prefix: str) -> str:

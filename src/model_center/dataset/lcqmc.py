@@ -17,19 +17,18 @@ from model_center.errors import DataError
 
 FILES = {"train": "train.tsv", "dev": "dev.tsv", "test": "test.tsv"}
 COLUMNS = ["text_a", "text_b", "label"]
+WORDS = ("有关", "无关")  # "related" and "unrelated", in ModelCenter's order
 
 
 class PairTask(TaskDataset):
     """LCQMC for one family of models.
 
     Attributes:
-        WORDS: that stand for the classes.
-        PUBLISHED_VERBALIZER: the ids that ModelCenter takes for them, those of the published
+        PUBLISHED_VERBALIZER: the ids that ModelCenter takes for `WORDS`, those of the published
             vocabulary.
     """
 
     target_key = "targets"
-    WORDS: ClassVar[tuple[str, str]]
     PUBLISHED_VERBALIZER: ClassVar[tuple[int, int]]
 
     @classmethod
@@ -39,7 +38,7 @@ class PairTask(TaskDataset):
         """
         if tokenizer.vocab_size > max(cls.PUBLISHED_VERBALIZER):
             return list(cls.PUBLISHED_VERBALIZER)
-        return verbalizer.word_ids(tokenizer, cls.WORDS)
+        return verbalizer.word_ids(tokenizer, WORDS)
 
 
 def examples(path: str | pathlib.Path, split: str) -> LineFile:

@@ -9,6 +9,7 @@ import torch
 
 from model_center.dataset import padding
 from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.mixture import Mixture
 from model_center.dataset.padding import Item
 from model_center.errors import DataError
 
@@ -30,8 +31,10 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
         num_without_answer: samples left out because none of their answer is within `max_length`.
     """
 
-    def __init__(self, samples: InstructionDataset, max_length: int) -> None:
-        """Pack `samples` into rows.
+    def __init__(
+        self, samples: InstructionDataset | Mixture, max_length: int, least: int = 1
+    ) -> None:
+        """Pack `samples` into rows: into `least` where there are so many samples, one a rank.
 
         Raises:
             DataError: if the samples may be longer than a row, or none has an answer within its
@@ -54,10 +57,8 @@ class PackedSamples(torch.utils.data.Dataset[Item]):
             )
         self.samples = samples
         self.num_without_answer = len(lengths) - len(useful)
-        self.rows = [
-            [useful[place] for place in row]
-            for row in best_fit([lengths[number] for number in useful], max_length)
-        ]
+        rows = best_fit([lengths[number] for number in useful], max_length)
+        self.rows = [[useful[place] for place in row] for row in spread(rows, least)]
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -106,6 +107,21 @@ def best_fit(lengths: Sequence[int], room: int) -> list[list[int]]:
             bisect.insort(rooms, left)
         open_by_room.setdefault(left, []).append(group)
     return sorted(sorted(group) for group in groups)
+
+
+def spread(groups: Sequence[list[int]], least: int) -> list[list[int]]:
+    """The groups, halved one after the other, the longest first, until there are `least` of them or
+    each has one member.
+    """
+    groups = list(groups)
+    while len(groups) < least:
+        longest = max(range(len(groups)), key=lambda place: len(groups[place]))
+        members = groups[longest]
+        if len(members) == 1:
+            break
+        half = len(members) // 2
+        groups[longest : longest + 1] = [members[:half], members[half:]]
+    return groups
 
 
 def segment_mask(segments: torch.Tensor) -> torch.Tensor:

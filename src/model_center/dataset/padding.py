@@ -1,4 +1,4 @@
-"""From items to a batch: rows padded on the right to the longest of the batch."""
+"""Rows of one length, and batches that are as long as their longest row."""
 
 from __future__ import annotations
 
@@ -7,6 +7,33 @@ from collections.abc import Mapping, Sequence
 import torch
 
 Item = dict[str, torch.Tensor]
+
+
+def padded(ids: Sequence[int], length: int, fill: int = 0) -> torch.Tensor:
+    """(length,) int32: at most so many ids, and `fill` after them."""
+    return torch.tensor([*ids, *[fill] * (length - len(ids))], dtype=torch.int32)
+
+
+def count(number: int) -> torch.Tensor:
+    """() int32."""
+    return torch.tensor(number, dtype=torch.int32)
+
+
+def shortened(batch: Item, lengths: Mapping[str, str]) -> Item:
+    """The batch without the columns that are padding in every row.
+
+    `lengths` names, for a key with rows, the key that tells how much of them is used: numbers (B,),
+    or masks (B, length). Other keys stay as they are.
+    """
+    used = {key: _columns(batch[key]) for key in set(lengths.values())}
+    return {
+        key: value[:, : used[lengths[key]]].contiguous() if key in lengths else value
+        for key, value in batch.items()
+    }
+
+
+def _columns(used: torch.Tensor) -> int:
+    return int(used.max()) if used.dim() == 1 else int(used.any(0).nonzero().max()) + 1
 
 
 def collate(items: Sequence[Item], fill: Mapping[str, int]) -> Item:

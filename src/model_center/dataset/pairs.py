@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import abc
+import operator
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from model_center.dataset.protocols import shards_of
 from model_center.errors import DataError
@@ -51,8 +53,11 @@ class Pairs:
         return self._ctx[row], self._tgt[row]
 
 
-class PairRows(Dataset[dict[str, Any]]):
-    """Rows made of pairs; `len` counts them, and not those that are too long."""
+class PairRows(Dataset[dict[str, Any]], abc.ABC):
+    """Rows made of pairs; `len` counts them, and not those that are too long.
+
+    A slice gives its rows as one batch.
+    """
 
     _pairs: Pairs
 
@@ -68,6 +73,15 @@ class PairRows(Dataset[dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._pairs)
+
+    def __getitem__(self, index: SupportsIndex | slice) -> dict[str, Any]:
+        if isinstance(index, slice):
+            return dict(default_collate([self[row] for row in range(*index.indices(len(self)))]))
+        return self.row(*self._pairs[operator.index(index)])
+
+    @abc.abstractmethod
+    def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
+        """The row of a pair."""
 
 
 def padded(ids: npt.NDArray[Any], length: int, fill: int) -> torch.Tensor:

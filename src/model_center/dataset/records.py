@@ -2,10 +2,15 @@
 
 A value is a byte that says its kind, and what the kind needs; numbers are little-endian:
 
-    N  None            T, F  True, False             i  int64         I  any other int: text d
-    float64         s     text (UTF-8)            b  bytes         l, t, m  list, tuple, dict:
-    count, members
-    a  numpy array     x     torch tensor: dtype, shape, elements
+    N        None
+    T, F     True, False
+    i        int64
+    I        any other int: text
+    d        float64
+    s        text (UTF-8)
+    b        bytes
+    l, t, m  list, tuple, dict: count, members
+    a, x     numpy array, torch tensor: dtype, shape, elements
 
 Texts, bytes, counts and elements are preceded by their uint32 length (elements: uint64).
 """

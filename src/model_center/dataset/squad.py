@@ -11,12 +11,13 @@ import json
 import pathlib
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.utils.data import default_collate
 
-from model_center.dataset import padding, verbalizer
-from model_center.dataset.padding import Item
+from model_center.dataset import verbalizer
+from model_center.dataset.padding import Item, padded, shortened
 from model_center.dataset.task_dataset import Tokenizer, at_least
 from model_center.errors import DataError
 
@@ -41,12 +42,20 @@ class Question:
 class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Questions with one answer each to train on, or with all their answers to be scored by.
 
-    Train items hold int64 tensors (length,): `input_ids` and `attention_mask`; `targets`, and
-    `decoder_input_ids`, which is `targets` one place later behind the pad id;
-    `decoder_attention_mask`. Of several answers one is chosen at random, the same in every epoch.
-    In batches, `targets` is padded by -100. Dev items hold texts: `inputs`, the prompt, and
-    `targets`, the set of answers; their batches hold a list of each, as generation takes it.
+    Train items hold int64 tensors, `input_ids` and `attention_mask` (max_encoder_length,) and,
+    (max_decoder_length,), `targets`, padded with -100; `decoder_input_ids`, which is `targets` one
+    place later behind the pad id, padded with it; `decoder_attention_mask`. Of several answers one
+    is chosen at random, the same in every epoch. Dev items hold texts: `inputs`, the prompt, and
+    `targets`, the set of answers; batches of `collate` hold a list of each, as generation takes it.
     """
+
+    lengths: ClassVar = {
+        "input_ids": "attention_mask",
+        "attention_mask": "attention_mask",
+        "targets": "decoder_attention_mask",
+        "decoder_input_ids": "decoder_attention_mask",
+        "decoder_attention_mask": "decoder_attention_mask",
+    }
 
     def __init__(
         self,
@@ -74,41 +83,45 @@ class SQuAD_Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.tokenizer = tokenizer
         self.max_encoder_length, self.max_decoder_length = max_encoder_length, max_decoder_length
         self.seed = seed
-        verbalizer.token_id(tokenizer, "<extra_id_0>")
 
     def __len__(self) -> int:
         """The number of questions."""
         return len(self.questions)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Question `index`, tokenised now if it is one to train on."""
+        """Question `index`, tokenised now if it is one to train on.
+
+        Raises:
+            DataError: then, if the tokenizer has no sentinels.
+        """
         question = self.questions[index]
         if self.for_training:
             return self._train_item(question)
         return {"inputs": question.prompt, "targets": set(question.answers or [NO_ANSWER])}
 
     def collate(self, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """A batch: (B, longest) tensors, padded on the right, or lists of texts."""
+        """A batch: tensors (B, longest row), or lists of texts."""
         if not self.for_training:
             return {key: [item[key] for item in items] for key in items[0]}
-        pad = self.tokenizer.pad_token_id or 0
-        return dict(
-            padding.collate(items, {"input_ids": pad, "decoder_input_ids": pad, "targets": -100})
-        )
+        return dict(shortened(default_collate(list(items)), self.lengths))
 
     def _train_item(self, question: Question) -> Item:
         answer = random.Random(f"{self.seed} {question.id}").choice(
             question.answers or (NO_ANSWER,)
         )
+        for sentinel in ("<extra_id_0>", "<extra_id_1>"):
+            verbalizer.token_id(self.tokenizer, sentinel)
+        longest, pad = self.max_decoder_length, self.tokenizer.pad_token_id or 0
         ids = self._cut(question.prompt, self.max_encoder_length)
-        target = self._cut(f"<extra_id_0> {answer} <extra_id_1>", self.max_decoder_length)
-        return {
-            "input_ids": torch.tensor(ids),
-            "attention_mask": torch.ones(len(ids), dtype=torch.int64),
-            "decoder_input_ids": torch.tensor([self.tokenizer.pad_token_id or 0, *target[:-1]]),
-            "targets": torch.tensor(target),
-            "decoder_attention_mask": torch.ones(len(target), dtype=torch.int64),
+        target = self._cut(f"<extra_id_0> {answer} <extra_id_1>", longest)
+        item = {
+            "input_ids": padded(ids, self.max_encoder_length, pad),
+            "attention_mask": padded([1] * len(ids), self.max_encoder_length),
+            "decoder_input_ids": padded([pad, *target][:longest], longest, pad),
+            "targets": padded(target, longest, -100),
+            "decoder_attention_mask": padded([1] * len(target), longest),
         }
+        return {key: value.long() for key, value in item.items()}
 
     def _cut(self, text: str, max_length: int) -> list[int]:
         return self.tokenizer.encode(text, truncation=True, max_length=max_length)

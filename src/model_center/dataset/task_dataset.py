@@ -1,8 +1,9 @@
 """What task datasets share: examples that become items when asked for, and batches.
 
 Items are tokenised in `__getitem__`, on the CPU, by whoever loads them: use as many loader workers
-as you like. Batches come from `collate`, which `DistributedDataLoader` calls by itself; torch's
-DataLoader takes `collate_fn=dataset.collate`.
+as you like. Their rows are ModelCenter's, padded to the maximum length, so that torch's DataLoader
+stacks them. `DistributedDataLoader` cuts what is padding in all rows of a batch, by `collate`,
+which is a `collate_fn` for torch's DataLoader, too.
 
 `rank` and `world_size` are arguments of the constructors for the sake of older programs and have no
 effect: every dataset holds all rows, and the loader divides them among the ranks.
@@ -13,14 +14,14 @@ from __future__ import annotations
 import abc
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch.utils.data import default_collate
 
-from model_center.dataset import padding
 from model_center.dataset.example import Example
 from model_center.dataset.line_file import UNLABELLED, LineFile
-from model_center.dataset.padding import Item
+from model_center.dataset.padding import Item, shortened
 from model_center.errors import DataError, IdentifierError
 
 
@@ -69,28 +70,24 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
         examples: the examples behind the items.
         labelled: whether items hold labels. If they do not, as in a test split, they hold `idx`,
             their number.
+        lengths: for each key of a row, the key that tells how much of it is not padding.
 
     Items of MultiRC and ReCoRD, whose questions have several items each, also hold `idx` and the
     number of their question, `group`, by which they are scored together.
     """
 
     target_key = "labels"
+    lengths: ClassVar[Mapping[str, str]]
 
     def __init__(self, examples: LineFile, tokenizer: Tokenizer) -> None:
         """Items from `examples`, by `tokenizer`."""
         self.examples = examples
         self.tokenizer = tokenizer
         self.labelled = UNLABELLED not in examples.labels
-        self.pad_id = tokenizer.pad_token_id or 0
 
     @abc.abstractmethod
     def encode(self, example: Example) -> Item:
-        """The model's inputs for an example."""
-
-    @property
-    def fill(self) -> dict[str, int]:
-        """What rows are padded with, by key; 0 for keys that are not named."""
-        return {"input_ids": self.pad_id}
+        """The model's inputs for an example, padded."""
 
     def target(self, index: int, example: Example) -> Item:
         """The label of item `index`; its number if there is none; both and its group if grouped."""
@@ -106,14 +103,14 @@ class TaskDataset(torch.utils.data.Dataset[Item], abc.ABC):
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Item:
-        """Item `index`, tokenised now: int64 ids (length,), not padded."""
+        """Item `index`, tokenised now."""
         index = range(len(self))[index]
         example = self.examples[index]
         return self.encode(example) | self.target(index, example)
 
     def collate(self, items: Sequence[Item]) -> Item:
-        """A batch: (B, longest) tensors, padded on the right, and (B,) labels."""
-        return padding.collate(items, self.fill)
+        """A batch: tensors (B, longest row), and (B,) labels."""
+        return shortened(default_collate(list(items)), self.lengths)
 
     @property
     def may_be_empty(self) -> bool:

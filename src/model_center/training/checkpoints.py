@@ -2,8 +2,11 @@
 
 A checkpoint is a folder `step-00000100` with
 
-    model.pt       the model, by bmt.save optimizer.pt   optimizer, learning-rate schedule and loss
-    scale, whole tensors: fits any number of ranks random-*.pt    random states, one file per rank
+    model.pt       the model, by bmt.save, without frozen parameters that the base still has
+    base.json      where those come from, and a checksum of each
+    optimizer.pt   optimizer, learning-rate schedule and loss scale, as whole tensors: it fits any
+                   number of ranks
+    random-*.pt    random states, one file per rank
     run.json       the step, how far the data have been read, and what the run was made with
 
 It is written under another name, brought to the disk, and renamed; only then the pointer file
@@ -23,6 +26,7 @@ import torch
 import bmtrain as bmt
 from bmtrain.distributed.agreement import attempt, everyone
 from model_center.errors import ResumeError
+from model_center.training.base_weights import MODEL_FILE, BaseWeights
 from model_center.training.files import PARTIAL, to_disk, write_whole
 from model_center.training.random_states import random_states, set_random_states
 
@@ -58,7 +62,7 @@ class Checkpoints:
     def save(
         self,
         progress: Mapping[str, Any],
-        model: torch.nn.Module,
+        model: torch.nn.Module | BaseWeights,
         optim_manager: bmt.optim.OptimManager,
         made_with: Mapping[str, Any],
     ) -> pathlib.Path:
@@ -67,7 +71,7 @@ class Checkpoints:
         Args:
             progress: `step`, the number of optimizer steps done, and what else says how far the run
                 has come; values as in JSON.
-            model: sharded or not.
+            model: sharded or not; or the base of one, to hold what is trained on it alone.
             optim_manager: with all optimizers and schedules of the run.
             made_with: what another run must have in common to go on from here (`check_same_run`);
                 values as in JSON.
@@ -79,7 +83,10 @@ class Checkpoints:
         partial = final.with_name(final.name + PARTIAL)
         facts = {**progress, "world_size": bmt.world_size(), "made_with": dict(made_with)}
         attempt(lambda: self._begin(partial), everyone())
-        bmt.save(model, str(partial / "model.pt"))
+        if isinstance(model, BaseWeights):
+            model.save(partial)
+        else:
+            bmt.save(model, str(partial / MODEL_FILE))
         state = optim_manager.state_dict(gather_opt=True)
         attempt(lambda: _write(partial, state, facts), everyone())
         attempt(lambda: self._publish(partial, final), everyone())

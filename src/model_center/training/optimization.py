@@ -8,6 +8,7 @@ import torch
 
 import bmtrain as bmt
 from model_center.errors import ConfigError
+from model_center.training.schedules import schedule
 
 
 def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -15,7 +16,7 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
 
     Args:
         model: after its parameters have been sharded.
-        args: of which `optimizer`, `lr` and `weight_decay` are read.
+        args: of which `optimizer`, `lr`, `adam_betas` and `weight_decay` are read.
 
     Raises:
         ConfigError: if the model has nothing to train.
@@ -37,7 +38,7 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
         )
     on_host = args.optimizer == "adam-offload"
     kind = bmt.optim.AdamOffloadOptimizer if on_host else bmt.optim.AdamOptimizer
-    return kind(groups, lr=args.lr)
+    return kind(groups, lr=args.lr, betas=tuple(args.adam_betas))
 
 
 def is_decayed(name: str) -> bool:
@@ -56,35 +57,27 @@ def make_scheduler(
 
     Args:
         optimizer: whose learning rate it sets.
-        args: of which `lr_decay_style`, `lr`, `warmup_iters`, `lr_decay_iters` and `start_step` are
-            read.
+        args: of which `lr_decay_style`, `lr`, `lr_end`, `warmup_iters`, `lr_decay_iters`,
+            `wsd_decay` and `start_step` are read.
         total_steps: the run's last step, at which the learning rate has fallen unless
             `lr_decay_iters` says otherwise.
 
     Raises:
-        ConfigurationError: for a warm-up that is longer than a schedule with an end.
+        ConfigError: for a warm-up that is longer than a schedule with an end.
     """
     end = args.lr_decay_iters or total_steps
-    return schedule(args.lr_decay_style)(
-        optimizer, args.lr, warmup_steps(args.warmup_iters, total_steps), end, args.start_step
+    make = schedule(
+        args.lr_decay_style, least=args.lr_end, fall=in_steps(args.wsd_decay, total_steps)
     )
+    made: bmt.lr_scheduler.WarmupLRScheduler = make(
+        optimizer, args.lr, in_steps(args.warmup_iters, total_steps), end, args.start_step
+    )
+    return made
 
 
-def schedule(style: str) -> type[bmt.lr_scheduler.WarmupLRScheduler]:
-    """The class of a `--lr-decay-style`."""
-    styles: dict[str, type[bmt.lr_scheduler.WarmupLRScheduler]] = {
-        "constant": bmt.lr_scheduler.NoDecay,
-        "linear": bmt.lr_scheduler.Linear,
-        "cosine": bmt.lr_scheduler.Cosine,
-        "exponential": bmt.lr_scheduler.Exponential,
-        "noam": bmt.lr_scheduler.Noam,
-    }
-    return styles[style]
-
-
-def warmup_steps(warmup: float, total_steps: int) -> int:
-    """`--warmup-iters` in steps: a number below 1 is a share of all steps."""
-    return round(warmup * total_steps) if warmup < 1 else int(warmup)
+def in_steps(number: float, total_steps: int) -> int:
+    """`--warmup-iters` or `--wsd-decay` in steps: a number below 1 is a share of all steps."""
+    return round(number * total_steps) if number < 1 else int(number)
 
 
 def make_manager(

@@ -17,8 +17,10 @@ from bmtrain.checkpoint.entries import entries
 from bmtrain.distributed.agreement import attempt, everyone
 from model_center.dataset.loader import DistributedDataLoader
 from model_center.errors import ConfigError, ResumeError
+from model_center.training.base_weights import BaseWeights
 from model_center.training.batches import grouped, num_tokens
 from model_center.training.checkpoints import Checkpoints, check_same_run, load_state, read_facts
+from model_center.training.flops import peak_flops
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
 from model_center.training.run_log import RunLog, StepReport
 from model_center.training.stop import StopRequest
@@ -50,6 +52,7 @@ class Run:
         model: with its parameters sharded and their first values.
         loader: of the training data.
         args: from `model_center.get_args`.
+        flops_per_token: of a step, for the model FLOPs utilisation in the log; see `flops`.
 
     Attributes:
         step: the number of optimizer steps done.
@@ -65,11 +68,21 @@ class Run:
     """
 
     def __init__(
-        self, model: torch.nn.Module, loader: DistributedDataLoader, args: argparse.Namespace
+        self,
+        model: torch.nn.Module,
+        loader: DistributedDataLoader,
+        args: argparse.Namespace,
+        flops_per_token: float | None = None,
     ) -> None:
         self.model, self.loader, self.args = model, loader, args
-        self.checkpoints = Checkpoints(pathlib.Path(args.save)) if args.save else None
+        self.checkpoints = (
+            Checkpoints(pathlib.Path(args.save), args.save_keep) if args.save else None
+        )
+        self.base = BaseWeights(model, args.load or args.model_config) if args.save else None
         self.made_with = _made_with(model, args)
+        peak = peak_flops()
+        # the highest number of tokens a second and rank
+        self._limit = peak / flops_per_token if peak and flops_per_token else None
         self.step: int = args.start_step
         # the step at which the first pass would have begun with steps of this size
         self._origin: int = args.start_step
@@ -170,14 +183,16 @@ class Run:
         )
         mean_loss, norm, mean_tokens, wish = together.tolist()
         now = time.perf_counter()
+        rate = mean_tokens / (now - self._clock)
         report = StepReport(
             step=self.step,
             loss=mean_loss,
             grad_norm=norm,
             lr=lr,
             loss_scale=float(loss_scale),
-            tokens_per_second=mean_tokens * bmt.world_size() / (now - self._clock),
+            tokens_per_second=rate * bmt.world_size(),
             memory=bmt.utils.peak_memory(),
+            mfu=rate / self._limit if self._limit else None,
         )
         self._clock = now
         self.log.step(report)
@@ -199,7 +214,8 @@ class Run:
 
     def _go_to(self, checkpoint: pathlib.Path) -> None:
         """The model, and the place in the data."""
-        bmt.load(self.model, str(checkpoint / "model.pt"))
+        if self.base is not None:
+            self.base.load(checkpoint)
         progress = read_facts(checkpoint)
         self.loader.load_state_dict(progress["loader"])
         self.step, self._origin, self._recorded = (
@@ -230,7 +246,8 @@ class Run:
             num_steps=self.total_steps,
             log_every=self.args.log_iters,
             is_kept=self._is_kept,
-            curves=self.args.tensorboard,
+            tensorboard=self.args.tensorboard,
+            wandb=self.args.wandb,
         )
 
     def _greeting(self, checkpoint: pathlib.Path | None) -> str:
@@ -244,7 +261,7 @@ class Run:
         )
 
     def _save(self) -> None:
-        if self.checkpoints is None or self._saved == self.step:
+        if self.checkpoints is None or self.base is None or self._saved == self.step:
             return
         progress = {
             "step": self.step,
@@ -253,7 +270,7 @@ class Run:
             "recorded": self._recorded,
             "loader": self.loader.state_dict(),
         }
-        self.checkpoints.save(progress, self.model, self.manager, self.made_with)
+        self.checkpoints.save(progress, self.base, self.manager, self.made_with)
         self._saved, self._clock = self.step, time.perf_counter()
 
     def _is_kept(self, record: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: progress, a file of metrics, curves for TensorBoard."""
+"""What a run shows and keeps: progress, a file of metrics, curves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import bmtrain as bmt
+from model_center.training.curves import Curves, TensorBoard, Wandb
 from model_center.training.metrics_file import MetricsFile, Record
-from model_center.training.tensorboard import Curves
 
 METRICS = "metrics.jsonl"
 
@@ -30,6 +30,7 @@ class StepReport:
         lr, loss_scale: those used in this step; a scale of 1 where there is none.
         tokens_per_second: of all ranks together.
         memory: peak bytes of rank 0, on its device (on a CPU: of its process).
+        mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
     """
 
     step: int
@@ -39,6 +40,7 @@ class StepReport:
     loss_scale: float
     tokens_per_second: float
     memory: int
+    mfu: float | None = None
 
 
 class RunLog:
@@ -51,10 +53,11 @@ class RunLog:
         log_every: steps between plain lines.
         is_kept: which records of an earlier part of the run stay; by default those up to
             `first_step`.
-        curves: whether to write for TensorBoard too.
+        tensorboard: whether to write for TensorBoard too.
+        wandb: the project in Weights & Biases to send to; None for none.
 
     Raises:
-        ConfigError: for curves without TensorBoard.
+        ConfigError: for curves whose package is missing.
     """
 
     def __init__(
@@ -65,7 +68,8 @@ class RunLog:
         num_steps: int,
         log_every: int,
         is_kept: Callable[[Record], bool] | None = None,
-        curves: bool = False,
+        tensorboard: bool = False,
+        wandb: str | None = None,
     ) -> None:
         self.enabled = bmt.rank() == 0
         self.first_step = first_step
@@ -77,9 +81,11 @@ class RunLog:
         self.metrics = (
             MetricsFile(folder / METRICS, kept) if self.enabled and folder is not None else None
         )
-        self.curves = (
-            Curves(folder, first_step) if self.enabled and folder is not None and curves else None
-        )
+        self.curves: list[Curves] = []
+        if self.enabled and folder is not None and tensorboard:
+            self.curves.append(TensorBoard(folder, first_step))
+        if self.enabled and folder is not None and wandb is not None:
+            self.curves.append(Wandb(folder, wandb))
         self._started = time.monotonic()
         # The bar comes last: what does not fit into a narrow terminal is cut off.
         columns = (MofNCompleteColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20))
@@ -92,15 +98,17 @@ class RunLog:
 
     def __exit__(self, *raised: Any) -> None:
         self._bar.stop()
-        if self.curves is not None:
-            self.curves.close()
+        for curves in self.curves:
+            curves.close()
 
     def step(self, report: StepReport) -> None:
         """Show and record one step."""
         if not self.enabled:
             return
-        self._keep(dataclasses.asdict(report))
+        values = dataclasses.asdict(report)
+        self._keep({name: value for name, value in values.items() if value is not None})
         speed = f"{report.tokens_per_second:,.0f} tokens/s  {report.memory / 2**30:.2f} GiB"
+        speed += "" if report.mfu is None else f"  MFU {report.mfu:.1%}"
         words = (
             f"loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  {speed}  "
             f"{self._time_left(report.step)} left"
@@ -128,10 +136,9 @@ class RunLog:
     def _keep(self, record: Record) -> None:
         if self.metrics is not None:
             self.metrics.add(record)
-        if self.curves is not None:
-            self.curves.add(
-                record["step"], {name: value for name, value in record.items() if name != "step"}
-            )
+        values = {name: value for name, value in record.items() if name != "step"}
+        for curves in self.curves:
+            curves.add(record["step"], values)
 
     def _time_left(self, step: int) -> str:
         seconds = int(

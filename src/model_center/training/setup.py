@@ -14,7 +14,6 @@ from model_center.errors import ConfigError
 from model_center.hub.resolving import resolve
 from model_center.model.base import BaseModel
 from model_center.model.registry import model_class
-from model_center.weights.loading import load_weights
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -83,9 +82,7 @@ def untrained(kind: type[Model], args: argparse.Namespace, **overrides: Any) -> 
 
 
 def _loaded(model: Model, path: str) -> Model:
-    load_weights(
-        model, path, type(model).key_map(model.config) if model.config.model_type else None
-    )
+    model.load_folder(path)
     return model
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -17,7 +18,7 @@ from model_center.dataset.protocols import Epoch, shards_of
 
 IGNORED = -100
 END_OF_LINE = 4  # the id of </n> in CPM-1's vocabulary
-MergedRow = tuple[torch.Tensor, torch.Tensor, int, torch.Tensor]
+MergedRow = tuple[npt.NDArray[Any], npt.NDArray[np.int64], int, npt.NDArray[np.bool_]]
 
 
 class CPM1_Dataset(PairRows):
@@ -34,8 +35,8 @@ class CPM1_Dataset(PairRows):
     def __init__(self, ctx: Tokens, tgt: Tokens, max_length: int = 1024) -> None:
         self._pairs, self._length = Pairs(ctx, tgt, max_length, max_length), max_length
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        ctx, tgt = self._pairs[operator.index(index)]
+    def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
+        """The ids, padded."""
         return {
             "ctx": padded(ctx, self._length, 0),
             "tgt": padded(tgt, self._length, IGNORED),
@@ -46,21 +47,27 @@ class CPM1_Dataset(PairRows):
 class CPM1_Dataset_Merge(Dataset[MergedRow]):
     """Sequences of which a random span is to be generated, the rest being context.
 
-    Of n ids (at most `max_length`, the rest is cut off), the span [l, r) has l in [n/8, n/4] and r
-    in [3n/4, n]; it goes to the end when the last id is that of a line break. Both are a function
-    of (seed, epoch, row): equal in every process, other ones in every epoch, and the same after a
-    resume. A row is a tuple:
+    Of n ids, the span [l, r) has l in [n/8, n/4] and r in [3n/4, n]; it goes to the end when the
+    last id is that of a line break. Both are a function of (seed, epoch, row): equal in every
+    process, other ones in every epoch, and the same after a resume. A row is a tuple of numpy
+    arrays and a number:
 
-        ids          int64 (n,) targets      int64 (n,): at l-1, ..., r-2 the id that follows, which
-        is in the span; -100 elsewhere length       n is_context   bool (n,): False in the span
+        ids          (n,), of the file's dtype
+        targets      int64 (n,): at l-1, ..., r-2 the id that follows, which is in the span; else
+                     -100
+        length       n
+        is_context   bool (n,): False in the span
 
     So each id of the span is predicted from the context and the ids of the span before it.
-    Sequences of fewer than two ids have nothing to predict and are left out.
+    Sequences of fewer than two ids, which have nothing to predict, and of more than `max_length`
+    are left out: `len` counts the others, `num_skipped` them, and `sizes` are the lengths of rows.
     """
 
     def __init__(self, ctx: Tokens, max_length: int = 1024, seed: int = 0) -> None:
-        self._ctx, self._length, self._seed = ctx, max_length, seed
-        self._rows = np.flatnonzero(ctx.sizes >= 2)
+        self._ctx, self._seed = ctx, seed
+        self._rows = np.flatnonzero((ctx.sizes >= 2) & (ctx.sizes <= max_length))
+        self.sizes = ctx.sizes[self._rows]
+        self.num_skipped = len(ctx) - len(self._rows)
         self._epoch = Epoch()
 
     @property
@@ -77,15 +84,15 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
 
     def __getitem__(self, index: SupportsIndex) -> MergedRow:
         row = int(self._rows[operator.index(index)])
-        ids = torch.from_numpy(self._ctx[row][: self._length].astype(np.int64))
+        ids = self._ctx[row].copy()
         left, right = self._span(row, ids)
-        targets = torch.full_like(ids, IGNORED)
+        targets = np.full(len(ids), IGNORED, np.int64)
         targets[left - 1 : right - 1] = ids[left:right]
-        is_context = torch.ones(len(ids), dtype=torch.bool)
+        is_context = np.ones(len(ids), np.bool_)
         is_context[left:right] = False
         return ids, targets, len(ids), is_context
 
-    def _span(self, row: int, ids: torch.Tensor) -> tuple[int, int]:
+    def _span(self, row: int, ids: npt.NDArray[Any]) -> tuple[int, int]:
         """[l, r), with at least one id before it and in it."""
         count, key = len(ids), (self._seed, self._epoch.number, row)
         left = max(1, draw(count // 8, count // 4, *key, 0))
@@ -98,11 +105,18 @@ class CPM1_Dataset_Merge(Dataset[MergedRow]):
         bool (B, S).
         """
         ids, targets, lengths, is_context = zip(*rows, strict=True)
-        tokens = pad_sequence(list(ids), batch_first=True)
+        tokens = _stacked([row.astype(np.int64) for row in ids], 0)
         return {
             "input_tokens": tokens,
             "input_length": torch.tensor(lengths),
-            "input_context": pad_sequence(list(is_context), batch_first=True, padding_value=True),
+            "input_context": _stacked(is_context, True),
             "input_span": torch.zeros_like(tokens),
-            "targets": pad_sequence(list(targets), batch_first=True, padding_value=IGNORED),
+            "targets": _stacked(targets, IGNORED),
         }
+
+
+def _stacked(rows: Sequence[npt.NDArray[Any]], fill: int) -> torch.Tensor:
+    """(B, longest): the rows, and `fill` after them."""
+    return pad_sequence(
+        [torch.from_numpy(row) for row in rows], batch_first=True, padding_value=fill
+    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,8 @@ class CPM2_Dataset(PairRows):
 
     A row is `ctx` int64 (max_source_length,), padded with 0; `tgt` int64 (max_target_length + 1,),
     padded with -100: the decoder reads tgt[:-1] (with 0 in place of -100) and predicts tgt[1:];
-    `len_ctx`, the ids in ctx, and `len_tgt`, the steps of the decoder: one less than the ids in
-    tgt. Ids from 26240 on are lowered by 190. Pairs of which one is too long are left out: `len`
+    `len_ctx`, the ids in ctx, and `len_tgt`, those that the decoder reads, max_target_length at
+    most. Ids from 26240 on are lowered by 190. Pairs of which one is too long are left out: `len`
     counts the others, `num_skipped` them.
 
     Raises:
@@ -34,13 +33,13 @@ class CPM2_Dataset(PairRows):
         self._source_length, self._target_length = max_source_length, max_target_length + 1
         self._pairs = Pairs(ctx, tgt, self._source_length, self._target_length)
 
-    def __getitem__(self, index: SupportsIndex) -> dict[str, Any]:
-        ctx, tgt = map(_moved, self._pairs[operator.index(index)])
+    def row(self, ctx: npt.NDArray[Any], tgt: npt.NDArray[Any]) -> dict[str, Any]:
+        """The ids in the published vocabulary, padded."""
         return {
-            "ctx": padded(ctx, self._source_length, 0),
-            "tgt": padded(tgt, self._target_length, IGNORED),
+            "ctx": padded(_moved(ctx), self._source_length, 0),
+            "tgt": padded(_moved(tgt), self._target_length, IGNORED),
             "len_ctx": len(ctx),
-            "len_tgt": max(0, len(tgt) - 1),
+            "len_tgt": min(len(tgt), self._target_length - 1),
         }
 
 

@@ -1,9 +1,10 @@
 """LCQMC for CPM-1, from `DATASET["LCQMC"](path, split, rank, world_size, tokenizer, max_length)`.
 
 The prompt is `"A"与"B"的关系是:`, a blank, and `。`; the model sees both sides of the blank. Items
-hold `input_tokens`, int64 (length,), which begin with id 1; `input_length`; `input_context`, bool
-(length,): False at the blank only; `input_span`, int64 zeros (length,); `index`, int32 (length,): 1
-at the last token before the blank, whose logits choose the class; and `targets`, the class.
+hold, (max_length,): `input_tokens`, int32, which begin with id 1 and are padded with 0;
+`input_context`, bool, False at the blank only; `input_span`, int32 zeros; and `index`, int32: 1 at
+the last token before the blank, whose logits choose the class. `input_length`, int32 (), is the
+length without padding, `targets`, int64 (), the class.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from model_center.dataset import lcqmc
 from model_center.dataset.example import Example
-from model_center.dataset.padding import Item, one_hot
+from model_center.dataset.padding import Item, count, one_hot, padded
 from model_center.dataset.task_dataset import TaskTable, Tokenizer, at_least
 
 START = 1  # what texts begin with in CPM's vocabularies
@@ -22,9 +23,11 @@ BLANK = 0
 
 
 class LCQMC_Dataset(lcqmc.PairTask):
-    """Pairs of questions: 不同 (0, they ask different things) or 相同 (1, the same)."""
+    """Pairs of questions that ask different things (0) or the same (1)."""
 
-    WORDS = ("不同", "相同")
+    lengths = dict.fromkeys(
+        ("input_tokens", "input_context", "input_span", "index"), "input_length"
+    )
     PUBLISHED_VERBALIZER = (15682, 16357)
 
     def __init__(
@@ -46,22 +49,17 @@ class LCQMC_Dataset(lcqmc.PairTask):
         self.max_length = max_length
         at_least(max_length, len(self._left("", "")) + 1 + len(self.right), "max_length")
 
-    @property
-    def fill(self) -> dict[str, int]:
-        """Pad ids for ids; padding is no context."""
-        return {"input_tokens": self.pad_id}
-
     def encode(self, example: Example) -> Item:
         """The prompt of a pair, with its blank."""
         room = self.max_length - 1 - len(self.right)
         left = lcqmc.fitted(self._left, example.fields["a"], example.fields["b"], room)
-        ids = torch.tensor([*left, BLANK, *self.right])
+        ids = [*left, BLANK, *self.right]
         return {
-            "input_tokens": ids,
-            "input_length": torch.tensor(len(ids)),
-            "input_context": torch.arange(len(ids)) != len(left),
-            "input_span": torch.zeros_like(ids),
-            "index": one_hot(len(left) - 1, len(ids)),
+            "input_tokens": padded(ids, self.max_length),
+            "input_length": count(len(ids)),
+            "input_context": torch.arange(self.max_length) != len(left),
+            "input_span": padded([], self.max_length),
+            "index": one_hot(len(left) - 1, self.max_length),
         }
 
     def _left(self, a: str, b: str) -> list[int]:

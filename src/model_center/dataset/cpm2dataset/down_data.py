@@ -1,36 +1,39 @@
 """LCQMC for CPM-2, from `DATASET["LCQMC"](path, split, rank, world_size, tokenizer,
 max_encoder_length, ...)`.
 
-The encoder reads `“A”与“B”是否有关？` and sentinel 0, the decoder starts with that sentinel. Items
-hold `enc_input`, int64 (length,); `enc_length`; `dec_input`, int64 (1,); `dec_length`, 1; `index`,
-int32 (1,): 1, as its logits choose the class; and `targets`, the class.
+The encoder reads `“A”与“B”是否有关？` and sentinel 0, the decoder that sentinel, whose logits
+choose the class. Items hold `enc_input`, int32 (max_encoder_length,), and `dec_input`, int32
+(max_decoder_length,), padded with 0; `enc_length` and `dec_length`, int32 (), without the padding;
+`index`, int32 (max_decoder_length,): 1 at the sentinel; and `targets`, int64 (), the class.
 """
 
 from __future__ import annotations
 
 import pathlib
-from typing import Protocol
-
-import torch
+from typing import ClassVar, Protocol
 
 from model_center.dataset import lcqmc
 from model_center.dataset.example import Example
-from model_center.dataset.padding import Item, one_hot
+from model_center.dataset.padding import Item, count, one_hot, padded
 from model_center.dataset.task_dataset import TaskTable, Tokenizer, at_least
 
 
 class SentinelTokenizer(Tokenizer, Protocol):
     """A tokenizer with numbered sentinels: `CPM2Tokenizer`."""
 
-    def get_sentinel_id(self, index: int) -> int:
-        """The id of sentinel `index`."""
+    def get_sentinel_id(self, idx: int) -> int:
+        """The id of sentinel `idx`."""
         ...
 
 
 class LCQMC_Dataset(lcqmc.PairTask):
-    """Pairs of questions: 否 (0, they ask different things) or 是 (1, the same)."""
+    """Pairs of questions that ask different things (0) or the same (1)."""
 
-    WORDS = ("否", "是")
+    lengths: ClassVar = {
+        "enc_input": "enc_length",
+        "dec_input": "dec_length",
+        "index": "dec_length",
+    }
     PUBLISHED_VERBALIZER = (1744, 24)
 
     def __init__(
@@ -50,24 +53,19 @@ class LCQMC_Dataset(lcqmc.PairTask):
         """
         super().__init__(lcqmc.examples(path, split), tokenizer)
         self.sentinel = tokenizer.get_sentinel_id(0)
-        self.max_length = max_encoder_length
+        self.max_length, self.max_decoder_length = max_encoder_length, max_decoder_length
         at_least(max_encoder_length, len(self._prompt("", "")), "max_encoder_length")
         at_least(max_decoder_length, 1, "max_decoder_length")
-
-    @property
-    def fill(self) -> dict[str, int]:
-        """Pad ids for the encoder's ids."""
-        return {"enc_input": self.pad_id}
 
     def encode(self, example: Example) -> Item:
         """The prompt of a pair, and the start of its answer."""
         ids = lcqmc.fitted(self._prompt, example.fields["a"], example.fields["b"], self.max_length)
         return {
-            "enc_input": torch.tensor(ids),
-            "enc_length": torch.tensor(len(ids)),
-            "dec_input": torch.tensor([self.sentinel]),
-            "dec_length": torch.tensor(1),
-            "index": one_hot(0, 1),
+            "enc_input": padded(ids, self.max_length),
+            "enc_length": count(len(ids)),
+            "dec_input": padded([self.sentinel], self.max_decoder_length),
+            "dec_length": count(1),
+            "index": one_hot(0, self.max_decoder_length),
         }
 
     def _prompt(self, a: str, b: str) -> list[int]:

@@ -1,9 +1,9 @@
-"""SuperGLUE for BERT: pairs of texts with their class, from `DATASET[task](path, split, rank,
-world_size, tokenizer, ...)`.
+"""SuperGLUE for BERT: texts with their class, from `DATASET[task](path, split, rank, world_size,
+tokenizer, max_encoder_length)`.
 
-Items hold `input_ids`, `attention_mask` and `token_type_ids`, int64 (length,), and `labels`, int64
-(). COPA's hold the three twice, for the first choice with suffix 0 and for the second with 1. In a
-test split without labels, items hold `idx`, the number of the example, instead.
+Items hold `input_ids`, `attention_mask` and `token_type_ids`, int64 (max_encoder_length,), and
+`labels`, int64 (). COPA's hold the three twice, for the first choice with suffix 0 and for the
+second with 1. In a test split without labels, items hold `idx`, the number of the example, instead.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import collections
 import functools
 import pathlib
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
-from model_center.dataset import prompts, superglue, truncation
+from model_center.dataset import prompts, superglue, verbalizer
 from model_center.dataset.example import Example
 from model_center.dataset.padding import Item
 from model_center.dataset.task_dataset import TaskDataset, TaskTable, Tokenizer, at_least
 
+KEYS = ("input_ids", "attention_mask", "token_type_ids")
+
 
 class BertTask(TaskDataset):
-    """A SuperGLUE task for BERT; a subclass says how an example is written as a pair."""
+    """A SuperGLUE task for BERT; a subclass says how an example is written."""
 
     task = ""
+    lengths = dict.fromkeys(KEYS, "attention_mask")
 
     def __init__(
         self,
@@ -35,7 +39,7 @@ class BertTask(TaskDataset):
         tokenizer: Tokenizer,
         max_encoder_length: int,
     ) -> None:
-        """Rows of at most `max_encoder_length` ids; `rank` and `world_size` have no effect.
+        """Rows of `max_encoder_length` ids; `rank` and `world_size` have no effect.
 
         Raises:
             DataError: naming the file, and the line, that is missing or not of the task's format.
@@ -44,29 +48,31 @@ class BertTask(TaskDataset):
         super().__init__(superglue.examples(path, self.task, split), tokenizer)
         self.split, self.max_length = split, max_encoder_length
 
-    def pair(self, first: str, second: str) -> Item:
-        """Inputs of a pair, of which the longer text is cut first."""
-        return tensors(truncation.cut_longest(self.tokenizer, first, second, self.max_length))
+    @classmethod
+    def get_verbalizer(cls, tokenizer: Tokenizer) -> list[int]:
+        """The ids of the words that stand for the classes, in the order of the labels."""
+        return verbalizer.word_ids(tokenizer, prompts.WORDS[cls.task])
 
-    @property
-    def fill(self) -> dict[str, int]:
-        """Pad ids for ids, 0 for masks and types; also with COPA's suffixes."""
-        return {f"input_ids{suffix}": self.pad_id for suffix in ("", "0", "1")}
+    def written(self, *texts: str) -> Item:
+        """Inputs of a text, of which the end is cut, or of a pair, of which the longer is cut."""
+        encoded = self.tokenizer(
+            *texts,
+            max_length=self.max_length,
+            padding="max_length",
+            truncation=True,
+            return_token_type_ids=True,
+        )
+        return {key: torch.tensor(encoded[key]) for key in KEYS}
 
 
 class BoolQ_Dataset(BertTask):
-    """The question, then the passage, of which alone something is cut."""
+    """One text: the passage, then the question."""
 
     task = "BoolQ"
 
     def encode(self, example: Example) -> Item:
-        """(question, passage)."""
-        fields = example.fields
-        return tensors(
-            truncation.keep_first(
-                self.tokenizer, fields["question"], fields["passage"], self.max_length
-            )
-        )
+        """`passage. question`."""
+        return self.written(f"{example.fields['passage']}. {example.fields['question']}")
 
 
 class RTE_Dataset(BertTask):
@@ -76,7 +82,7 @@ class RTE_Dataset(BertTask):
 
     def encode(self, example: Example) -> Item:
         """(premise, hypothesis)."""
-        return self.pair(example.fields["premise"], example.fields["hypothesis"])
+        return self.written(example.fields["premise"], example.fields["hypothesis"])
 
 
 class CB_Dataset(RTE_Dataset):
@@ -103,28 +109,26 @@ class COPA_Dataset(BertTask):
     """Two pairs, one for each choice."""
 
     task = "COPA"
+    lengths: ClassVar = {key + choice: f"attention_mask{choice}" for key in KEYS for choice in "01"}
 
     def encode(self, example: Example) -> Item:
         """(choice, `The cause of "premise"`), twice."""
-        fields = example.fields
-        asked = prompts.copa_question(fields)
-        pairs = [self.pair(fields["choice1"], asked), self.pair(fields["choice2"], asked)]
+        asked = prompts.copa_question(example.fields)
         return {
             f"{key}{choice}": value
-            for choice, pair in enumerate(pairs)
-            for key, value in pair.items()
+            for choice, field in enumerate(("choice1", "choice2"))
+            for key, value in self.written(example.fields[field], asked).items()
         }
 
 
 class WiC_Dataset(BertTask):
-    """The word with the first sentence, and the second."""
+    """The two sentences, without the word."""
 
     task = "WiC"
 
     def encode(self, example: Example) -> Item:
-        """(`word: sentence 1`, sentence 2)."""
-        fields = example.fields
-        return self.pair(f"{fields['word']}: {fields['sentence1']}", fields["sentence2"])
+        """(sentence 1, sentence 2)."""
+        return self.written(example.fields["sentence1"], example.fields["sentence2"])
 
 
 class WSC_Dataset(BertTask):
@@ -133,18 +137,8 @@ class WSC_Dataset(BertTask):
     task = "WSC"
 
     def encode(self, example: Example) -> Item:
-        """The prompt of the other models, cut at its beginning."""
-        ids = truncation.keep_end(self.tokenizer, prompts.wsc(example.fields), self.max_length)
-        return tensors(
-            {"input_ids": ids, "attention_mask": [1] * len(ids), "token_type_ids": [0] * len(ids)}
-        )
-
-
-def tensors(encoded: dict[str, list[int]]) -> Item:
-    """The lists of a tokenizer as int64 tensors, in the order of an item's keys."""
-    return {
-        key: torch.tensor(encoded[key]) for key in ("input_ids", "attention_mask", "token_type_ids")
-    }
+        """The prompt of the other models."""
+        return self.written(prompts.wsc(example.fields))
 
 
 def oversampled(labels: Sequence[int]) -> list[int]:

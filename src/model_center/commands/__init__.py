@@ -1,0 +1,1 @@
+"""Commands of `python -m model_center` that train models and use them."""

@@ -1,0 +1,48 @@
+"""`python -m model_center chat`: talk with a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from model_center.commands.generate import add_model_arguments, of_the_first_rank, opened, say
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`."""
+    parser.description = (
+        "Talk with a model that has a chat template. A line is a question; an empty one begins "
+        "anew, the end of the input (Ctrl-D) ends the program."
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Answer lines of the standard input until it ends.
+
+    Raises:
+        ConfigError, IdentifierError, InputError, WeightsError: as when a model is opened, and for a
+            tokenizer without a chat template.
+    """
+    generator = opened(args)
+    first = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(first)
+    while (line := _asked()) is not None:
+        if not line:
+            messages = list(first)
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = ""
+        for piece in generator.stream_chat(messages):
+            say(piece)
+            answer += piece
+        say("\n")
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _asked() -> str | None:
+    """The next line, which the first rank reads; None at the end of the input."""
+    say("> " if sys.stdin.isatty() else "")
+    line = of_the_first_rank(sys.stdin.readline)
+    return line.strip() if line else None

@@ -1,0 +1,103 @@
+"""`python -m model_center generate`: a model continues texts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import bmtrain as bmt
+from bmtrain.distributed.collectives import broadcast_object
+from bmtrain.runtime import world
+from model_center.commands.train import TOKENIZERS
+from model_center.errors import ConfigError
+from model_center.generation.text import TextGenerator
+from model_center.model.causal import CausalModel
+from model_center.tokenizer import GLMTokenizer
+from model_center.training.setup import DTYPES, class_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `run`."""
+    parser.description = (
+        "Continue texts, drawn at random, or the likeliest with --temperature 0. Started with "
+        "torchrun, the model is sharded over the GPUs."
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--prompt",
+        nargs="+",
+        metavar="TEXT",
+        help="to be continued (default: each line of the standard input)",
+    )
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it draws."""
+    parser.add_argument(
+        "--model-config",
+        required=True,
+        metavar="MODEL",
+        help="folder or name of the model, or the folder that a training has written",
+    )
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="(default: bf16)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=512, help="at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0 for the likeliest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="of the probability drawn from (default: 0.95)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing (default: 0)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what follows each prompt.
+
+    Raises:
+        ConfigError, IdentifierError, InputError, WeightsError: before anything is printed.
+    """
+    generator = opened(args)
+    prompts = args.prompt or of_the_first_rank(sys.stdin.read).splitlines()
+    for prompt in filter(str.strip, prompts):
+        for piece in generator.stream(prompt):
+            say(piece)
+        say("\n")
+
+
+def opened(args: argparse.Namespace) -> TextGenerator:
+    """The generator of the model and flags; the run is joined where torchrun has started it."""
+    if world.launched_size() > 1:
+        bmt.init_distributed()
+    kind = class_of(args.model_config, CausalModel)
+    tokenizers: dict[str, Any] = {**TOKENIZERS, "GLM": GLMTokenizer}
+    if kind.__name__ not in tokenizers:
+        raise ConfigError(f"{kind.__name__} is not served by this program.")
+    model = kind.from_pretrained(args.model_config, dtype=DTYPES[args.dtype])
+    if not world.is_initialized():
+        model = model.to(bmt.device())
+    draws = (
+        {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
+        if args.temperature
+        else {}
+    )
+    tokenizer = tokenizers[kind.__name__].from_pretrained(args.model_config)
+    return TextGenerator(model.eval(), tokenizer, max_new_tokens=args.max_new_tokens, **draws)
+
+
+def of_the_first_rank(read: Callable[[], str]) -> str:
+    """What `read` gives on the first rank, on all. Collective."""
+    text = read() if bmt.rank() == 0 else ""
+    if world.is_initialized():
+        text = broadcast_object(text, 0, world.current().mesh.world)
+    return text
+
+
+def say(text: str) -> None:
+    """On the first rank, at once."""
+    if bmt.rank() == 0:
+        sys.stdout.write(text)
+        sys.stdout.flush()

@@ -1,0 +1,25 @@
+"""SuperGLUE for GPT-2 and its kin."""
+
+from model_center.dataset.gpt2dataset.superglue import (
+    DATASET,
+    BoolQ_Dataset,
+    CB_Dataset,
+    COPA_Dataset,
+    MultiRC_Dataset,
+    ReCoRD_Dataset,
+    RTE_Dataset,
+    WiC_Dataset,
+    WSC_Dataset,
+)
+
+__all__ = [
+    "BoolQ_Dataset",
+    "CB_Dataset",
+    "COPA_Dataset",
+    "DATASET",
+    "MultiRC_Dataset",
+    "RTE_Dataset",
+    "ReCoRD_Dataset",
+    "WSC_Dataset",
+    "WiC_Dataset",
+]

@@ -1,0 +1,139 @@
+"""LoRA on the models of this package, in the files of peft, which fit the same model in
+transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import safetensors.torch
+import torch
+
+import bmtrain as bmt
+from model_center.errors import ConfigError, with_nearest
+from model_center.layer.linear import Linear
+from model_center.model.base import BaseModel
+from model_center.weights.keymap import Piece
+
+# Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), adapt the projections of
+# attention.
+ATTENTION = ("project_q", "project_k", "project_v", "attention_out")
+ALL = "all-linear"
+OURS, THEIRS = ".weight", "base_model.model."
+
+
+class Lora:
+    """Adapters beside linear layers of a model, all else of which is frozen. Collective.
+
+    Args:
+        model: gets the adapters.
+        rank, alpha, dropout: of the adapters, which count alpha / rank times.
+        targets: names of layers, ours ("project_q") or transformers' ("q_proj"); "all-linear" for
+            all but the head.
+        base: where the model's own weights are.
+
+    Raises:
+        ConfigError: where peft is missing, for a name that is no layer's, and for a model that
+            Hugging Face has not, or whose layers are not tensors of their own there.
+    """
+
+    def __init__(
+        self,
+        model: BaseModel,
+        rank: int,
+        alpha: float,
+        dropout: float,
+        targets: Sequence[str],
+        base: str,
+    ) -> None:
+        self._peft = _peft()
+        self._model = model
+        pieces = _pieces(model)
+        modules = _chosen(model, targets, pieces)
+        self._names = {name: _their_name(name, pieces.get(name + OURS)) for name in modules}
+        self._config = self._peft.LoraConfig(
+            r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=modules, bias="none"
+        )
+        self._base = base
+        self._peft.inject_adapter_in_model(self._config, model)
+        bmt.BMTrainModelWrapper(model)  # shards what is new
+
+    def save(self, folder: pathlib.Path) -> None:
+        """Write the adapters as a folder for `peft.PeftModel.from_pretrained`, with transformers'
+        names. Collective.
+        """
+        tensors: Mapping[str, torch.Tensor] = self._peft.get_peft_model_state_dict(self._model)
+        content = {}
+        for name, tensor in tensors.items():  # whole tensors: all ranks gather
+            module, found, rest = name.partition(".lora_")
+            content[THEIRS + self._names[module] + found + rest] = tensor.detach().cpu()
+        if bmt.rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            contiguous = {name: tensor.contiguous() for name, tensor in content.items()}
+            safetensors.torch.save_file(
+                contiguous, folder / "adapter_model.safetensors", {"format": "pt"}
+            )
+            facts = {
+                "target_modules": sorted(
+                    {name.rpartition(".")[2] for name in self._names.values()}
+                ),
+                "base_model_name_or_path": self._base,
+                "task_type": "CAUSAL_LM",
+                "inference_mode": True,
+            }
+            written = self._peft.LoraConfig(**{**self._config.to_dict(), **facts})
+            written.save_pretrained(str(folder))
+        bmt.synchronize()
+
+
+def _peft() -> Any:
+    try:
+        return importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "adapters need the package peft: pip install peft, or train all weights."
+        ) from error
+
+
+def _chosen(model: BaseModel, targets: Sequence[str], pieces: Mapping[str, Piece]) -> list[str]:
+    """The paths of the linear layers that are named."""
+    layers = {
+        name: {name.rpartition(".")[2], _layer_of(pieces.get(name + OURS))}
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and not name.endswith("_projection")
+    }
+    if list(targets) == [ALL]:
+        return list(layers)
+    known = {name for names in layers.values() for name in names if name}
+    for target in targets:
+        if target not in known:
+            raise ConfigError(
+                f"--lora-targets {with_nearest(target, known)}: expected {ALL}, or some of "
+                f"{', '.join(sorted(known))}."
+            )
+    return [name for name, names in layers.items() if names & set(targets)]
+
+
+def _pieces(model: BaseModel) -> Mapping[str, Piece]:
+    if not model.config.model_type:
+        raise ConfigError(
+            f"transformers has no {type(model).__name__}: adapters for it cannot be written."
+        )
+    return type(model).key_map(model.config).pieces
+
+
+def _layer_of(piece: Piece | None) -> str:
+    return "" if piece is None else piece.name.removesuffix(OURS).rpartition(".")[2]
+
+
+def _their_name(name: str, piece: Piece | None) -> str:
+    """`encoder...project_q` as `model...q_proj`."""
+    if piece is None or piece.rows is not None or piece.transpose:
+        raise ConfigError(
+            f"transformers has no module of its own for {name}: adapters beside it cannot be "
+            "written. Name other --lora-targets, or train all weights."
+        )
+    return piece.name.removesuffix(OURS)

@@ -1,0 +1,256 @@
+"""`python -m model_center train`: what is learnt, what comes out, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tests.ranks.runner import run_ranks
+from tests.training.lm_programs import DATA, TINY, command, losses, results, tiny
+from torch.utils.flop_counter import FlopCounterMode
+
+import bmtrain as bmt
+from model_center.__main__ import main as model_center
+from model_center.commands import train as command_module
+from model_center.dataset.instructions import InstructionDataset
+from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
+from model_center.dataset.packing import PackedSamples
+from model_center.errors import ConfigError, DataError
+from model_center.model import Llama
+from model_center.model.registry import model_class
+from model_center.tokenizer import GPT2Tokenizer
+from model_center.training.flops import flops_per_token
+from model_center.training.metrics_file import read_metrics
+
+CHAT = DATA / "chat"
+FAMILIES = ("gpt2", "gptj", "llama", "mistral", "opt", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Tiny models are made here."""
+    return tmp_path_factory.mktemp("lm")
+
+
+def on(model: pathlib.Path, *data: str) -> list[object]:
+    """Arguments that say which model and which data."""
+    names = [str(CHAT / name) for name in data or ("train.jsonl",)]
+    return ["--model-config", model, "--max-length 64", TINY, "--data", *names]
+
+
+def adapted_answers(model: str, adapter: str, ids: torch.Tensor) -> torch.Tensor:
+    """Logits of transformers' model with the adapter that the program wrote."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logits: torch.Tensor = peft.PeftModel.from_pretrained(base, adapter).eval()(ids).logits
+    return logits
+
+
+def restored_answers(model: str, run: str, targets: list[str], ids: torch.Tensor) -> torch.Tensor:
+    """Logits of our model with adapters, from the run's checkpoint."""
+    with_adapters = Llama.from_pretrained(model, dtype=torch.float32)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=8, lora_alpha=64, target_modules=targets), with_adapters
+    )
+    bmt.BMTrainModelWrapper(with_adapters)
+    bmt.load(
+        with_adapters,
+        str(pathlib.Path(run, pathlib.Path(run, "latest").read_text().strip(), "model.pt")),
+        only=[name for name, _ in with_adapters.named_parameters() if ".lora_" in name],
+    )
+    with torch.no_grad():
+        logits: torch.Tensor = with_adapters.eval()(ids).logits
+    return logits
+
+
+ATTENTION = ["project_q", "project_k", "project_v", "attention_out"]
+
+
+# peft calls transformers so
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+@pytest.mark.parametrize(
+    ("targets", "ours", "theirs"),
+    [
+        ("", ATTENTION, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("--lora-targets q_proj w_out", ["project_q", "w_out"], {"q_proj", "down_proj"}),
+        (
+            "--lora-targets all-linear",
+            [*ATTENTION, "w_0", "w_1", "w_out"],
+            {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        ),
+    ],
+    ids=["attention", "named", "all"],
+)
+def test_llama_learns_by_lora(
+    targets: str, ours: list[str], theirs: set[str], folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """The loss falls, the model's own weights stay, and the adapter does in transformers what it
+    does here.
+    """
+    model = tiny("llama", folder)
+    arguments = f"--batch-size 2 --lr 1e-2 --epochs 12 --lora-rank 8 --lora-alpha 64 {targets}"
+    validation = ["--validation", CHAT / "val.jsonl", "--save", tmp_path]
+    command(*on(model), arguments, *validation)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.7
+    measured = results(tmp_path, "validation_loss")
+    assert len(measured) == 12 and measured[-1] < measured[0]
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert set(written["target_modules"]) == theirs
+    ids = torch.arange(3, 25)[None]
+    expected = adapted_answers(str(model), str(tmp_path / "adapter"), ids)
+    (found,) = run_ranks(restored_answers, 1, str(model), str(tmp_path), ours, ids)
+    torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        plain = Llama.from_pretrained(model, dtype=torch.float32).eval()(ids).logits
+    assert (found - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_families_learn(family: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """All weights, with a share set aside and answers in the log; what is written is the family's
+    model and tokenizer in transformers.
+    """
+    arguments = "--batch-size 2 --epochs 6 --validation-share 0.2 --eval-iters 2 --samples 1 --save"
+    command(*on(tiny(family, folder), "train.jsonl", "alpaca.jsonl:0.5"), arguments, tmp_path)
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
+    found = [
+        (record["step"], record["validation_loss"], record["perplexity"])
+        for record in read_metrics(tmp_path / "metrics.jsonl")
+        if "perplexity" in record
+    ]
+    assert [step for step, _, _ in found] == [2 * n for n in range(1, len(found) + 1)]
+    for _, loss, perplexity in found:
+        assert torch.tensor(loss).exp().item() == pytest.approx(perplexity, rel=1e-5)
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == family
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Why?"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "<|endoftext|>### User:\nWhy?\n\n### Assistant:\n"
+
+
+def test_weights_from_scratch_and_plain_texts(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """Texts are learnt as a whole; the model's own weights are not read."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"A row, number {n}."}) + "\n" for n in range(20)))
+    model = tiny("gpt2", folder)
+    arguments = "--from-scratch --batch-size 4 --epochs 2 --seed 5 --save"
+    command("--model-config", model, "--max-length 64", TINY, "--data", texts, arguments, tmp_path)
+    command(
+        "--model-config",
+        model,
+        "--max-length 64",
+        TINY,
+        "--data",
+        texts,
+        "--batch-size 4 --epochs 2 --seed 5 --save",
+        tmp_path / "pretrained",
+    )
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.3
+    assert losses(tmp_path)[0] != losses(tmp_path / "pretrained")[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_cost_what_their_samples_cost(family: str, folder: pathlib.Path) -> None:
+    """The loss, against transformers' model on each sample alone."""
+    run_ranks(packed_and_alone, 1, family, str(tiny(family, folder)))
+
+
+def packed_and_alone(family: str, model: str) -> None:
+    content = json.loads(pathlib.Path(model, "config.json").read_text())
+    kind: Any = model_class(content)
+    tokenizer = command_module.TOKENIZERS[kind.__name__].from_pretrained(model)
+    samples = InstructionDataset(CHAT / "train.jsonl", tokenizer, 64)
+    packed = PackedSamples(samples, 160)
+    assert max(map(len, packed.rows)) > 1
+    ours = kind.from_pretrained(model, dtype=torch.float32).eval()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    batch = packed.collate([packed[number] for number in range(len(packed))])
+    with torch.no_grad():
+        found = command_module.loss_sum(ours, batch)
+        expected = torch.zeros(())
+        for number in range(len(samples)):
+            item = samples[number]
+            logits = theirs(item["input_ids"][None]).logits[0]
+            expected += F.cross_entropy(logits, item["targets"], ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_flops_are_those_that_torch_counts(family: str, folder: pathlib.Path) -> None:
+    """Of all products with matrices; attention counts half its square."""
+    content = json.loads((tiny(family, folder) / "config.json").read_text())
+    model: Any = model_class(content).from_pretrained(folder / family, dtype=torch.float32)
+    ids = torch.arange(3, 23).view(2, 10)
+
+    def counted() -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(ids).logits.sum().backward()
+        found = counter.get_flop_counts()["Global"]
+        products = (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return sum(count for function, count in found.items() if function in products)
+
+    config = model.config
+    attention = 6 * config.num_layers * config.num_heads * config.dim_head * 10
+    assert (flops_per_token(model, 10) - attention) * ids.numel() == counted()
+
+
+def test_shares_of_files() -> None:
+    """Each sample as often as its file's weight says, the same ones for the same seed, and none
+    both learnt and set aside.
+    """
+    tokenizer: Any = GPT2Tokenizer.from_pretrained(DATA / "tokenizers" / "gpt2")
+    samples = InstructionDataset(CHAT / "train.jsonl", tokenizer, 64)
+    part = Part(samples, range(len(samples)))
+    rest, aside = set_aside(part, 0.3, 7)
+    assert sorted([*rest.numbers, *aside.numbers]) == list(range(11)) and len(aside.numbers) == 3
+    assert set_aside(part, 0.3, 7) == (rest, aside) != set_aside(part, 0.3, 8)
+    assert (
+        set_aside(part, 0.0, 7)[1].numbers == [] and len(set_aside(part, 0.01, 7)[1].numbers) == 1
+    )
+    counts = [list(weighted(rest, 2.5, 7).numbers).count(number) for number in rest.numbers]
+    assert sorted(counts) == [2] * 4 + [3] * 4
+    mixture = Mixture([weighted(rest, 0.5, 7), aside])
+    assert len(mixture) == 4 + 3
+    assert torch.equal(mixture[4]["input_ids"], samples[aside.numbers[0]]["input_ids"])
+    with pytest.raises(DataError, match="all parts of the data are empty"):
+        Mixture([Part(samples, [])])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "complaint"),
+    [
+        ("--lora-rank 4 --lora-targets q_pro", ConfigError, r"--lora-targets 'q_pro' \(nearest: "),
+        ("--validation x --validation-share 0.1", ConfigError, "give one of them"),
+        ("--resume", ConfigError, "--resume goes on from the checkpoints in --save"),
+        ("--data nowhere.jsonl", DataError, "there is no file nowhere.jsonl"),
+        ("--data nowhere.jsonl:-1", DataError, "expected FILE or FILE:WEIGHT, the weight above 0"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: str, error: type[Exception], complaint: str, folder: pathlib.Path
+) -> None:
+    """On every rank, before the first step."""
+    with pytest.raises(error, match=complaint):
+        command(*on(tiny("llama", folder)), arguments, ranks=1)
+
+
+def test_models_of_other_kinds(folder: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match="bert is a Bert: expected a CausalModel"):
+        command(*on(tiny("bert", folder)), ranks=1)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Errors are a line, and all flags are explained."""
+    assert model_center(["train", "--model-config", "x"]) == 1
+    assert "error: this program needs --data" in capsys.readouterr().err
+    parser = argparse.ArgumentParser()
+    command_module.add_arguments(parser)
+    assert all(action.help for action in parser._actions)
