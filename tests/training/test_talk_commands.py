@@ -7,6 +7,7 @@ import pathlib
 import sys
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -68,10 +69,10 @@ def test_a_conversation(
     assert capsys.readouterr().out == f"{first}\n{second}\n{first}\n"
 
 
-def sharded(folder: str) -> str:
+def sharded(folder: str, *more: str) -> str:
     sys.stdin = io.StringIO("A week has\n")
     sys.stdout = found = io.StringIO()
-    assert main(["generate", "--model-config", folder, *COMMON]) == 0
+    assert main(["generate", "--model-config", folder, *COMMON, *more]) == 0
     return found.getvalue()
 
 
@@ -80,6 +81,55 @@ def test_on_several_ranks(llama: pathlib.Path, capsys: pytest.CaptureFixture[str
     assert main(["generate", "--model-config", str(llama), *COMMON, "--prompt", "A week has"]) == 0
     want = capsys.readouterr().out
     assert run_ranks(sharded, 2, str(llama), join=False) == [want, ""]
+
+
+def adapted(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> str:
+    """What peft's model with random adapters, written to a folder, says of a text."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], **options)
+    wrapped: Any = peft.get_peft_model(model, config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, param in wrapped.named_parameters():
+            if ".lora_" in name:
+                param.normal_()
+    wrapped.save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    ids = torch.tensor([tokenizer.encode("A week has")])
+    with torch.no_grad():
+        out = wrapped.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+# peft calls transformers so
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+def test_adapters(
+    llama: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in peft, sharded too; those that do not fit are refused."""
+    kinds: list[dict[str, Any]] = [{}, {"use_rslora": True, "lora_alpha": 3}, {"use_dora": True}]
+    folders = [str(tmp_path / str(number)) for number in range(len(kinds))]
+    given = ""
+    for folder, options in zip(folders, kinds, strict=True):
+        want = adapted(llama, pathlib.Path(folder), **options)
+        capsys.readouterr()
+        arguments = ["--model-config", str(llama), "--adapter", folder, "--prompt", "A week has"]
+        assert main(["generate", *arguments, *COMMON]) == 0
+        given = capsys.readouterr().out
+        assert "".join(given.split()) == "".join(want.split())
+    assert run_ranks(sharded, 2, str(llama), "--adapter", folders[-1], join=False) == [given, ""]
+    adapted(llama, tmp_path / "patterns", rank_pattern={"q_proj": 2})
+    adapted(llama, tmp_path / "vocabulary", modules_to_save=["lm_head"])
+    for folder, complaint in (
+        (tmp_path / "none", "holds no LoRA adapters of peft"),
+        (tmp_path / "patterns", "adapters with rank_pattern are not read here"),
+        (tmp_path / "vocabulary", "adapters with modules_to_save are not read here"),
+    ):
+        assert main(["generate", "--model-config", str(llama), "--adapter", str(folder)]) == 1
+        assert complaint in capsys.readouterr().err
+    gpt2 = tiny("gpt2", tmp_path)
+    assert main(["generate", "--model-config", str(gpt2), "--adapter", folders[0]]) == 1
+    assert "no linear layer of the model" in capsys.readouterr().err
 
 
 def test_models_that_do_not_talk(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,10 @@ from bmtrain.runtime import world
 from model_center.commands.train import TOKENIZERS
 from model_center.errors import ConfigError
 from model_center.generation.text import TextGenerator
+from model_center.layer.quantized import quantize
 from model_center.model.causal import CausalModel
 from model_center.tokenizer import GLMTokenizer
+from model_center.training.adapters import add_adapters
 from model_center.training.setup import DTYPES, class_of
 
 
@@ -40,6 +43,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="MODEL",
         help="folder or name of the model, or the folder that a training has written",
+    )
+    parser.add_argument(
+        "--adapter", metavar="FOLDER", help="LoRA adapters beside it, as a training writes them"
+    )
+    parser.add_argument(
+        "--load-in-4bit",
+        action="store_true",
+        help="its linear layers in 4 bits (needs bitsandbytes)",
     )
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="(default: bf16)")
     parser.add_argument(
@@ -79,6 +90,10 @@ def opened(args: argparse.Namespace) -> TextGenerator:
     model = kind.from_pretrained(args.model_config, dtype=DTYPES[args.dtype])
     if not world.is_initialized():
         model = model.to(bmt.device())
+    if args.load_in_4bit:
+        quantize(model)
+    if args.adapter:
+        add_adapters(model, pathlib.Path(args.adapter))
     draws = (
         {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
         if args.temperature

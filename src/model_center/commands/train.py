@@ -25,6 +25,7 @@ from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
 from model_center.dataset.packing import PackedSamples, segment_mask
 from model_center.errors import ConfigError, DataError
 from model_center.generation import generate
+from model_center.layer.quantized import quantize
 from model_center.model.causal import CausalModel, TokenModel
 from model_center.model.llama import Llama
 from model_center.tokenizer import (
@@ -106,6 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER",
         help=f"names of layers, or {ALL} (default: those of attention)",
     )
+    lora.add_argument(
+        "--load-in-4bit",
+        action="store_true",
+        help="QLoRA: the model's own linear layers in 4 bits (needs bitsandbytes)",
+    )
     add_run_args(parser)
 
 
@@ -118,6 +124,8 @@ def run(args: argparse.Namespace) -> None:
     problem = problem_of(args, ("--model-config", "--data"))
     if problem is not None:
         raise ConfigError(f"{problem}.")
+    if args.load_in_4bit and (args.from_scratch or not args.lora_rank):
+        raise ConfigError("--load-in-4bit is for pretrained weights beside adapters: --lora-rank.")
     args.dataset_name = " ".join(args.data)
     setup(args)
     kind = class_of(args.model_config, CausalModel)
@@ -134,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
     learnt, measured = _parts(args, tokenizer)
     train = make_loader(_packed(learnt, args), args, shuffle=True)
     model = (from_scratch if args.from_scratch else pretrained)(kind, args)
-    lora = _lora(model, args) if args.lora_rank else None
+    lora = _lora(model, args)
     judge = Judge(model, tokenizer, measured, args) if measured else None
     with Run(model, train, args, flops_per_token(model, args.max_length)) as training:
         for _ in training.epochs():
@@ -204,7 +212,11 @@ class Judge:
         return asked + self._tokenizer.decode(found.rows()[0])
 
 
-def _lora(model: CausalModel, args: argparse.Namespace) -> Lora:
+def _lora(model: CausalModel, args: argparse.Namespace) -> Lora | None:
+    if args.load_in_4bit:
+        quantize(model)
+    if not args.lora_rank:
+        return None
     return Lora(
         model,
         args.lora_rank,

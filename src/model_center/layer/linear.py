@@ -52,10 +52,14 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim_in) to (..., dim_out)."""
         if not self.length_scale:
-            return F.linear(x, self.weight, self.bias)
+            return self.product(x, self.bias)
         scale = math.sqrt(self.dim_in)
         if self.length_scale_before:
-            return F.linear(x / scale, self.weight, self.bias)
-        out = F.linear(x, self.weight) / scale
+            return self.product(x / scale, self.bias)
+        out = self.product(x) / scale
         bias = self.bias
         return out if bias is None else out + bias
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x W^T + bias`, not scaled."""
+        return F.linear(x, self.weight, bias)

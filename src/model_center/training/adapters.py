@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 import bmtrain as bmt
+from bmtrain.distributed.agreement import attempt, everyone
 from model_center.errors import ConfigError, with_nearest
 from model_center.layer.linear import Linear
 from model_center.model.base import BaseModel
@@ -23,6 +24,8 @@ from model_center.weights.keymap import Piece
 ATTENTION = ("project_q", "project_k", "project_v", "attention_out")
 ALL = "all-linear"
 OURS, THEIRS = ".weight", "base_model.model."
+FILE = "adapter_model.safetensors"
+SHOWN = 5  # names in a message
 
 
 class Lora:
@@ -73,9 +76,7 @@ class Lora:
         if bmt.rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             contiguous = {name: tensor.contiguous() for name, tensor in content.items()}
-            safetensors.torch.save_file(
-                contiguous, folder / "adapter_model.safetensors", {"format": "pt"}
-            )
+            safetensors.torch.save_file(contiguous, folder / FILE, {"format": "pt"})
             facts = {
                 "target_modules": sorted(
                     {name.rpartition(".")[2] for name in self._names.values()}
@@ -87,6 +88,54 @@ class Lora:
             written = self._peft.LoraConfig(**{**self._config.to_dict(), **facts})
             written.save_pretrained(str(folder))
         bmt.synchronize()
+
+
+def add_adapters(model: BaseModel, folder: pathlib.Path) -> None:
+    """Put LoRA adapters of a folder, as `Lora.save` and peft write it, beside a model's layers.
+    Collective if the model is sharded.
+
+    Raises:
+        ConfigError: where peft is missing, for a folder that holds no such adapters, and for
+            adapters that do not fit the model.
+    """
+    peft = _peft()
+    config, tensors = attempt(lambda: _read(peft, folder), everyone(), ConfigError)
+    for name in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        if vars(config)[name]:
+            raise ConfigError(f"{folder}: adapters with {name} are not read here.")
+    pieces = _pieces(model)
+    layers = {
+        _layer_name(pieces.get(name + OURS)): name
+        for name, module in model.named_modules()
+        if isinstance(module, Linear)
+    }
+    found = {}
+    for key, tensor in tensors.items():
+        module, lora, rest = key.removeprefix(THEIRS).partition(".lora_")
+        if module not in layers:
+            raise ConfigError(
+                f"{folder} has adapters for {module!r}, no linear layer of the model."
+            )
+        found[layers[module] + lora + rest] = tensor
+    config.target_modules = sorted({name.partition(".lora_")[0] for name in found})
+    peft.inject_adapter_in_model(config, model)
+    left = peft.set_peft_model_state_dict(model, found)
+    missing = [name for name in left.missing_keys if ".lora_" in name]
+    if left.unexpected_keys or missing:
+        raise ConfigError(
+            f"{folder} does not fit the model: {[*left.unexpected_keys, *missing][:SHOWN]}."
+        )
+    if bmt.is_initialized():
+        bmt.BMTrainModelWrapper(model)
+
+
+def _read(peft: Any, folder: pathlib.Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The configuration of adapters, and their tensors by peft's names."""
+    try:
+        config = peft.LoraConfig.from_pretrained(str(folder))
+        return config, safetensors.torch.load_file(folder / FILE)
+    except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise ConfigError(f"{folder} holds no LoRA adapters of peft: {error}") from error
 
 
 def _peft() -> Any:
@@ -125,15 +174,23 @@ def _pieces(model: BaseModel) -> Mapping[str, Piece]:
     return type(model).key_map(model.config).pieces
 
 
+def _layer_name(piece: Piece | None) -> str | None:
+    """Transformers' path of the module with a weight; None where it has no module of its own."""
+    if piece is None or piece.rows is not None or piece.transpose:
+        return None
+    return piece.name.removesuffix(OURS)
+
+
 def _layer_of(piece: Piece | None) -> str:
     return "" if piece is None else piece.name.removesuffix(OURS).rpartition(".")[2]
 
 
 def _their_name(name: str, piece: Piece | None) -> str:
     """`encoder...project_q` as `model...q_proj`."""
-    if piece is None or piece.rows is not None or piece.transpose:
+    found = _layer_name(piece)
+    if found is None:
         raise ConfigError(
             f"transformers has no module of its own for {name}: adapters beside it cannot be "
             "written. Name other --lora-targets, or train all weights."
         )
-    return piece.name.removesuffix(OURS)
+    return found

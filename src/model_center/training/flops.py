@@ -45,8 +45,12 @@ def flops_per_token(model: CausalModel, length: int) -> float:
     trained, 2 for its own; attention counts the pairs that causality lets see each other.
     """
     config = model.config
-    matrices = [module.weight for module in model.modules() if isinstance(module, Linear)]
+    matrices = [
+        (module.dim_in * module.dim_out, module.weight)
+        for module in model.modules()
+        if isinstance(module, Linear)
+    ]
     if config.tied or model.ALWAYS_TIED:
-        matrices.append(model.input_embedding.weight)
-    products = sum(weight.numel() * (6 if weight.requires_grad else 4) for weight in matrices)
+        matrices.append((model.input_embedding.weight.numel(), model.input_embedding.weight))
+    products = sum(numel * (6 if weight.requires_grad else 4) for numel, weight in matrices)
     return float(products + 6 * config.num_layers * config.num_heads * config.dim_head * length)

@@ -1,0 +1,113 @@
+"""Frozen linear layers whose weights are kept in 4 bits.
+
+Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+import bmtrain as bmt
+from model_center.errors import ConfigError
+from model_center.layer.linear import Linear
+
+BLOCK_SIZE = 64  # elements that share a scale
+KIND = "nf4"  # 4-bit NormalFloat
+
+
+class QuantizedLinear(Linear):
+    """A frozen linear layer with the values of another, the weight rounded to 4-bit NormalFloat.
+
+    For a product the weight is made in the other layer's dtype, in forward and again in backward.
+    Every rank holds all of it, 4 bits per element and 4 bytes per `BLOCK_SIZE` elements.
+
+    Args:
+        layer: whose weight and bias are taken. Collective if it is sharded.
+
+    Attributes:
+        weight: uint8, two elements in each.
+        scales: fp32, one for `BLOCK_SIZE` elements.
+
+    Raises:
+        ConfigError: where bitsandbytes is missing.
+    """
+
+    scales: torch.nn.Parameter
+    code: torch.Tensor
+
+    def __init__(self, layer: Linear) -> None:
+        torch.nn.Module.__init__(self)
+        self.dim_in = self.in_features = layer.dim_in
+        self.dim_out = self.out_features = layer.dim_out
+        self.length_scale, self.length_scale_before = layer.length_scale, layer.length_scale_before
+        packed, state = library().functional.quantize_4bit(
+            whole(layer.weight), blocksize=BLOCK_SIZE, quant_type=KIND
+        )
+        self._dtype: torch.dtype = state.dtype
+        self.register_parameter("weight", _frozen(packed))
+        self.register_parameter("scales", _frozen(state.absmax))
+        self.register_buffer("code", state.code, persistent=False)
+        self.register_parameter("bias", None if layer.bias is None else _frozen(whole(layer.bias)))
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`x W^T + bias`, not scaled."""
+        state = library().functional.QuantState(
+            absmax=self.scales,
+            shape=torch.Size((self.dim_out, self.dim_in)),
+            code=self.code,
+            blocksize=BLOCK_SIZE,
+            quant_type=KIND,
+            dtype=self._dtype,
+        )
+        out: torch.Tensor = library().matmul_4bit(x, self.weight.t(), state, bias=bias)
+        return out
+
+
+def quantize(model: torch.nn.Module) -> None:
+    """Freeze a model and keep the weights of its linear layers, but for the head's, in 4 bits.
+    Collective if it is sharded; the memory of a block is free once all of it was replaced.
+
+    Raises:
+        ConfigError: where bitsandbytes is missing; the model is unchanged.
+    """
+    library()
+    made: dict[torch.nn.Module, torch.nn.Module] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, Linear) and not path.endswith("_projection"):
+            parent, _, name = path.rpartition(".")
+            made[module] = made.get(module) or QuantizedLinear(module)
+            model.get_submodule(parent).add_module(name, made[module])
+    # What is left of a block shares its memory with the weights that are gone.
+    fresh: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if isinstance(param, bmt.DistributedParameter):
+                fresh[param] = fresh[param] if param in fresh else _frozen(whole(param))
+                module.register_parameter(name, fresh[param])
+    model.requires_grad_(False)
+    if bmt.is_initialized():
+        bmt.BMTrainModelWrapper(model)
+
+
+def whole(param: torch.Tensor) -> torch.Tensor:
+    """A copy of all values of a parameter. Collective if it is sharded."""
+    if isinstance(param, bmt.DistributedParameter):
+        return param.gather()
+    return param.detach().clone()
+
+
+def library() -> Any:
+    """The package bitsandbytes, or ConfigError."""
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "weights in 4 bits need the package bitsandbytes: pip install bitsandbytes."
+        ) from error
+
+
+def _frozen(values: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(values, requires_grad=False)
