@@ -120,12 +120,12 @@ def test_adapters(
     assert run_ranks(sharded, 2, str(llama), "--adapter", folders[-1], join=False) == [given, ""]
     adapted(llama, tmp_path / "patterns", rank_pattern={"q_proj": 2})
     adapted(llama, tmp_path / "vocabulary", modules_to_save=["lm_head"])
-    for folder, complaint in (
+    for path, complaint in (
         (tmp_path / "none", "holds no LoRA adapters of peft"),
         (tmp_path / "patterns", "adapters with rank_pattern are not read here"),
         (tmp_path / "vocabulary", "adapters with modules_to_save are not read here"),
     ):
-        assert main(["generate", "--model-config", str(llama), "--adapter", str(folder)]) == 1
+        assert main(["generate", "--model-config", str(llama), "--adapter", str(path)]) == 1
         assert complaint in capsys.readouterr().err
     gpt2 = tiny("gpt2", tmp_path)
     assert main(["generate", "--model-config", str(gpt2), "--adapter", folders[0]]) == 1
