@@ -27,8 +27,9 @@ def tokenizer(name: str) -> Any:
 
 def model(name: str, vocab: int = 40, pad: int = 0) -> Any:
     """Two layers, no dropout."""
+    kind: Any
     if name in ("bert", "roberta"):
-        kind: Any = hf.BertConfig if name == "bert" else hf.RobertaConfig
+        kind = hf.BertConfig if name == "bert" else hf.RobertaConfig
         head: Any = hf.BertForMaskedLM if name == "bert" else hf.RobertaForMaskedLM
         config = kind(
             vocab_size=vocab,
@@ -57,8 +58,9 @@ def model(name: str, vocab: int = 40, pad: int = 0) -> Any:
                 eos_token_id=1,
             )
         )
+    kind = hf.T5Config
     return hf.T5ForConditionalGeneration(
-        hf.T5Config(
+        kind(
             vocab_size=vocab,
             d_model=16,
             d_kv=8,
