@@ -227,6 +227,39 @@ class _Movable(dict[str, Any]):
         return _Movable(self)
 
 
+class Generating(PromptForGeneration):
+    """With what transformers asks of a model that generates since OpenPrompt was written."""
+
+    generation_config = property(lambda self: self.plm.generation_config)
+
+    def can_generate(self) -> bool:
+        return True
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        return None
+
+    def _prepare_encoder_decoder_kwargs_for_generation(
+        self, inputs: Any, model_kwargs: dict[str, Any], *args: Any
+    ) -> dict[str, Any]:
+        """The encoder is not told about caches."""
+        use_cache = model_kwargs.pop("use_cache", None)
+        out: dict[str, Any] = super()._prepare_encoder_decoder_kwargs_for_generation(
+            inputs, model_kwargs, *args
+        )
+        return {**out, "use_cache": use_cache}
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], **settings: Any
+    ) -> dict[str, Any]:
+        if self.generate_ith_token == 0:
+            known = {k: v for k, v in self.last_model_inputs.items() if k in model_kwargs}
+            model_kwargs.update(known)
+        self.generate_ith_token += 1
+        return hf.GenerationMixin._update_model_kwargs_for_generation(
+            self, outputs, model_kwargs, **settings
+        )
+
+
 def generation(kind: Kind, side: Side, **settings: Any) -> Program:
     """A whole PromptForGeneration, wrapped, trained, and asked to generate."""
     tok = tokenizer(kind.plm)
@@ -236,7 +269,7 @@ def generation(kind: Kind, side: Side, **settings: Any) -> Program:
     if kind.verbalizer == "generation":
         verbalizer = GenerationVerbalizer(tok, classes=CLASSES, label_words=CLASSES)
     data = batches(kind, template, tok, verbalizer)
-    model = side.wrap(PromptForGeneration(plm, template, tokenizer=tok, **arguments(kind)).train())
+    model = side.wrap(Generating(plm, template, tokenizer=tok, **arguments(kind)).train())
 
     def answer(batch: Batch) -> torch.Tensor:
         sequences, _ = model.generate(batch, **settings)
