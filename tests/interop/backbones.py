@@ -37,7 +37,7 @@ def model(name: str, vocab: int = 40, pad: int = 0) -> Any:
             num_hidden_layers=2,
             num_attention_heads=2,
             intermediate_size=24,
-            max_position_embeddings=80,
+            max_position_embeddings=81 + pad,  # RoBERTa's begin behind the padding's number
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
             pad_token_id=pad,

@@ -102,6 +102,9 @@ VERBALIZERS: dict[str, Make] = {
     "automatic_gathered": lambda plm, tok: AutomaticVerbalizer(
         tok, num_candidates=20, classes=CLASSES, num_searches=1
     ),
+    "automatic_own": lambda plm, tok: AutomaticVerbalizer(
+        tok, num_candidates=20, classes=CLASSES, num_searches=1
+    ),
     "automatic_words": lambda plm, tok: AutomaticVerbalizer(
         tok, num_candidates=0, label_word_num_per_class=3, classes=CLASSES, score_fct="ce"
     ),
@@ -194,8 +197,10 @@ def classification(kind: Kind, side: Side) -> Program:
     model = side.wrap(PromptForClassification(plm, template, verbalizer, **arguments(kind)).train())
     if kind.verbalizer.startswith("automatic") and kind.verbalizer != "automatic_unset":
         for batch in data:
-            # All rows on every rank, or those of the other ranks gathered before words are chosen.
-            model(side.own(batch) if kind.verbalizer == "automatic_gathered" else batch)
+            # All rows on every rank, or those of the other ranks gathered before words are chosen,
+            # or words of a rank's own rows, which is refused.
+            is_own = kind.verbalizer in ("automatic_gathered", "automatic_own")
+            model(side.own(batch) if is_own else batch)
         if kind.verbalizer == "automatic_gathered":
             for name in ("probs_buffer", "labels_buffer"):
                 setattr(verbalizer, name, side.whole(getattr(verbalizer, name)))

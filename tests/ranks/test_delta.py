@@ -18,7 +18,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
 VOCAB, DIM, LENGTH, ROWS = 17, 8, 5, 4
@@ -405,6 +405,68 @@ def made_in_forward() -> None:
         Pair(make_lazy(False, False), model, f"made in forward, {shards_itself}").train()
 
 
+class Words(nn.Module):
+    """OpenPrompt's AutomaticVerbalizer: keeps what it sees, and then chooses columns by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.words: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+        self.last = torch.zeros(0, dtype=torch.long)  # a rank's own, left by the forward pass
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens)
+        self.last = tokens
+        if self.words is None:
+            self.seen.append(logits.detach().softmax(-1))
+            return logits
+        return logits[..., self.words]
+
+    def choose(self, seen: torch.Tensor) -> None:
+        self.words = seen.mean((0, 1)).topk(4).indices
+
+
+def chosen_words() -> None:
+    """Columns that ranks choose by the rows of all are those of one process."""
+    torch.manual_seed(5)
+    plain = Words()
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    rows = ROWS // bmt.world_size()
+    own = slice(bmt.rank() * rows, (bmt.rank() + 1) * rows)
+    tokens, targets = batch(0)
+    plain(tokens)
+    model(tokens[own])
+    plain.choose(torch.cat(plain.seen))
+    model.choose(bmt.gather_result(torch.cat(model.seen)))
+    for step in range(2):
+        model.note = torch.arange(step)  # the same everywhere
+        want, got = plain(tokens), model(tokens[own])
+        models.assert_same(got, want[own], f"step {step}, {bmt.world_size()} ranks")
+        for logits, wanted in ((got, targets[own]), (want, targets)):
+            F.cross_entropy(logits.flatten(0, 1), wanted.flatten() % 4).backward()
+    grad, expected = grad_of(model.model.head.weight), grad_of(plain.model.head.weight)
+    models.assert_same(
+        bmt.gather_result(grad.clone()).view(expected.shape) / bmt.world_size(),
+        expected,
+        "gradient",
+    )
+
+
+def words_of_own_rows() -> None:
+    """Columns that each rank chooses by its own rows: refused at the next call."""
+    torch.manual_seed(5)
+    model = bmt.BMTrainModelWrapper(Words())
+    own = batch(bmt.rank())[0]
+    model(own)
+    model.words = torch.arange(4) + bmt.rank()
+    if bmt.world_size() == 1:
+        model(own)
+        return
+    with pytest.raises(RanksPartedError, match=r"words set to torch.int64 \(4,\).*of all"):
+        model(own)
+
+
 class Speaking:
     """What transformers' GenerationMixin is to a model: `generate`, which can keep ranks in step.
 
@@ -459,7 +521,7 @@ def handed_on() -> None:
 
 
 PROGRAMS = [before_sharding, after_sharding, again_and_again, forgotten, cached_prefix]
-PROGRAMS += [made_in_forward, handed_on]
+PROGRAMS += [made_in_forward, chosen_words, words_of_own_rows, handed_on]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from bmtrain.block.adopt import Converted, move_buffers, replace, stays_whole
 from bmtrain.block.block import Block
 from bmtrain.block.kinds import become_distributed, has_methods_of_whole_models
+from bmtrain.block.settings import watch_settings
 from bmtrain.block.shardable import check_shardable
 from bmtrain.block.stack import plan_gathers
 from bmtrain.errors import ConfigurationError
@@ -85,6 +86,7 @@ def BMTrainModelWrapper(model: Module, *, use_checkpoint: bool | str | Level = T
         become_distributed(out)
     _name_storages(out)
     if not isinstance(out, Block):  # a Block gathers on every call, whatever its module does
+        watch_settings(out)
         watch_calls(out)
     return cast(Module, out)
 

@@ -148,12 +148,12 @@ def _described(value: Any) -> str:
         return type(value).__name__
     frozen = ", frozen" if isinstance(value, torch.nn.Parameter) and not value.requires_grad else ""
     gradient = (
-        "" if not value.is_leaf or value.grad is None else f", gradient {_checksum(value.grad)}"
+        "" if not value.is_leaf or value.grad is None else f", gradient {checksum(value.grad)}"
     )
-    return f"shape {tuple(value.shape)}, {value.dtype}, values {_checksum(value)}{gradient}{frozen}"
+    return f"shape {tuple(value.shape)}, {value.dtype}, values {checksum(value)}{gradient}{frozen}"
 
 
-def _checksum(x: torch.Tensor) -> str:
+def checksum(x: torch.Tensor) -> str:
     """Checksum of the bits of evenly spaced elements, or a note that there are no values."""
     x = x.detach()
     if x.is_meta or type(x) is not torch.Tensor or x.layout is not torch.strided or x.is_quantized:
