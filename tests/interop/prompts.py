@@ -232,7 +232,7 @@ class _Movable(dict[str, Any]):
         return _Movable(self)
 
 
-class Generating(PromptForGeneration):
+class Generating(PromptForGeneration):  # type: ignore[misc]  # untyped
     """With what transformers asks of a model that generates since OpenPrompt was written."""
 
     generation_config = property(lambda self: self.plm.generation_config)
