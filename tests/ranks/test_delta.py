@@ -365,7 +365,146 @@ def cached_prefix() -> None:
     )
 
 
+class Lazy(nn.Module):
+    """Makes its parameters in its first forward pass, as OpenDelta does, which knows no sizes.
+
+    With `shards_itself` it shards them there, inside of a running block.
+    """
+
+    def __init__(self, shards_itself: bool) -> None:
+        super().__init__()
+        self.shards_itself, self.is_made = shards_itself, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_made:
+            dim = x.shape[-1]
+            self.net = nn.Sequential(nn.Linear(dim, 3), nn.Tanh(), nn.Linear(3, dim))
+            self.is_made = True
+            if self.shards_itself:
+                self.net = bmt.BMTrainModelWrapper(self.net)
+        return x + self.net(x)
+
+
+def made_in_forward() -> None:
+    """Deltas that one run of the sharded model has made, sharded there or by wrapping again."""
+
+    def make_lazy(wrap: bool, shards_itself: bool) -> Any:
+        model = make(wrap=wrap)
+        for layer in [model.norm, *(layer.mixer for layer in model.layers)]:
+            layer.lazy = Lazy(wrap and shards_itself)
+            forward = layer.forward
+            layer.forward = lambda x, layer=layer, forward=forward: layer.lazy(forward(x))
+        loss_of(model, *batch(9))
+        return model
+
+    for shards_itself in (False, True):
+        model = make_lazy(True, shards_itself)
+        assert all_sharded(model) == shards_itself
+        if not shards_itself:
+            model = bmt.BMTrainModelWrapper(model)
+        Pair(make_lazy(False, False), model, f"made in forward, {shards_itself}").train()
+
+
+class Words(nn.Module):
+    """OpenPrompt's AutomaticVerbalizer: keeps what it sees, and then chooses columns by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.words: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens)
+        if self.words is None:
+            self.seen.append(logits.detach().softmax(-1))
+            return logits
+        return logits[..., self.words]
+
+    def choose(self, seen: torch.Tensor) -> None:
+        self.words = seen.mean((0, 1)).topk(4).indices
+
+
+def chosen_words() -> None:
+    """Columns that ranks choose by the rows of all are those of one process."""
+    torch.manual_seed(5)
+    plain = Words()
+    model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    rows = ROWS // bmt.world_size()
+    own = slice(bmt.rank() * rows, (bmt.rank() + 1) * rows)
+    tokens, targets = batch(0)
+    plain(tokens)
+    model(tokens[own])
+    plain.choose(torch.cat(plain.seen))
+    model.choose(bmt.gather_result(torch.cat(model.seen)))
+    for step in range(2):
+        want, got = plain(tokens), model(tokens[own])
+        models.assert_same(got, want[own], f"step {step}, {bmt.world_size()} ranks")
+        for logits, wanted in ((got, targets[own]), (want, targets)):
+            F.cross_entropy(logits.flatten(0, 1), wanted.flatten() % 4).backward()
+    grad, expected = grad_of(model.model.head.weight), grad_of(plain.model.head.weight)
+    models.assert_same(
+        bmt.gather_result(grad.clone()).view(expected.shape) / bmt.world_size(),
+        expected,
+        "gradient",
+    )
+
+
+class Speaking:
+    """What transformers' GenerationMixin is to a model: `generate`, which can keep ranks in step.
+
+    A row ends where its length is a multiple of 7.
+    """
+
+    def generate(self, tokens: torch.Tensor, synced_gpus: bool | None = None) -> torch.Tensor:
+        while True:
+            is_done = tokens.shape[1] % 7 == 0
+            if synced_gpus:
+                if bmt.gather_result(torch.tensor([is_done])).all():
+                    return tokens
+            elif is_done:
+                return tokens
+            logits = self(tokens)  # type: ignore[operator]
+            if not is_done:
+                tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+
+
+class Prompted(nn.Module, Speaking):
+    """OpenPrompt's way: `generate` takes a batch, and hands keywords on, for one row at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)
+
+    def generate(self, batch: list[torch.Tensor], **settings: Any) -> list[torch.Tensor]:  # type: ignore[override]
+        return [super(Prompted, self).generate(row, **settings) for row in batch]
+
+
+class Silent(Prompted):
+    """Takes no keywords: there is nothing to hand on."""
+
+    def generate(self, batch: list[torch.Tensor]) -> list[torch.Tensor]:  # type: ignore[override]
+        return [self(row) for row in batch]
+
+
+def handed_on() -> None:
+    """Rows of different lengths on the ranks, which make different numbers of words."""
+    rows = [batch(0)[0][:1, :length] for length in (2, 3, 5, 5)]
+    own = slice(bmt.rank() * ROWS // bmt.world_size(), (bmt.rank() + 1) * ROWS // bmt.world_size())
+    with torch.no_grad():
+        for kind in (Prompted, Silent):
+            torch.manual_seed(5)
+            plain = kind()
+            model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+            for got, want in zip(model.generate(rows[own]), plain.generate(rows)[own], strict=True):
+                models.assert_same(got, want, f"{kind.__name__}, {bmt.world_size()} ranks")
+
+
 PROGRAMS = [before_sharding, after_sharding, again_and_again, forgotten, cached_prefix]
+PROGRAMS += [made_in_forward, chosen_words, handed_on]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

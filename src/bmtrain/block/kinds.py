@@ -59,12 +59,28 @@ def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
     out = {}
     for name, (argument, adapt) in told.items():
         method = getattr(kind, name, None)
-        if inspect.isfunction(method) and argument in inspect.signature(method).parameters:
+        if inspect.isfunction(method) and _takes(kind, name, argument):
             out[name] = adapt(method)
     for name, remedy in _WRITING.items():
         if inspect.isfunction(getattr(kind, name, None)):
             out[name] = _refusing(name, remedy)
     return out
+
+
+def _takes(kind: Any, name: str, argument: str) -> bool:
+    """Whether a method has the argument, or hands keywords on to one of a base class that has it.
+
+    OpenPrompt's `PromptForGeneration.generate` hands them on to that of transformers.
+    """
+    for base in kind.__mro__:
+        method = vars(base).get(name)
+        if inspect.isfunction(method):
+            params = inspect.signature(method).parameters
+            if argument in params:
+                return True
+            if all(param.kind is not inspect.Parameter.VAR_KEYWORD for param in params.values()):
+                return False
+    return False
 
 
 def _refusing(name: str, remedy: str) -> Method:
@@ -93,19 +109,47 @@ def _refuse_to_compile(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None
     )
 
 
+class _Call:
+    """A call of a method one of whose arguments is looked at and set, named there or handed on."""
+
+    def __init__(
+        self, method: Method, self_: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self._method = method
+        self._bound = inspect.signature(method).bind(self_, *args, **kwargs)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """What the program gives."""
+        return self._place(name).get(name, default)
+
+    def set(self, name: str, value: Any) -> None:
+        """Give this instead."""
+        self._place(name)[name] = value
+
+    def run(self) -> Any:
+        """Call the method."""
+        return self._method(*self._bound.args, **self._bound.kwargs)
+
+    def _place(self, name: str) -> dict[str, Any]:
+        params = self._bound.signature.parameters
+        if name in params:
+            return self._bound.arguments
+        (more,) = (p.name for p in params.values() if p.kind is inspect.Parameter.VAR_KEYWORD)
+        found: dict[str, Any] = self._bound.arguments.setdefault(more, {})
+        return found
+
+
 def _saving(method: Method) -> Method:
     """Every rank joins the gathers and rank 0 writes; a failure on one rank raises on all."""
 
     @functools.wraps(method)
     def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = world.current("save_pretrained")
-        call = inspect.signature(method).bind(self, *args, **kwargs)
-        call.arguments["is_main_process"] = (
-            call.arguments.get("is_main_process", True) and current.rank == 0
-        )
+        call = _Call(method, self, args, kwargs)
+        call.set("is_main_process", call.get("is_main_process", True) and current.rank == 0)
         result, failure = None, None
         try:
-            result = method(*call.args, **call.kwargs)
+            result = call.run()
         except Exception as error:
             failure = error
         told = collectives.gather_objects(
@@ -130,9 +174,9 @@ def _generating(method: Method) -> Method:
 
     @functools.wraps(method)
     def generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = inspect.signature(method).bind(self, *args, **kwargs)
-        if call.arguments.get("synced_gpus") is None:
-            call.arguments["synced_gpus"] = world.world_size() > 1
-        return method(*call.args, **call.kwargs)
+        call = _Call(method, self, args, kwargs)
+        if call.get("synced_gpus") is None and world.world_size() > 1:
+            call.set("synced_gpus", True)
+        return call.run()
 
     return generate
