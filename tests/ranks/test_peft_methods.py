@@ -195,15 +195,6 @@ METHODS: dict[str, Method] = {
         config=prompt(peft.PromptEncoderConfig, encoder_hidden_size=8), merges=False
     ),
     "cartridge": Method(config=prompt(peft.CartridgeConfig), merges=False),
-    "cpt": Method(
-        config=lambda: peft.CPTConfig(
-            task_type="CAUSAL_LM",
-            cpt_token_ids=[4, 5, 6],
-            cpt_mask=[1, 1, 1],
-            cpt_tokens_type_mask=[1, 2, 3],
-        ),
-        merges=False,
-    ),
 }
 
 
