@@ -24,6 +24,14 @@ class ParameterError(ValueError):
     """A parameter that cannot be sharded, initialised, loaded or optimised as requested."""
 
 
+class AddressError(ParameterError, NotImplementedError):
+    """The address of a sharded tensor was asked for, and no memory holds all of it.
+
+    A NotImplementedError too, as torch raises for tensors without memory: programs that compare
+    addresses to find ties do without then.
+    """
+
+
 class CheckpointError(RuntimeError):
     """A file that cannot be written, read or matched to the model.
 

@@ -13,6 +13,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
+from bmtrain.runtime.log import warn
 from bmtrain.shard.module import DistributedModule
 
 Method = Callable[..., Any]
@@ -55,6 +56,7 @@ def _methods_of_whole_models(kind: Any) -> dict[str, Method]:
     told = {
         "save_pretrained": ("is_main_process", _saving),
         "generate": ("synced_gpus", _generating),
+        "merge_and_unload": ("safe_merge", _merging),
     }
     out = {}
     for name, (argument, adapt) in told.items():
@@ -180,3 +182,27 @@ def _generating(method: Method) -> Method:
         return call.run()
 
     return generate
+
+
+def _merging(method: Method) -> Method:
+    """Write into the configuration whether embedding and head are one parameter afterwards.
+
+    peft compares their addresses, which sharded weights do not have, and leaves a configuration
+    that says "tied" where it gets none: files of a model that came apart would lack the head.
+    """
+
+    @functools.wraps(method)
+    def merge_and_unload(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        model = method(self, *args, **kwargs)
+        if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+            ends = (model.get_input_embeddings(), model.get_output_embeddings())
+            first, last = (getattr(end, "weight", None) for end in ends)
+            if first is not None and last is not None and first is not last:
+                model.config.tie_word_embeddings = False
+                warn(
+                    "the embedding and the head are no longer tied after merging: "
+                    "config.tie_word_embeddings is False now."
+                )
+        return model
+
+    return merge_and_unload

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ParameterError
+from bmtrain.errors import AddressError, ParameterError
 from bmtrain.shard import elementwise
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.outputs import map_tensors, tensors_of
@@ -56,13 +56,13 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     Collective if it needs values.
 
     Raises:
-        ParameterError: for a function that needs memory that holds the whole tensor.
+        AddressError: for a function that needs memory that holds the whole tensor.
     """
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return _access(func, name, args)
     if name in elementwise.OF_MEMORY:
-        raise ParameterError(
+        raise AddressError(
             f"{name} of a sharded tensor: no memory holds all of it on one rank. Take "
             "param.gather(), a whole copy, or "
             "param.local, this rank's slice; a module whose kernels read memory can be "
@@ -328,7 +328,11 @@ def _norms(args: Args, kwargs: Kwargs) -> Any:
 
 def gathered(x: Slices) -> torch.Tensor:
     """The whole tensor, in the graph where gradients are wanted. Collective."""
-    return x.differentiable_whole() if x.requires_grad and torch.is_grad_enabled() else x.whole()
+    if x.requires_grad and torch.is_grad_enabled():
+        return x.differentiable_whole()
+    # detached: what is gathered is a view made without a graph, into which values that have one
+    # could not be written
+    return x.whole().detach()
 
 
 def ordinary(x: torch.Tensor) -> torch.Tensor:
@@ -363,8 +367,10 @@ def on_wholes(func: Any, args: Args, kwargs: Kwargs, *, same_on_all: bool = Fals
                 # Ranks may have different random states: each would keep a slice of other draws.
                 collectives.broadcast_(whole, 0, sharded[key].cut.mesh.world)
                 sharded[key].take_same(whole.detach())
+            elif whole.requires_grad:
+                sharded[key].take_whole_in_graph(whole)
             else:
-                sharded[key].take_whole(whole.detach())
+                sharded[key].take_whole(whole)
     return map_tensors(functools.partial(_as_result, sharded, wholes), out)
 
 
@@ -375,7 +381,7 @@ def _as_result(
         if out is whole:
             return sharded[key]
         if not isinstance(out, Slices) and shares_memory(out, whole):
-            return Window.onto(_plain(out), Gathered(whole.detach(), sharded[key]))
+            return Window.onto(_plain(out), Gathered(whole, sharded[key]))
     return out
 
 

@@ -137,6 +137,16 @@ class Slices(torch.Tensor):
         check_alike(whole, self._cut)
         self.take_same(whole)
 
+    def take_whole_in_graph(self, whole: torch.Tensor) -> None:
+        """`take_whole` of values that have a graph, which this tensor gets too. Collective.
+
+        Raises:
+            ParameterError: for values that differ between ranks, and for a parameter, which would
+                be none any more.
+        """
+        check_alike(whole.detach(), self._cut)
+        write_in_graph(self, self._cut.own(whole))
+
     def take_same(self, whole: torch.Tensor) -> None:
         """`take_whole` of values that are known to be the same on all ranks.
 

@@ -32,18 +32,24 @@ class Behind(Protocol):
     def take_whole(self, whole: torch.Tensor) -> None:
         """Take this rank's slice of `whole`."""
 
+    def take_whole_in_graph(self, whole: torch.Tensor) -> None:
+        """The same, and its graph."""
+
 
 class Gathered:
     """A gathered whole tensor that has windows.
 
     Args:
-        whole: all of it, without a graph.
+        whole: all of it. Written values may bring a graph with them, if it has none itself.
         behind: the sharded tensor it was gathered from.
         is_snapshot: whether it may still be read after `behind` has changed.
     """
 
     def __init__(self, whole: torch.Tensor, behind: Behind, *, is_snapshot: bool = False) -> None:
-        self.whole, self._behind, self._is_snapshot = whole, behind, is_snapshot
+        # what is in a graph is not kept alive, and not written
+        self.has_graph = whole.requires_grad
+        self.whole = whole.detach() if self.has_graph else whole
+        self._behind, self._is_snapshot = behind, is_snapshot
         self._num_written = behind.num_written
 
     def check_read(self) -> None:
@@ -59,7 +65,10 @@ class Gathered:
         """
         if self._behind.num_written != self._num_written:
             raise _stale("was written to")
-        self._behind.take_whole(self.whole)
+        if self.whole.requires_grad and torch.is_grad_enabled():
+            self._behind.take_whole_in_graph(self.whole)
+        else:
+            self._behind.take_whole(self.whole.detach())
         self._num_written = self._behind.num_written
 
 
@@ -143,9 +152,7 @@ class Window(torch.Tensor):
             return copy.copy(self.as_subclass(torch.Tensor))
 
     def _write_back(self) -> None:
-        with plain_functions():
-            has_graph = self.requires_grad and torch.is_grad_enabled()
-        if has_graph:
+        if self._gathered.has_graph and torch.is_grad_enabled():
             raise ParameterError(
                 "a view of a sharded parameter that requires grad was changed in "
                 "place: use torch.no_grad() or param.data."

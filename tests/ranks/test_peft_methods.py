@@ -1,0 +1,410 @@
+"""Every tuning method of peft on wrapped models, against plain peft on one process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pathlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import peft
+import pytest
+import safetensors.torch
+import torch
+import transformers as hf
+from peft.tuners.lora.loraga import preprocess_loraga
+from tests.ranks import models, test_transformers
+from tests.ranks.runner import run_ranks
+
+import bmtrain as bmt
+from bmtrain.errors import AddressError, ParameterError
+from bmtrain.optim import AdamOptimizer, OptimManager
+
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+SQUARE = ["q_proj", "o_proj"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """How a method is set up, and what it has."""
+
+    config: Callable[[], Any]
+    base: str = "llama"
+    merges: bool = True
+    unmerges: bool = True
+    draws: bool = False  # random numbers in training mode, other ones on each rank
+    mixes: bool = False  # what a row gives depends on the others: all ranks get the same rows
+    inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # one per row
+    before: Callable[[Any, Any], None] = lambda base, config: None  # the adapters are put in
+    after: Callable[[Any], None] = lambda model: None
+    saves: bool = True
+    stands_alone: bool = True  # its file is enough on the base as it was
+    stepped: Callable[[Any, int], None] = lambda model, step: None  # after a step
+
+
+def linear(kind: Any, **options: Any) -> Callable[[], Any]:
+    targets = options.pop("target_modules", LINEAR)
+    # copies: peft changes the lists that it is given
+    return lambda: kind(target_modules=list(targets), **copy.deepcopy(options))
+
+
+def prompt(kind: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: kind(task_type="CAUSAL_LM", num_virtual_tokens=3, **options)
+
+
+def backward_of(model: Any) -> None:
+    loss = model(**test_transformers.batch(model, 0)).loss
+    loss = loss / bmt.world_size() if isinstance(model, bmt.DistributedModule) else loss
+    loss.backward()
+
+
+def lora_ga(base: Any, config: Any) -> None:
+    preprocess_loraga(base, config, train_step=lambda: backward_of(base))
+
+
+def eva(model: Any) -> None:
+    peft.initialize_lora_eva_weights(
+        model,
+        [test_transformers.batch(model, 0)],
+        show_progress_bar=False,
+        gather_distributed_inputs=False,
+    )
+
+
+TASKS = {"task_ids": torch.tensor([0, 1, 0, 1])}
+
+
+METHODS: dict[str, Method] = {
+    "lora": Method(config=linear(peft.LoraConfig, r=3, lora_bias=False)),
+    "dora": Method(config=linear(peft.LoraConfig, r=3, use_dora=True)),
+    "pissa": Method(config=linear(peft.LoraConfig, r=3, init_lora_weights="pissa")),
+    "olora": Method(config=linear(peft.LoraConfig, r=3, init_lora_weights="olora")),
+    "tied": Method(
+        config=linear(
+            peft.LoraConfig,
+            r=3,
+            target_modules=["c_attn", "wte"],
+            modules_to_save=["lm_head"],
+            fan_in_fan_out=True,
+            ensure_weight_tying=True,
+        ),
+        base="gpt2",
+    ),
+    "lora_tokens": Method(
+        config=linear(peft.LoraConfig, r=3, trainable_token_indices={"embed_tokens": [3, 7]})
+    ),
+    "modules_to_save": Method(
+        config=linear(peft.LoraConfig, r=3, bias="all", modules_to_save=["lm_head", "norm"])
+    ),
+    "kasa": Method(config=linear(peft.LoraConfig, r=3, kasa_config=peft.KasaConfig())),
+    "eva": Method(
+        config=linear(
+            peft.LoraConfig, r=3, init_lora_weights="eva", eva_config=peft.EvaConfig(rho=1.0)
+        ),
+        after=eva,
+        stands_alone=False,
+    ),
+    "lora_ga": Method(
+        config=linear(
+            peft.LoraConfig, r=3, init_lora_weights="lora_ga", lora_ga_config=peft.LoraGAConfig()
+        ),
+        before=lora_ga,
+        stands_alone=False,
+    ),
+    "loha": Method(config=linear(peft.LoHaConfig, r=3)),
+    "lokr": Method(config=linear(peft.LoKrConfig, r=3)),
+    "adalora": Method(
+        config=linear(peft.AdaLoraConfig, init_r=3, target_r=2, total_step=6),
+        stepped=lambda model, step: model.base_model.update_and_allocate(step),
+    ),
+    "ia3": Method(config=linear(peft.IA3Config, feedforward_modules=["down_proj"])),
+    "boft": Method(config=linear(peft.BOFTConfig, boft_block_size=4)),
+    "oft": Method(config=linear(peft.OFTConfig, oft_block_size=4, use_cayley_neumann=False)),
+    "oft_neumann": Method(config=linear(peft.OFTConfig, oft_block_size=4)),
+    "hra": Method(config=linear(peft.HRAConfig, r=4)),
+    "vera": Method(config=linear(peft.VeraConfig, r=4, target_modules=SQUARE)),
+    "pvera": Method(config=linear(peft.PveraConfig, r=4, target_modules=SQUARE), draws=True),
+    "fourierft": Method(config=linear(peft.FourierFTConfig, n_frequency=20)),
+    "waveft": Method(config=linear(peft.WaveFTConfig, n_frequency=20)),
+    "ln_tuning": Method(
+        config=linear(peft.LNTuningConfig, target_modules=["input_layernorm", "norm"])
+    ),
+    "trainable_tokens": Method(
+        config=linear(
+            peft.TrainableTokensConfig, token_indices=[3, 5, 9], target_modules=["embed_tokens"]
+        )
+    ),
+    "adamss": Method(
+        config=linear(peft.AdamssConfig, r=4, num_subspaces=2, init_weights="orthogonal")
+    ),
+    "beft": Method(config=linear(peft.BeftConfig), base="llama_bias"),
+    "c3a": Method(config=linear(peft.C3AConfig, block_size=8)),
+    "deft": Method(config=linear(peft.DeftConfig, r=3)),
+    "delora": Method(config=linear(peft.DeloraConfig, r=3)),
+    "frod": Method(config=linear(peft.FrodConfig, progressbar=False, target_modules=SQUARE)),
+    "glora": Method(config=linear(peft.GloraConfig, r=3)),
+    "gralora": Method(config=linear(peft.GraloraConfig, r=4, alpha=8)),
+    "hira": Method(config=linear(peft.HiraConfig, r=3)),
+    "lily": Method(
+        config=linear(peft.LilyConfig, r=3, target_modules=["down_proj", "o_proj"]),
+        merges=False,
+        mixes=True,
+    ),
+    "miss": Method(config=linear(peft.MissConfig, r=4)),
+    "osf": Method(config=linear(peft.OSFConfig, effective_rank=4), unmerges=False),
+    "peanut": Method(config=linear(peft.PeanutConfig, r=3)),
+    "poly": Method(
+        config=linear(peft.PolyConfig, task_type="CAUSAL_LM", r=2, n_tasks=2, n_skills=2),
+        inputs=TASKS,
+        merges=False,
+        draws=True,
+    ),
+    "psoft": Method(config=linear(peft.PsoftConfig, r=4, psoft_alpha=4)),
+    "randlora": Method(config=linear(peft.RandLoraConfig, r=3, randlora_alpha=6)),
+    "road": Method(config=linear(peft.RoadConfig, group_size=4)),
+    "shira": Method(config=linear(peft.ShiraConfig, r=3, random_seed=5)),
+    "supertuning": Method(config=linear(peft.SupertuningConfig, sparsity=0.9)),
+    "tinylora": Method(config=linear(peft.TinyLoraConfig, r=2, u=5)),
+    "unilora": Method(config=linear(peft.UniLoraConfig, r=3, theta_d_length=32)),
+    "vblora": Method(config=linear(peft.VBLoRAConfig, r=2, num_vectors=8, vector_length=8)),
+    "shadow": Method(
+        config=lambda: peft.ShadowConfig(r=3, shadow_dropout=0.0, task_type="CAUSAL_LM"),
+        merges=False,
+    ),
+    "adaption_prompt": Method(
+        config=lambda: peft.AdaptionPromptConfig(
+            adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM"
+        ),
+        merges=False,
+    ),
+    "prompt_tuning": Method(config=prompt(peft.PromptTuningConfig), merges=False),
+    "multitask_prompt_tuning": Method(
+        config=prompt(peft.MultitaskPromptTuningConfig, num_tasks=2),
+        merges=False,
+        inputs=TASKS,
+        saves=False,
+    ),
+    "prefix_tuning": Method(config=prompt(peft.PrefixTuningConfig), merges=False),
+    "prefix_projection": Method(
+        config=prompt(peft.PrefixTuningConfig, prefix_projection=True, encoder_hidden_size=8),
+        merges=False,
+    ),
+    "p_tuning": Method(
+        config=prompt(peft.PromptEncoderConfig, encoder_hidden_size=8), merges=False
+    ),
+    "cartridge": Method(config=prompt(peft.CartridgeConfig), merges=False),
+}
+
+
+def base_of(name: str) -> Any:
+    """Always the same values."""
+    if name in test_transformers.MODELS:
+        return test_transformers.make(name)
+    torch.manual_seed(3)
+    settings: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "attn_implementation": "eager",
+        **test_transformers.SMALL,
+    }
+    if name == "mixtral":
+        return hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=3, **settings))
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(attention_bias=True, mlp_bias=True, **settings))
+    return model
+
+
+def perturb(model: Any) -> None:
+    """Let adapters do something."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.add_(torch.randn(param.shape, generator=generator) * 0.1)
+
+
+def adapted(method: Method, base: Any) -> Any:
+    """A model with adapters that do something."""
+    torch.manual_seed(11)
+    config = method.config()
+    method.before(base, config)
+    torch.manual_seed(12)
+    model = peft.get_peft_model(base, config)
+    if isinstance(base, bmt.DistributedModule):
+        model = bmt.BMTrainModelWrapper(model)
+    method.after(model)
+    return model.train(not method.draws)
+
+
+def batch(method: Method, model: Any, step: int) -> dict[str, Any]:
+    inputs = {**test_transformers.batch(model, step), **method.inputs}
+    if method.mixes:
+        rows = test_transformers.ROWS // bmt.world_size()
+        inputs = {key: x[:rows].repeat(bmt.world_size(), 1) for key, x in inputs.items()}
+    return inputs
+
+
+def check(name: str, method: Method, when: str, folder: pathlib.Path) -> None:
+    here = f"{name}, {when} wrapping"
+    plain = adapted(method, base_of(method.base))
+    base = base_of(method.base)
+    model = adapted(method, bmt.BMTrainModelWrapper(base) if when == "after" else base)
+    perturb(plain)
+    perturb(model)
+    model = bmt.BMTrainModelWrapper(model)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: values")
+    train(here, method, plain, model)
+    plain.eval(), model.eval()
+    assert_same_answers(method, model, plain, f"{here}: trained")
+    if when == "before":
+        generate(here, method, plain, model)
+    with model.disable_adapter(), plain.disable_adapter():
+        assert_same_answers(method, model, plain, f"{here}: without adapters")
+    if when == "before":
+        save(here, method, plain, model, folder)
+    if method.merges:
+        merge(here, method, plain, model)
+
+
+def train(here: str, method: Method, plain: Any, model: Any) -> None:
+    """Two steps: losses, gradients, values."""
+    settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
+    stepper = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], **settings)
+    optimizer = AdamOptimizer([p for p in model.parameters() if p.requires_grad], **settings)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    for step in range(2):
+        inputs = batch(method, plain, step)
+        want, got = plain(**inputs).loss, model(**test_transformers.own_rows(inputs)).loss
+        models.assert_same(
+            bmt.gather_result(got.detach().view(1)).mean(), want.detach(), f"{here}: loss"
+        )
+        want.backward()
+        manager.backward(got)
+        assert_gradients(here, plain, model)
+        stepper.step()
+        manager.step()
+        method.stepped(plain, step)
+        method.stepped(model, step)
+        stepper.zero_grad()
+        manager.zero_grad()
+    values = {n: p for n, p in plain.named_parameters() if p.requires_grad}
+    for name, param in model.named_parameters():
+        assert param.requires_grad == (name in values), f"{here}: {name}"
+        if name in values:
+            models.assert_same(param.detach(), values[name].detach(), f"{here}: {name}")
+
+
+def assert_gradients(here: str, plain: Any, model: Any) -> None:
+    """Of what is trained; what is frozen has none. As equal as the largest of all allows."""
+    want = {name: param.grad for name, param in plain.named_parameters()}
+    floor = 1e-2 * max(grad.abs().max().item() for grad in want.values() if grad is not None)
+    for name, param in model.named_parameters():
+        grad = want[name]
+        assert (param.grad is None) == (grad is None), f"{here}: gradient of {name}"
+        if grad is not None:
+            error = (param.grad - grad).abs().max().item()
+            assert error <= 1e-5 * max(grad.abs().max().item(), floor), (
+                f"{here}: gradient of {name} is off by {error:g}"
+            )
+
+
+def assert_same_answers(method: Method, got: Any, want: Any, what: str) -> None:
+    inputs = batch(method, want, 5)
+    with torch.no_grad():
+        models.assert_same(got(**inputs).logits, want(**inputs).logits, f"{what}: logits")
+
+
+def generate(here: str, method: Method, plain: Any, model: Any) -> None:
+    rows = slice(bmt.rank(), bmt.rank() + 1)
+    prompt = test_transformers.batch(plain, 0)["input_ids"][rows]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 3, "do_sample": False}
+    options |= {key: value[rows] for key, value in method.inputs.items()}
+    want = plain.generate(input_ids=prompt, **options)
+    got = model.generate(input_ids=prompt, **options)
+    assert torch.equal(got, want), f"{here}: generate gives {got} instead of {want}"
+
+
+def save(here: str, method: Method, plain: Any, model: Any, folder: pathlib.Path) -> None:
+    own, theirs = folder / f"{here}-{bmt.world_size()}", folder / f"{here}-plain-{bmt.rank()}"
+    if not method.saves:
+        with pytest.raises((AddressError, RuntimeError), match="untyped_storage of a sharded"):
+            model.save_pretrained(own)
+        return
+    model.save_pretrained(own)
+    plain.save_pretrained(theirs)
+    bmt.synchronize()
+    got, want = (
+        safetensors.torch.load_file(path / "adapter_model.safetensors") for path in (own, theirs)
+    )
+    models.assert_same_dicts(got, want, f"{here}: adapter file")
+    if method.stands_alone:
+        torch.manual_seed(12)
+        loaded = peft.PeftModel.from_pretrained(base_of(method.base), own).eval()
+        assert_same_answers(method, loaded, plain, f"{here}: adapter file in plain peft")
+
+
+def merge(here: str, method: Method, plain: Any, model: Any) -> None:
+    for name in ("merge_adapter", "unmerge_adapter")[: 2 if method.unmerges else 1]:
+        for each in (plain, model):
+            getattr(each, name)()
+        assert_same_answers(method, model, plain, f"{here}: {name}")
+        trained = [
+            {n for n, param in each.named_parameters() if param.requires_grad}
+            for each in (plain, model)
+        ]
+        assert trained[0] == trained[1], f"{here}: {name} changes what is trained"
+    plain, model = plain.merge_and_unload(), model.merge_and_unload()
+    tied = [each.config.tie_word_embeddings for each in (plain, model)]
+    assert tied[0] == tied[1], f"{here}: the embedding is tied to the head: {tied}"
+    models.assert_same_dicts(model.state_dict(), plain.state_dict(), f"{here}: merged")
+    assert_same_answers(dataclasses.replace(method, inputs={}), model, plain, f"{here}: merged")
+
+
+def methods(names: list[str], folder: str) -> None:
+    ignore_warnings()
+    for name in names:
+        for when in ("before", "after"):
+            check(name, METHODS[name], when, pathlib.Path(folder))
+
+
+def refused() -> None:
+    """What cannot be right on slices: an error on every rank."""
+    ignore_warnings()
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]
+    )
+    model = bmt.BMTrainModelWrapper(peft.get_peft_model(base_of("mixtral"), config))
+    with pytest.raises(ParameterError, match="the forward pass changed a parameter"):
+        model(**test_transformers.batch(model, 0))
+
+
+def ignore_warnings() -> None:
+    """What peft and transformers say of themselves."""
+    warnings.filterwarnings("ignore", message=".*is deprecated and will be removed in v6")
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")
+    warnings.filterwarnings("ignore", message=".*embedding and the head are no longer tied")
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # LoRA-GA's
+    warnings.filterwarnings("ignore", module=r"(peft|transformers)\.")
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_methods(first: int, tmp_path: pathlib.Path) -> None:
+    """Every fourth method."""
+    run_ranks(methods, 2, list(METHODS)[first::4], str(tmp_path), timeout=240)
+
+
+def test_one_rank(tmp_path: pathlib.Path) -> None:
+    """Methods of several kinds."""
+    names = ["dora", "pissa", "tied", "oft", "shira", "shadow", "prefix_tuning"]
+    run_ranks(methods, 1, names, str(tmp_path), timeout=240)
+
+
+def test_refused() -> None:
+    """Adapters of whole parameters."""
+    run_ranks(refused, 2)
