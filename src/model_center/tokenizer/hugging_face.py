@@ -12,8 +12,7 @@ import json
 import os
 from typing import Any, TypeVar
 
-import tokenizers
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 from transformers import (
     BertTokenizerFast,
     GPT2TokenizerFast,
@@ -23,8 +22,8 @@ from transformers import (
     T5TokenizerFast,
 )
 
-from model_center.errors import DataError
 from model_center.tokenizer.identified import Identified
+from model_center.tokenizer.serialized import read, with_steps
 
 try:
     from transformers import Qwen2TokenizerFast
@@ -32,6 +31,8 @@ except ImportError:  # transformers 4.36: a `tokenizer.json` can be read by what
     Qwen2TokenizerFast = PreTrainedTokenizerFast  # type: ignore[misc]
 
 Found = TypeVar("Found", bound="Borrowed")
+# SentencePiece's visible blank, as a step of a `tokenizer.json`
+BLANKS = {"type": "Metaspace", "replacement": "\u2581"}
 
 
 class Borrowed(Identified, PreTrainedTokenizerFast):
@@ -79,26 +80,6 @@ class Borrowed(Identified, PreTrainedTokenizerFast):
         return theirs.convert_to_native_format(trust_remote_code, **files)
 
 
-def read(file: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`.
-
-    Raises:
-        DataError: for one that the installed `tokenizers` cannot read.
-    """
-    try:
-        return Tokenizer.from_file(os.fspath(file))
-    except Exception as error:  # tokenizers raises no other class
-        raise DataError(
-            f"tokenizers {tokenizers.__version__} cannot read {file}: {error}. Files that newer "
-            "versions have written need one of these (and the transformers that goes with it)."
-        ) from error
-
-
-def with_steps(backend: Tokenizer, **steps: Any) -> Tokenizer:
-    """A tokenizer with other steps, each as in a `tokenizer.json`."""
-    return Tokenizer.from_str(json.dumps(json.loads(backend.to_str()) | steps))
-
-
 class BertTokenizer(Borrowed, BertTokenizerFast):
     """WordPiece of BERT, Lawformer and Chinese RoBERTa."""
 
@@ -123,12 +104,18 @@ class T5Tokenizer(Borrowed, T5TokenizerFast):
             for step in steps.get("normalizers", [steps])
             if step.get("type") == "Precompiled"  # SentencePiece's own table
         ]
-        backend = with_steps(backend, normalizer=known[0] if known else None)
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+        return with_steps(
+            backend,
+            normalizer=known[0] if known else None,
+            pre_tokenizer={
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "WhitespaceSplit"},
+                    BLANKS | {"prepend_scheme": "always", "split": True},
+                ],
+            },
+            decoder=BLANKS | {"prepend_scheme": "always", "split": True},
         )
-        backend.decoder = decoders.Metaspace()
-        return backend
 
 
 class GPT2Tokenizer(Borrowed, GPT2TokenizerFast):
@@ -165,20 +152,17 @@ class LlamaTokenizer(Borrowed, LlamaTokenizerFast):
     @classmethod
     def rebuilt(cls, backend: Tokenizer) -> Tokenizer:
         """As of every tokenizer: a blank before the text only, not after each special token."""
-        mark = "\u2581"
-        backend = with_steps(backend, normalizer=None)
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(
-            replacement=mark, prepend_scheme="first", split=False
+        replaced = {"type": "Replace", "pattern": {"String": BLANKS["replacement"]}, "content": " "}
+        stripped = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        return with_steps(
+            backend,
+            normalizer=None,
+            pre_tokenizer=BLANKS | {"prepend_scheme": "first", "split": False},
+            decoder={
+                "type": "Sequence",
+                "decoders": [replaced, {"type": "ByteFallback"}, {"type": "Fuse"}, stripped],
+            },
         )
-        backend.decoder = decoders.Sequence(
-            [
-                decoders.Replace(mark, " "),
-                decoders.ByteFallback(),
-                decoders.Fuse(),
-                decoders.Strip(content=" ", left=1),
-            ]
-        )
-        return backend
 
     @classmethod
     def from_pretrained(
@@ -213,3 +197,5 @@ class MistralTokenizer(LlamaTokenizer):
 
 class Qwen2Tokenizer(Borrowed, Qwen2TokenizerFast):
     """Byte-level BPE of Qwen 2, 2.5 and 3."""
+
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 (transformers' attribute)
