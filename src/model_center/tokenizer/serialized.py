@@ -1,4 +1,4 @@
-"""`tokenizer.json`, read by whichever `tokenizers` is installed: all that it says, or not at all."""
+"""`tokenizer.json`, read by whichever `tokenizers` is installed: all of it, or not at all."""
 
 from __future__ import annotations
 
