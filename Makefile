@@ -3,6 +3,7 @@
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
 #   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
 #   make test-torch [TORCH=2.8.0]     the CPU tests with another version of torch, in an environment of its own
+#   make test-transformers [TRANSFORMERS=4.57.6]  the tests of tokenizers with another version of transformers, likewise
 #   make test-gpu                       the GPU tests, on however many GPUs there are
 #                                       (quicker, with pytest-xdist: ARGS="-n 8 -m 'not alone'", then ARGS="-m alone")
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
@@ -18,7 +19,7 @@ JOBS ?= 2
 
 export PYTHON
 
-.PHONY: train test test-torch test-gpu bench mutants lint format clean
+.PHONY: train test test-torch test-transformers test-gpu bench mutants lint format clean
 
 train:
 	@scripts/with-python train scripts/launch.py --nproc $(NPROC) examples/gpt2/train.py $(ARGS)
@@ -30,6 +31,12 @@ test: lint
 test-torch: export TORCH ?= 2.8.0
 test-torch:
 	@scripts/with-python test -m pytest --ignore=tests/gpu -n $(JOBS) --dist=loadfile $(ARGS)
+
+# Its own and torch's warnings of what is deprecated are not ours to mend.
+TRANSFORMERS_TESTS = tests/data_sets/test_hugging_face_tokenizers.py
+test-transformers: export TRANSFORMERS ?= 4.57.6
+test-transformers:
+	@scripts/with-python test -m pytest -n $(JOBS) --dist=loadfile -W ignore::FutureWarning $(TRANSFORMERS_TESTS) $(ARGS)
 
 test-gpu:
 	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
@@ -51,5 +58,5 @@ format:
 	@scripts/with-python test -m ruff format .
 
 clean:
-	rm -rf .venv .venv-torch-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* .venv-transformers-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-from transformers.tokenization_python import PreTrainedTokenizer
+from transformers import PreTrainedTokenizer
 
 from model_center.errors import DataError
 from model_center.tokenizer import word_pieces

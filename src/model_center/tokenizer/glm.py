@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from tokenizers import AddedToken
-from transformers.tokenization_python import PreTrainedTokenizer
+from transformers import PreTrainedTokenizer
 
 from model_center.errors import DataError
 from model_center.tokenizer.identified import Identified

@@ -8,74 +8,161 @@ transformers' rules for the class.
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, TypeVar
 
-from transformers.models.bert.tokenization_bert import BertTokenizer as HuggingFaceBert
-from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer as HuggingFaceGPT2
-from transformers.models.llama.tokenization_llama import LlamaTokenizer as HuggingFaceLlama
-from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer as HuggingFaceQwen2
-from transformers.models.roberta.tokenization_roberta import RobertaTokenizer as HuggingFaceRoberta
-from transformers.models.t5.tokenization_t5 import T5Tokenizer as HuggingFaceT5
-from transformers.tokenization_utils_tokenizers import TokenizersBackend
+from tokenizers import Tokenizer, processors
+from transformers import (
+    BertTokenizerFast,
+    GPT2TokenizerFast,
+    LlamaTokenizerFast,
+    PreTrainedTokenizerFast,
+    RobertaTokenizerFast,
+    T5TokenizerFast,
+)
 
 from model_center.tokenizer.identified import Identified
+from model_center.tokenizer.serialized import read, with_steps
+
+try:
+    from transformers import Qwen2TokenizerFast
+except ImportError:  # transformers 4.36: a `tokenizer.json` can be read by what all have
+    Qwen2TokenizerFast = PreTrainedTokenizerFast  # type: ignore[misc]
 
 Found = TypeVar("Found", bound="Borrowed")
+# SentencePiece's visible blank, as a step of a `tokenizer.json`
+BLANKS = {"type": "Metaspace", "replacement": "\u2581"}
 
 
-class Borrowed(Identified, TokenizersBackend):
-    """A tokenizer of transformers, written in Rust, under this project's identifiers."""
+class Borrowed(Identified, PreTrainedTokenizerFast):
+    """A tokenizer of transformers, written in Rust, under this project's identifiers.
+
+    `transformers` 4 and 5 read the same files in part by different rules. A `tokenizer.json` is
+    read here, and `rebuilt` has what a tokenizer made of older files does to texts.
+    """
+
+    def __init__(
+        self, *args: Any, tokenizer_file: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        """A tokenizer with transformers' arguments for its class.
+
+        Raises:
+            DataError: for a `tokenizer.json` that the installed `tokenizers` cannot read.
+        """
+        if tokenizer_file is not None:
+            super().__init__(*args, tokenizer_object=read(tokenizer_file), **kwargs)
+            return
+        super().__init__(*args, **kwargs)
+        self._tokenizer = self.rebuilt(self._tokenizer)
+
+    @classmethod
+    def rebuilt(cls, backend: Tokenizer) -> Tokenizer:
+        """What transformers made of older files, with the steps that its version 5 takes."""
+        return backend
 
     @classmethod
     def convert_to_native_format(
         cls, trust_remote_code: bool = False, **files: Any
     ) -> dict[str, Any]:
-        """What transformers builds the tokenizer from; for our classes it would guess.
+        """What transformers 5 builds the tokenizer from; for our classes it would guess.
 
         A `tokenizer.json` says everything and is taken as it is, whatever the class (a LLaMA 3 is
         no SentencePiece).
         """
         if files.get("tokenizer_file"):
-            return super().convert_to_native_format(trust_remote_code, **files)
+            return files
         theirs = next(
             base
             for base in cls.__mro__
-            if issubclass(base, TokenizersBackend) and not issubclass(base, Borrowed)
+            if issubclass(base, PreTrainedTokenizerFast) and not issubclass(base, Borrowed)
         )
         return theirs.convert_to_native_format(trust_remote_code, **files)
 
 
-class BertTokenizer(Borrowed, HuggingFaceBert):
+class BertTokenizer(Borrowed, BertTokenizerFast):
     """WordPiece of BERT, Lawformer and Chinese RoBERTa."""
 
 
-class RobertaTokenizer(Borrowed, HuggingFaceRoberta):
+class RobertaTokenizer(Borrowed, RobertaTokenizerFast):
     """Byte-level BPE of RoBERTa."""
 
 
-class LongformerTokenizer(Borrowed, HuggingFaceRoberta):
+class LongformerTokenizer(Borrowed, RobertaTokenizerFast):
     """RoBERTa's, under Longformer's name. Lawformer's is a `BertTokenizer`."""
 
 
-class T5Tokenizer(Borrowed, HuggingFaceT5):
+class T5Tokenizer(Borrowed, T5TokenizerFast):
     """Unigram pieces and sentinels of T5, mT5, T5 v1.1, Flan-T5 and Mengzi."""
 
+    @classmethod
+    def rebuilt(cls, backend: Tokenizer) -> Tokenizer:
+        """As of every tokenizer: blanks of all kinds part words, as in SentencePiece."""
+        steps = json.loads(backend.to_str())["normalizer"] or {}
+        known = [
+            step
+            for step in steps.get("normalizers", [steps])
+            if step.get("type") == "Precompiled"  # SentencePiece's own table
+        ]
+        return with_steps(
+            backend,
+            normalizer=known[0] if known else None,
+            pre_tokenizer={
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "WhitespaceSplit"},
+                    BLANKS | {"prepend_scheme": "always", "split": True},
+                ],
+            },
+            decoder=BLANKS | {"prepend_scheme": "always", "split": True},
+        )
 
-class GPT2Tokenizer(Borrowed, HuggingFaceGPT2):
+
+class GPT2Tokenizer(Borrowed, GPT2TokenizerFast):
     """Byte-level BPE of GPT-2."""
 
 
-class GPTjTokenizer(Borrowed, HuggingFaceGPT2):
+class GPTjTokenizer(Borrowed, GPT2TokenizerFast):
     """GPT-2's, with the extra tokens that GPT-J's files add."""
 
 
-class OPTTokenizer(Borrowed, HuggingFaceGPT2):
+class OPTTokenizer(Borrowed, GPT2TokenizerFast):
     """GPT-2's BPE with OPT's vocabulary, which starts every text with `</s>`."""
 
 
-class LlamaTokenizer(Borrowed, HuggingFaceLlama):
+class LlamaTokenizer(Borrowed, LlamaTokenizerFast):
     """SentencePiece BPE of LLaMA 1 and 2; the byte-level BPE of LLaMA 3's files."""
+
+    def __init__(
+        self, *args: Any, tokenizer_file: str | os.PathLike[str] | None = None, **kwargs: Any
+    ) -> None:
+        """A tokenizer with transformers' arguments for its class; see `Borrowed`."""
+        super().__init__(*args, tokenizer_file=tokenizer_file, **kwargs)
+        if tokenizer_file is None or {"add_bos_token", "add_eos_token"} & kwargs.keys():
+            return
+        # transformers 4 has put `<s>` in front
+        self.init_kwargs.pop("add_bos_token", None)
+        self.init_kwargs.pop("add_eos_token", None)
+        self._tokenizer.post_processor = read(
+            tokenizer_file
+        ).post_processor or processors.TemplateProcessing(
+            single="$A", pair="$A:0 $B:1", special_tokens=[]
+        )
+
+    @classmethod
+    def rebuilt(cls, backend: Tokenizer) -> Tokenizer:
+        """As of every tokenizer: a blank before the text only, not after each special token."""
+        replaced = {"type": "Replace", "pattern": {"String": BLANKS["replacement"]}, "content": " "}
+        stripped = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+        return with_steps(
+            backend,
+            normalizer=None,
+            pre_tokenizer=BLANKS | {"prepend_scheme": "first", "split": False},
+            decoder={
+                "type": "Sequence",
+                "decoders": [replaced, {"type": "ByteFallback"}, {"type": "Fuse"}, stripped],
+            },
+        )
 
     @classmethod
     def from_pretrained(
@@ -108,5 +195,7 @@ class MistralTokenizer(LlamaTokenizer):
     """LLaMA's, with Mistral's vocabulary."""
 
 
-class Qwen2Tokenizer(Borrowed, HuggingFaceQwen2):
+class Qwen2Tokenizer(Borrowed, Qwen2TokenizerFast):
     """Byte-level BPE of Qwen 2, 2.5 and 3."""
+
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 (transformers' attribute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 from typing import Any, TypeVar
@@ -39,7 +40,21 @@ class Identified(PreTrainedTokenizerBase):
                 f"{folder} holds no vocabulary for {cls.__name__}: expected one of "
                 f"{', '.join(files)}."
             )
-        return super().from_pretrained(folder, *args, **kwargs)
+        return super().from_pretrained(folder, *args, **(_older_names(folder) | kwargs))
+
+
+def _older_names(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Settings of a folder of transformers 5, by the names that all versions know.
+
+    Its list `extra_special_tokens` was called `additional_special_tokens`, beside a dict of
+    that name.
+    """
+    file = pathlib.Path(folder, "tokenizer_config.json")
+    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    extra = settings.get("extra_special_tokens")
+    if not isinstance(extra, list):
+        return {}
+    return {"extra_special_tokens": {}, "additional_special_tokens": extra}
 
 
 class BaseTokenizer:
