@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from machine import machine
 from transformers.models.auto import modeling_auto
 
 import bmtrain as bmt
@@ -129,18 +130,19 @@ def main() -> int:
     """Go through the model types that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("types", nargs="*", metavar="MODEL_TYPE")
-    asked = parser.parse_args().types
+    parser.add_argument("--commit", default="unknown", help="of this tree, for the last line")
+    given = parser.parse_args()
     hf.logging.set_verbosity_error()
     hf.logging.disable_progress_bar()
     bmt.init_distributed()
     counts: collections.Counter[str] = collections.Counter()
     for kind, name in classes().items():
-        if not asked or kind in asked:
+        if not given.types or kind in given.types:
             found = verdict(name)
             counts[found.partition(":")[0]] += 1
             print(json.dumps({"type": kind, "class": name, "result": found}), flush=True)
-    versions = {"transformers": hf.__version__, "torch": torch.__version__}
-    print(json.dumps({"counts": dict(counts), "versions": versions}))
+    made_on = machine("cpu") | {"transformers": hf.__version__, "commit": given.commit}
+    print(json.dumps({"counts": dict(counts), "machine": made_on}))
     return int(bool(counts["differs"] or counts["refused"]))
 
 

@@ -29,7 +29,8 @@ TEXTS = [
 # Recorded from transformers 5.23: per family and kind of folder the ids of TEXTS, and more.
 IDS = json.loads((FOLDERS.parent / "token_ids.json").read_text(encoding="utf-8"))
 # In 4, a class has a twin in Python of this name, and some vocabularies are read otherwise.
-THEIRS_ARE_5 = transformers.BertTokenizer is transformers.BertTokenizerFast
+library: Any = transformers
+THEIRS_ARE_5 = library.BertTokenizer is library.BertTokenizerFast
 # `tokenizers` before 0.19 cuts texts at blanks wherever it marks them, and says nothing of `split`.
 SPLITS_ALWAYS = b"split" not in pre_tokenizers.Metaspace().__getstate__()
 FAMILIES = {

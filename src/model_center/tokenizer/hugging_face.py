@@ -12,25 +12,16 @@ import json
 import os
 from typing import Any, TypeVar
 
+import transformers
 from tokenizers import Tokenizer, processors
-from transformers import (
-    BertTokenizerFast,
-    GPT2TokenizerFast,
-    LlamaTokenizerFast,
-    PreTrainedTokenizerFast,
-    RobertaTokenizerFast,
-    T5TokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from model_center.tokenizer.identified import Identified
 from model_center.tokenizer.serialized import read, with_steps
 
-try:
-    from transformers import Qwen2TokenizerFast
-except ImportError:  # transformers 4.36: a `tokenizer.json` can be read by what all have
-    Qwen2TokenizerFast = PreTrainedTokenizerFast  # type: ignore[misc]
-
 Found = TypeVar("Found", bound="Borrowed")
+# Version 5 makes some of the names that all versions have when they are asked for.
+theirs: Any = transformers
 # SentencePiece's visible blank, as a step of a `tokenizer.json`
 BLANKS = {"type": "Metaspace", "replacement": "\u2581"}
 
@@ -54,7 +45,7 @@ class Borrowed(Identified, PreTrainedTokenizerFast):
             super().__init__(*args, tokenizer_object=read(tokenizer_file), **kwargs)
             return
         super().__init__(*args, **kwargs)
-        self._tokenizer = self.rebuilt(self._tokenizer)
+        self._tokenizer: Any = self.rebuilt(self._tokenizer)
 
     @classmethod
     def rebuilt(cls, backend: Tokenizer) -> Tokenizer:
@@ -72,27 +63,27 @@ class Borrowed(Identified, PreTrainedTokenizerFast):
         """
         if files.get("tokenizer_file"):
             return files
-        theirs = next(
+        kind = next(
             base
             for base in cls.__mro__
             if issubclass(base, PreTrainedTokenizerFast) and not issubclass(base, Borrowed)
         )
-        return theirs.convert_to_native_format(trust_remote_code, **files)
+        return kind.convert_to_native_format(trust_remote_code, **files)
 
 
-class BertTokenizer(Borrowed, BertTokenizerFast):
+class BertTokenizer(Borrowed, theirs.BertTokenizerFast):
     """WordPiece of BERT, Lawformer and Chinese RoBERTa."""
 
 
-class RobertaTokenizer(Borrowed, RobertaTokenizerFast):
+class RobertaTokenizer(Borrowed, theirs.RobertaTokenizerFast):
     """Byte-level BPE of RoBERTa."""
 
 
-class LongformerTokenizer(Borrowed, RobertaTokenizerFast):
+class LongformerTokenizer(Borrowed, theirs.RobertaTokenizerFast):
     """RoBERTa's, under Longformer's name. Lawformer's is a `BertTokenizer`."""
 
 
-class T5Tokenizer(Borrowed, T5TokenizerFast):
+class T5Tokenizer(Borrowed, theirs.T5TokenizerFast):
     """Unigram pieces and sentinels of T5, mT5, T5 v1.1, Flan-T5 and Mengzi."""
 
     @classmethod
@@ -118,19 +109,19 @@ class T5Tokenizer(Borrowed, T5TokenizerFast):
         )
 
 
-class GPT2Tokenizer(Borrowed, GPT2TokenizerFast):
+class GPT2Tokenizer(Borrowed, theirs.GPT2TokenizerFast):
     """Byte-level BPE of GPT-2."""
 
 
-class GPTjTokenizer(Borrowed, GPT2TokenizerFast):
+class GPTjTokenizer(Borrowed, theirs.GPT2TokenizerFast):
     """GPT-2's, with the extra tokens that GPT-J's files add."""
 
 
-class OPTTokenizer(Borrowed, GPT2TokenizerFast):
+class OPTTokenizer(Borrowed, theirs.GPT2TokenizerFast):
     """GPT-2's BPE with OPT's vocabulary, which starts every text with `</s>`."""
 
 
-class LlamaTokenizer(Borrowed, LlamaTokenizerFast):
+class LlamaTokenizer(Borrowed, theirs.LlamaTokenizerFast):
     """SentencePiece BPE of LLaMA 1 and 2; the byte-level BPE of LLaMA 3's files."""
 
     def __init__(
@@ -195,7 +186,8 @@ class MistralTokenizer(LlamaTokenizer):
     """LLaMA's, with Mistral's vocabulary."""
 
 
-class Qwen2Tokenizer(Borrowed, Qwen2TokenizerFast):
+# transformers 4.36 has none: a `tokenizer.json` can be read by what all have
+class Qwen2Tokenizer(Borrowed, getattr(theirs, "Qwen2TokenizerFast", PreTrainedTokenizerFast)):  # type: ignore[misc]
     """Byte-level BPE of Qwen 2, 2.5 and 3."""
 
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012 (transformers' attribute)
