@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import bitsandbytes
 import peft
 import pytest
 import safetensors.torch
@@ -80,6 +81,7 @@ METHODS: dict[str, Method] = {
     "lora": Method(config=linear(peft.LoraConfig, r=3, lora_bias=False)),
     "dora": Method(config=linear(peft.LoraConfig, r=3, use_dora=True)),
     "pissa": Method(config=linear(peft.LoraConfig, r=3, init_lora_weights="pissa")),
+    "qlora": Method(config=linear(peft.LoraConfig, r=3), base="nf4", merges=False),
     "olora": Method(config=linear(peft.LoraConfig, r=3, init_lora_weights="olora")),
     "tied": Method(
         config=linear(
@@ -195,6 +197,16 @@ METHODS: dict[str, Method] = {
         config=prompt(peft.PromptEncoderConfig, encoder_hidden_size=8), merges=False
     ),
     "cartridge": Method(config=prompt(peft.CartridgeConfig), merges=False),
+    # types in fours, the last of which is the label: else peft's loss has no targets, and is NaN
+    "cpt": Method(
+        config=lambda: peft.CPTConfig(
+            task_type="CAUSAL_LM",
+            cpt_token_ids=[4, 5, 6],
+            cpt_mask=[1, 1, 1],
+            cpt_tokens_type_mask=[1, 2, 4],
+        ),
+        merges=False,
+    ),
 }
 
 
@@ -202,6 +214,8 @@ def base_of(name: str) -> Any:
     """Always the same values."""
     if name in test_transformers.MODELS:
         return test_transformers.make(name)
+    if name == "nf4":
+        return quantized(base_of("llama"))
     torch.manual_seed(3)
     settings: dict[str, Any] = {
         "hidden_size": 16,
@@ -215,6 +229,23 @@ def base_of(name: str) -> Any:
     if name == "mixtral":
         return hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=3, **settings))
     model = hf.LlamaForCausalLM(hf.LlamaConfig(attention_bias=True, mlp_bias=True, **settings))
+    return model
+
+
+def quantized(model: Any) -> Any:
+    """Its linear layers but the head in 4 bits."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parent, _, leaf = name.rpartition(".")
+            layer = bitsandbytes.nn.Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                compute_dtype=torch.float32,
+                quant_type="nf4",
+            )
+            layer.load_state_dict(module.state_dict())
+            model.get_submodule(parent).add_module(leaf, layer.to("cpu"))  # it is rounded there
     return model
 
 
