@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import bitsandbytes
 import peft
 import pytest
 import safetensors.torch
 import torch
 import transformers as hf
+from bitsandbytes.nn.modules import Linear4bit
 from peft.tuners.lora.loraga import preprocess_loraga
 from tests.ranks import models, test_transformers
 from tests.ranks.runner import run_ranks
@@ -237,7 +237,7 @@ def quantized(model: Any) -> Any:
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             parent, _, leaf = name.rpartition(".")
-            layer = bitsandbytes.nn.Linear4bit(
+            layer = Linear4bit(
                 module.in_features,
                 module.out_features,
                 bias=module.bias is not None,

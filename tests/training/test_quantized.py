@@ -155,7 +155,8 @@ def test_a_program(tmp_path: pathlib.Path) -> None:
     same_learning(tmp_path / "stopped", tmp_path / "whole")
     state = torch.load(tmp_path / "stopped" / "step-00000012" / "model.pt")
     assert state and all(".lora_" in name for name in state)
-    assert (tmp_path / "stopped" / "adapter" / "adapter_model.safetensors").exists()
+    written = {path.name for path in (tmp_path / "stopped" / "adapter").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"} <= written
 
 
 def test_refusals(tmp_path: pathlib.Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import pathlib
 import sys
@@ -15,6 +16,7 @@ from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import tiny
 
 from model_center.__main__ import main
+from model_center.commands.generate import add_model_arguments, opened
 from model_center.generation import TextGenerator
 from model_center.model import Llama
 from model_center.tokenizer import LlamaTokenizer
@@ -83,6 +85,12 @@ def test_on_several_ranks(llama: pathlib.Path, capsys: pytest.CaptureFixture[str
     assert run_ranks(sharded, 2, str(llama), join=False) == [want, ""]
 
 
+def written_for(folder: pathlib.Path) -> str:
+    """The chat template of a folder."""
+    tokenizer: Any = LlamaTokenizer.from_pretrained(folder)
+    return str(tokenizer.chat_template)
+
+
 def adapted(base: pathlib.Path, folder: pathlib.Path, **options: Any) -> str:
     """What peft's model with random adapters, written to a folder, says of a text."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -118,6 +126,14 @@ def test_adapters(
         given = capsys.readouterr().out
         assert "".join(given.split()) == "".join(want.split())
     assert run_ranks(sharded, 2, str(llama), "--adapter", folders[-1], join=False) == [given, ""]
+    tokenizer: Any = LlamaTokenizer.from_pretrained(llama)
+    tokenizer.chat_template = "another"
+    tokenizer.save_pretrained(folders[0])
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    for folder, template in ((folders[0], "another"), (folders[1], written_for(llama))):
+        args = parser.parse_args(["--model-config", str(llama), "--adapter", folder])
+        assert opened(args).tokenizer.chat_template == template
     adapted(llama, tmp_path / "patterns", rank_pattern={"q_proj": 2})
     adapted(llama, tmp_path / "vocabulary", modules_to_save=["lm_head"])
     for path, complaint in (

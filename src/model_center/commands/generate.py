@@ -99,8 +99,14 @@ def opened(args: argparse.Namespace) -> TextGenerator:
         if args.temperature
         else {}
     )
-    tokenizer = tokenizers[kind.__name__].from_pretrained(args.model_config)
+    tokenizer = tokenizers[kind.__name__].from_pretrained(_tokenizer_folder(args))
     return TextGenerator(model.eval(), tokenizer, max_new_tokens=args.max_new_tokens, **draws)
+
+
+def _tokenizer_folder(args: argparse.Namespace) -> str:
+    """Where the tokenizer is: beside the adapters, which know its chat template, or the model's."""
+    is_beside = args.adapter and pathlib.Path(args.adapter, "tokenizer_config.json").is_file()
+    return str(args.adapter if is_beside else args.model_config)
 
 
 def of_the_first_rank(read: Callable[[], str]) -> str:

@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> None:
         if lora is None:
             save_model(model, args, tokenizer)
         elif args.save is not None:
-            lora.save(pathlib.Path(args.save, args.save_name or "adapter"))
+            lora.save(pathlib.Path(args.save, args.save_name or "adapter"), tokenizer)
 
 
 def loss_sum(model: CausalModel, batch: Batch) -> torch.Tensor:

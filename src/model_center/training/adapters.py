@@ -64,30 +64,38 @@ class Lora:
         self._peft.inject_adapter_in_model(self._config, model)
         bmt.BMTrainModelWrapper(model)  # shards what is new
 
-    def save(self, folder: pathlib.Path) -> None:
+    def save(self, folder: pathlib.Path, tokenizer: Any) -> None:
         """Write the adapters as a folder for `peft.PeftModel.from_pretrained`, with transformers'
-        names. Collective.
+        names, and the tokenizer that they were trained with. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if that cannot be written.
         """
         tensors: Mapping[str, torch.Tensor] = self._peft.get_peft_model_state_dict(self._model)
         content = {}
         for name, tensor in tensors.items():  # whole tensors: all ranks gather
             module, found, rest = name.partition(".lora_")
-            content[THEIRS + self._names[module] + found + rest] = tensor.detach().cpu()
-        if bmt.rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            contiguous = {name: tensor.contiguous() for name, tensor in content.items()}
-            safetensors.torch.save_file(contiguous, folder / FILE, {"format": "pt"})
-            facts = {
-                "target_modules": sorted(
-                    {name.rpartition(".")[2] for name in self._names.values()}
-                ),
-                "base_model_name_or_path": self._base,
-                "task_type": "CAUSAL_LM",
-                "inference_mode": True,
-            }
-            written = self._peft.LoraConfig(**{**self._config.to_dict(), **facts})
-            written.save_pretrained(str(folder))
-        bmt.synchronize()
+            content[THEIRS + self._names[module] + found + rest] = (
+                tensor.detach().cpu().contiguous()
+            )
+        attempt(lambda: self._write(folder, content, tokenizer), everyone())
+
+    def _write(
+        self, folder: pathlib.Path, content: dict[str, torch.Tensor], tokenizer: Any
+    ) -> None:
+        if bmt.rank() != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file(content, folder / FILE, {"format": "pt"})
+        facts = {
+            "target_modules": sorted({name.rpartition(".")[2] for name in self._names.values()}),
+            "base_model_name_or_path": self._base,
+            "task_type": "CAUSAL_LM",
+            "inference_mode": True,
+        }
+        written = self._peft.LoraConfig(**{**self._config.to_dict(), **facts})
+        written.save_pretrained(str(folder))
+        tokenizer.save_pretrained(str(folder))
 
 
 def add_adapters(model: BaseModel, folder: pathlib.Path) -> None:
