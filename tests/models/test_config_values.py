@@ -238,8 +238,14 @@ def test_arguments_that_would_be_taken_for_others() -> None:
     parity.assert_close(model(IDS, attention_mask=summands == 0).logits, model(IDS).logits)
     with pytest.raises(InputError, match=r"is for 4 queries: expected 8"):
         model(IDS, attention_mask=torch.ones(2, 4, 8))
-    for length, got in (([8, 3], "type list"), (torch.ones(2, 1), r"shape \(2, 1\)")):
-        with pytest.raises(InputError, match=rf"length is of {got}: expected a tensor \(batch,\)"):
+    for length, got in (
+        ([8, 3], "type list: expected a tensor"),
+        (torch.ones(2, 1).long(), r"shape \(2, 1\), torch.int64: expected integers \(2,\)"),
+        (torch.ones(3).long(), r"shape \(3,\), torch.int64: expected integers \(2,\)"),
+        (torch.ones(1).long(), r"shape \(1,\), torch.int64: expected integers \(2,\)"),
+        (torch.ones(2), r"shape \(2,\), torch.float32: expected integers \(2,\)"),
+    ):
+        with pytest.raises(InputError, match=f"length is of {got}"):
             model(IDS, length=length)
     with torch.no_grad():
         past = model(IDS[:1], use_cache=True).past_key_values

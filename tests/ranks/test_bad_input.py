@@ -4,6 +4,7 @@ every rank, and no hang.
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import subprocess
@@ -19,7 +20,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.errors import CheckpointError, ConfigurationError, NotInitializedError, ParameterError
-from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager, clip_grad_norm
 
 
 def before_init() -> None:
@@ -208,11 +209,24 @@ def bad_optimizers() -> None:
     manager.add_optimizer(optimizer)
     with pytest.raises(ConfigurationError, match="has already"):
         manager.add_optimizer(optimizer)
-    for wrong in ({"loss_scale": 0}, {"loss_scale": -2}, {"loss_scale": 1, "loss_scale_factor": 1}):
+    out_of_range: list[dict[str, Any]] = [
+        {"loss_scale": 0},
+        {"loss_scale": -2},
+        {"loss_scale": 1, "loss_scale_factor": 1},
+        {"grad_scale": 0},
+        {"grad_scale": math.nan},
+    ]
+    for values in out_of_range:
         with pytest.raises(ConfigurationError, match=r"expected"):
-            OptimManager(**wrong)
+            OptimManager(**values)
     with pytest.raises(ConfigurationError, match="norm_type is 0"):
         manager.clip_grad_norm(optimizer.param_groups, 1.0, norm_type=0)
+    for max_norm in (0, -1.0, math.nan):
+        with pytest.raises(ConfigurationError, match="max_norm is"):
+            manager.clip_grad_norm(optimizer.param_groups, max_norm)
+    for scale in (0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigurationError, match="scale is"):
+            clip_grad_norm(optimizer.param_groups, 1.0, scale=scale)
     with pytest.raises(CheckpointError, match="2 optimizers, this manager 1"):
         manager.load_state_dict({"optimizers": [{}, {}], "lr_schedulers": [None]})
     with pytest.raises(CheckpointError, match="'state' and 'param_groups'"):

@@ -41,7 +41,7 @@ def clip_grad_norm(
         for fp64 gradients.
 
     Raises:
-        ConfigurationError: for a `norm_type` that is not positive.
+        ConfigurationError: for a `norm_type`, `max_norm` or `scale` that is not positive.
     """
     return clip_gradients(
         Gradients(contiguous_runs(parameters_of(param_groups))), max_norm, scale, norm_type, eps
@@ -54,6 +54,10 @@ def clip_gradients(
     """`clip_grad_norm` for gradients that have been collected before."""
     if not float(norm_type) > 0:  # programs of BMTrain write "inf"
         raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
+    if not max_norm > 0:
+        raise ConfigurationError(f"max_norm is {max_norm}: expected a positive number or inf.")
+    if not 0 < scale < math.inf:
+        raise ConfigurationError(f"scale is {scale}: expected the loss scale of the gradients.")
     found = gradients.look()
     norm = (_global_norm(*found, float(norm_type)) / scale).to(_dtype_of(found))
     if not math.isinf(max_norm):

@@ -35,6 +35,9 @@ class OptimManager:
         grad_scale: divisor of the loss before backward, since gradients are summed over ranks; None
             is the world size, so that gradients are means.
 
+    Raises:
+        ConfigurationError: for values out of range.
+
     Example:
         manager = OptimManager(loss_scale=None)
         manager.add_optimizer(optimizer, lr_scheduler)
@@ -61,6 +64,8 @@ class OptimManager:
             self._scale = LossScale(
                 loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale
             )
+        if grad_scale is not None and not 0 < grad_scale < math.inf:
+            raise ConfigurationError(f"grad_scale is {grad_scale}: expected a positive number.")
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []

@@ -90,7 +90,7 @@ class Bert(MaskedModel):
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
-        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1])
+        mask = attention_mask_of(attention_mask, length, hidden, start)
         if position_ids is None:
             positions = self.positions(input_ids, start, hidden, mask)
         else:

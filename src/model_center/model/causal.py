@@ -194,7 +194,7 @@ class TokenModel(CausalModel):
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
-        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1], causal=True)
+        mask = attention_mask_of(attention_mask, length, hidden, start, causal=True)
         hidden, bias = self.enter(hidden, mask, position_ids, start)
         asked = Asked(
             use_cache=use_cache,

@@ -100,11 +100,11 @@ class CPM1(CausalModel):
             span=span,
         )
         if context is None and span is None:
-            mask = attention_mask_of(attention_mask, length, end, causal=True)
+            mask = attention_mask_of(attention_mask, length, hidden, start, causal=True)
         else:
             causal = causal_pairs(hidden.shape[1], end, hidden.device)
             mask = prefix_mask(
-                attention_mask_of(attention_mask, length, end), context, span, causal
+                attention_mask_of(attention_mask, length, hidden, start), context, span, causal
             )
         positions = (
             torch.arange(end, device=hidden.device) if position_ids is None else position_ids

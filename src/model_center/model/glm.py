@@ -171,7 +171,7 @@ class GLM(CausalModel):
         needs_dict(return_dict, more)
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
-        mask = attention_mask_of(attention_mask, length, start + hidden.shape[1])
+        mask = attention_mask_of(attention_mask, length, hidden, start)
         if sep is None and input_ids is not None and start == 0:
             sep = self.context_length(input_ids)
         if position_ids is None or block_position_ids is None:

@@ -61,7 +61,8 @@ def past_length(past_key_values: Past) -> int:
 def attention_mask_of(
     attention_mask: torch.Tensor | AttentionMask | None,
     length: torch.Tensor | None,
-    num_keys: int,
+    hidden: torch.Tensor,
+    start: int = 0,
     *,
     causal: bool = False,
     length_counts: bool = False,
@@ -71,24 +72,20 @@ def attention_mask_of(
     Args:
         attention_mask: (batch, num_keys), nonzero where a token is valid, or (batch, queries,
             num_keys), used as it is; any dtype.
-        length: (batch,), the number of valid tokens at the start of each row: an alternative to the
-            mask, and where attention is causal one that costs nothing, since no valid token sees
-            what is behind it.
-        num_keys: tokens so far, those of a cache included.
+        length: integers (batch,), the number of valid tokens at the start of each row: an
+            alternative to the mask, and where attention is causal one that costs nothing, since no
+            valid token sees what is behind it.
+        hidden: (batch, seq, dim_model), the new tokens.
+        start: the tokens in front of them, of a cache. The keys are those and the new ones.
         causal: whether keys after a query are hidden.
         length_counts: whether of both `length` counts instead, as in ModelCenter's Llama.
 
     Raises:
-        InputError: for a mask of another length, or a `length` that is no tensor (batch,).
+        InputError: for a mask of another length, or a `length` that is not of integers (batch,).
     """
+    num_keys = start + hidden.shape[1]
     if length is not None and (attention_mask is None or length_counts):
-        if not isinstance(length, torch.Tensor) or length.dim() != 1:
-            got = (
-                f"shape {tuple(length.shape)}"
-                if isinstance(length, torch.Tensor)
-                else f"type {type(length).__name__}"
-            )
-            raise InputError(f"length is of {got}: expected a tensor (batch,).")
+        _check_length(length, hidden.shape[0])
         return AttentionMask(causal, keys=None if causal else mask_of_lengths(length, num_keys))
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] != num_keys:
         shape = tuple(attention_mask.shape)
@@ -97,6 +94,18 @@ def attention_mask_of(
             "cache and the new ones."
         )
     return mask_from(attention_mask, causal=causal)
+
+
+def _check_length(length: object, num_rows: int) -> None:
+    """InputError unless it is a tensor of integers (num_rows,)."""
+    if not isinstance(length, torch.Tensor):
+        raise InputError(f"length is of type {type(length).__name__}: expected a tensor (batch,).")
+    is_integer = not (length.is_floating_point() or length.is_complex())
+    if length.shape != (num_rows,) or not is_integer:
+        raise InputError(
+            f"length is of shape {tuple(length.shape)}, {length.dtype}: expected integers "
+            f"({num_rows},), a number for each row."
+        )
 
 
 def positions_from(

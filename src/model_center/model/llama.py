@@ -172,8 +172,9 @@ class Llama(CausalModel):
         """Score the next token at every position; arguments as in `GPT2`."""
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
         start = past_length(past_key_values)
-        end = start + hidden.shape[1]
-        mask = attention_mask_of(attention_mask, length, end, causal=True, length_counts=True)
+        mask = attention_mask_of(
+            attention_mask, length, hidden, start, causal=True, length_counts=True
+        )
         mask = mask._replace(window=self.config.sliding_window if mask.causal else None)
         tables = self.position_bias.tables(positions_from(position_ids, start, hidden))
         asked = Asked(

@@ -122,10 +122,10 @@ class Seq2SeqModel(BaseModel):
         end = start + hidden.shape[1]
         out = self.decoder(
             hidden,
-            attention_mask_of(decoder_attention_mask, decoder_length, end, causal=True),
+            attention_mask_of(decoder_attention_mask, decoder_length, hidden, start, causal=True),
             self.position_bias_dec(torch.arange(start, end, device=hidden.device), end),
             states,
-            attention_mask_of(attention_mask, length, states.shape[1]),
+            attention_mask_of(attention_mask, length, states),
             None,
             use_cache,
             past_key_values,
@@ -153,7 +153,7 @@ class Seq2SeqModel(BaseModel):
     ) -> StackOutput:
         """The encoder's part of `forward`: what generation does once for all tokens."""
         hidden = self.embed_dropout(embedded(input_ids, inputs_embeds, self.input_embedding))
-        mask = attention_mask_of(attention_mask, length, hidden.shape[1])
+        mask = attention_mask_of(attention_mask, length, hidden)
         bias = self.position_bias_enc(hidden.shape[1], hidden.shape[1])
         out: StackOutput = self.encoder(
             hidden,
