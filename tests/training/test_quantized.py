@@ -22,9 +22,10 @@ from tests.training.lm_programs import DATA, command, losses, same_learning, tin
 import bmtrain as bmt
 from model_center.errors import ConfigError
 from model_center.layer.linear import Linear
-from model_center.layer.quantized import BLOCK_SIZE, QuantizedLinear, quantize
+from model_center.layer.quantized import BLOCK_SIZE, QuantizedLinear
 from model_center.model import Llama
 from model_center.training.adapters import ATTENTION, Lora
+from model_center.training.quantization import quantize
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ from bmtrain.runtime import world
 from model_center.commands.train import TOKENIZERS
 from model_center.errors import ConfigError
 from model_center.generation.text import TextGenerator
-from model_center.layer.quantized import quantize
 from model_center.model.causal import CausalModel
 from model_center.tokenizer import GLMTokenizer
 from model_center.training.adapters import add_adapters
+from model_center.training.quantization import quantize
 from model_center.training.setup import DTYPES, class_of
 
 

@@ -25,7 +25,6 @@ from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
 from model_center.dataset.packing import PackedSamples, segment_mask
 from model_center.errors import ConfigError, DataError
 from model_center.generation import generate
-from model_center.layer.quantized import quantize
 from model_center.model.causal import CausalModel, TokenModel
 from model_center.model.llama import Llama
 from model_center.tokenizer import (
@@ -40,6 +39,7 @@ from model_center.training import Run, class_of, make_loader, pretrained, save_m
 from model_center.training import untrained as from_scratch
 from model_center.training.adapters import ALL, ATTENTION, Lora
 from model_center.training.flops import flops_per_token
+from model_center.training.quantization import quantize
 
 Batch = dict[str, torch.Tensor]
 # By the model's class, whose tokens each reads.

@@ -47,10 +47,10 @@ class QuantizedLinear(Linear):
             whole(layer.weight), blocksize=BLOCK_SIZE, quant_type=KIND
         )
         self._dtype: torch.dtype = state.dtype
-        self.register_parameter("weight", _frozen(packed))
-        self.register_parameter("scales", _frozen(state.absmax))
+        self.register_parameter("weight", frozen(packed))
+        self.register_parameter("scales", frozen(state.absmax))
         self.register_buffer("code", state.code, persistent=False)
-        self.register_parameter("bias", None if layer.bias is None else _frozen(whole(layer.bias)))
+        self.register_parameter("bias", None if layer.bias is None else frozen(whole(layer.bias)))
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x W^T + bias`, not scaled."""
@@ -64,32 +64,6 @@ class QuantizedLinear(Linear):
         )
         out: torch.Tensor = library().matmul_4bit(x, self.weight.t(), state, bias=bias)
         return out
-
-
-def quantize(model: torch.nn.Module) -> None:
-    """Freeze a model and keep the weights of its linear layers, but for the head's, in 4 bits.
-    Collective if it is sharded; the memory of a block is free once all of it was replaced.
-
-    Raises:
-        ConfigError: where bitsandbytes is missing; the model is unchanged.
-    """
-    library()
-    made: dict[torch.nn.Module, torch.nn.Module] = {}
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, Linear) and not path.endswith("_projection"):
-            parent, _, name = path.rpartition(".")
-            made[module] = made.get(module) or QuantizedLinear(module)
-            model.get_submodule(parent).add_module(name, made[module])
-    # What is left of a block shares its memory with the weights that are gone.
-    fresh: dict[torch.Tensor, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
-            if isinstance(param, bmt.DistributedParameter):
-                fresh[param] = fresh[param] if param in fresh else _frozen(whole(param))
-                module.register_parameter(name, fresh[param])
-    model.requires_grad_(False)
-    if bmt.is_initialized():
-        bmt.BMTrainModelWrapper(model)
 
 
 def whole(param: torch.Tensor) -> torch.Tensor:
@@ -109,5 +83,6 @@ def library() -> Any:
         ) from error
 
 
-def _frozen(values: torch.Tensor) -> torch.nn.Parameter:
+def frozen(values: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter that is not trained."""
     return torch.nn.Parameter(values, requires_grad=False)
