@@ -3,11 +3,14 @@
 #   make train [NPROC=n] [ARGS="..."]   train a GPT-2 (ARGS="--help" lists the arguments)
 #   make test  [ARGS="..."]             lint, types and all CPU tests (ARGS go to pytest)
 #   make test-torch [TORCH=2.8.0]     the CPU tests with another version of torch, in an environment of its own
-#   make test-transformers [TRANSFORMERS=4.57.6]  the tests of tokenizers with another version of transformers, likewise
+#   make test-transformers [TRANSFORMERS=4.57.6]  the tests of models and tokenizers with another version of transformers, likewise
+#   make test-ray [RAY=2.60.0]          the tests with Ray Train, likewise
 #   make test-gpu                       the GPU tests, on however many GPUs there are
 #                                       (quicker, with pytest-xdist: ARGS="-n 8 -m 'not alone'", then ARGS="-m alone")
 #   make bench [ARGS="..."]             compare this library with others on the GPUs there are (ARGS="--list", "--suite quick", "--help")
+#   make docs [ARGS="--language en"]    build the documentation site into build/docs
 #   make mutants [ARGS="..."]           plant faults in the source and see which test notices (ARGS="--path src/bmtrain/optim --count 20")
+#   make faults [ARGS="..."]            kill, stop and spoil two tiny programs, resume them, and write what became of it (ARGS="--kind SIGKILL --kills 10")
 #   make lint / make format             ruff and mypy / let ruff rewrite the files
 #   make clean                          remove .venv and all that tools left behind; runs/ stays
 
@@ -19,24 +22,28 @@ JOBS ?= 2
 
 export PYTHON
 
-.PHONY: train test test-torch test-transformers test-gpu bench mutants lint format clean
+.PHONY: train test test-torch test-transformers test-ray test-gpu bench docs mutants faults lint format clean
 
 train:
 	@scripts/with-python train scripts/launch.py --nproc $(NPROC) examples/gpt2/train.py $(ARGS)
 
 test: lint
-	@scripts/with-python test -m pytest --ignore=tests/gpu -n $(JOBS) --dist=loadfile $(ARGS)
+	@scripts/with-python test -m pytest --ignore=tests/gpu --ignore=tests/ray_train -n $(JOBS) --dist=loadfile $(ARGS)
 
 # The oldest torch that is supported and the newest that constraints.txt has not got yet: TORCH=2.15.0
 test-torch: export TORCH ?= 2.8.0
 test-torch:
-	@scripts/with-python test -m pytest --ignore=tests/gpu -n $(JOBS) --dist=loadfile $(ARGS)
+	@scripts/with-python test -m pytest --ignore=tests/gpu --ignore=tests/ray_train -n $(JOBS) --dist=loadfile $(ARGS)
 
 # Its own and torch's warnings of what is deprecated are not ours to mend.
-TRANSFORMERS_TESTS = tests/data_sets/test_hugging_face_tokenizers.py
+TRANSFORMERS_TESTS = tests/data_sets/test_hugging_face_tokenizers.py tests/models
 test-transformers: export TRANSFORMERS ?= 4.57.6
 test-transformers:
 	@scripts/with-python test -m pytest -n $(JOBS) --dist=loadfile -W ignore::FutureWarning $(TRANSFORMERS_TESTS) $(ARGS)
+
+test-ray: export RAY ?= 2.60.0
+test-ray:
+	@scripts/with-python test -m pytest tests/ray_train $(ARGS)
 
 test-gpu:
 	@scripts/with-python test-gpu -m pytest tests/gpu $(ARGS)
@@ -44,8 +51,14 @@ test-gpu:
 bench:
 	@scripts/with-python bench benchmarks/compare.py --commit "$$(git describe --always --dirty 2>/dev/null || echo unknown)" $(ARGS)
 
+docs:
+	@scripts/with-python docs docs/site/build.py $(ARGS)
+
 mutants:
 	@scripts/with-python test scripts/mutants.py $(ARGS)
+
+faults:
+	@scripts/with-python test -m scripts.faults $(ARGS)
 
 lint:
 	@scripts/with-python test -m ruff check .
@@ -58,5 +71,5 @@ format:
 	@scripts/with-python test -m ruff format .
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-transformers-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-torch-* .venv-transformers-* .venv-ray-* build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -96,7 +96,7 @@ def _plain_model(options: Options) -> Any:
     shape = options.geometry
     with torch.device("meta"):
         if options.tp == 1:
-            return shape.model(_fused_loss() if options.fused_head else projected_cross_entropy).to(
+            return shape.model(fused_loss() if options.fused_head else projected_cross_entropy).to(
                 torch.bfloat16
             )
         if not isinstance(shape, Shape):
@@ -107,7 +107,7 @@ def _plain_model(options: Options) -> Any:
         return ParallelGPT(shape, torch.bfloat16)
 
 
-def _fused_loss() -> HeadLoss:
+def fused_loss() -> HeadLoss:
     """The same loss without ever holding the logits of all rows."""
     fused = bmt.loss.FusedLinearCrossEntropy()
     return lambda hidden, project, targets: fused(hidden, project.weight, targets)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "src"))
 
 import bmtrain as bmt
 from bmtrain.checkpoint.entries import entries
-from bmtrain.checkpoint.sources import Header
+from bmtrain.checkpoint.source import Header
 from model_center.config.base import TransformerConfig
 from model_center.model.base import BaseModel
 from model_center.model.gpt2 import GPT2, GPT2Config

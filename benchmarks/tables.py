@@ -1,19 +1,27 @@
-"""Write the tables of `benchmarks/results/*.json` between the bench markers of the READMEs: python
-benchmarks/tables.py
+"""Write the tables of `benchmarks/results/*.json`: python benchmarks/tables.py
+
+All of them go between the bench markers of docs/figures.md, a short one of this library beside
+others between the figures markers of the READMEs that have them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from reports import LEFT_OUT
 
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
+SHORT_BEGIN, SHORT_END = "<!-- figures:start -->", "<!-- figures:end -->"
+RESULTS = ROOT / "benchmarks" / "results"
+FULL = ROOT / "docs" / "figures.md"
+READMES = (ROOT / "README.md", ROOT / "README-zh.md")
+PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "plain": "PyTorch without sharding"}
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
 LOAD_COLUMNS = (
@@ -22,6 +30,13 @@ LOAD_COLUMNS = (
     "loading, cold / warm",
     "of reading, cold",
     "`load_file` and copy",
+)
+SAVE_COLUMNS = (
+    "saving while training",
+    "GB",
+    "training stands still, s",
+    "until it is written, s",
+    "step, s",
 )
 LOSS_COLUMNS = ("loss at the end", "bf16", "FP8", "FP8 has")
 
@@ -231,6 +246,17 @@ def loads_of(records: Sequence[Record]) -> list[str]:
     return rows
 
 
+def saves_of(records: Sequence[Record]) -> list[str]:
+    """One Markdown row per checkpoint written."""
+    return [
+        f"| {r['method']} | failed: {r['failed']} | | | |"
+        if "failed" in r
+        else f"| {r['method']}, save {r['save']}, {r['parameters'] / 1e9:.2f}e9 parameters | "
+        f"{r['gigabytes']} | {r['stands_still_s']:.2f} | {r['written_s']:.1f} | {r['step_s']} |"
+        for r in records
+    ]
+
+
 def ends_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per loss at the end of training in bf16 and FP8: the mean of all seeds, and
     how sure the difference is.
@@ -280,10 +306,12 @@ def tables_of(report: dict[str, Any]) -> str:
         return throughput_table(begun) + left_out + folded
     loads = [r for r in records if r["what"] == "loading"]
     losses = [r for r in records if r["what"] == "fp8 losses"]
-    steps = [r for r in records if r["what"] not in ("loading", "fp8 losses")]
+    saves = [r for r in records if r["what"] == "saving"]
+    steps = [r for r in records if r["what"] not in ("loading", "fp8 losses", "saving")]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
         table(LOAD_COLUMNS, loads_of(loads)),
+        table(SAVE_COLUMNS, saves_of(saves)),
         table(LOSS_COLUMNS, ends_of(losses)),
     )
     return "\n".join(filter(None, parts))
@@ -300,13 +328,93 @@ def origin_of(report: dict[str, Any]) -> str:
     )
 
 
+class Beside(NamedTuple):
+    """This library beside others: the same model, GPUs and batch, one file of results.
+
+    Attributes:
+        source: the file.
+        shape, seq, gpus, batch: model, tokens a row, number of GPUs, rows a GPU.
+        fastest: by backend, what is fastest of all its runs that compute in the same precision:
+            tokens a second and GPU, and the options.
+        alike: ours with the options that the fastest of the others has; None if not measured.
+    """
+
+    source: str
+    shape: str
+    seq: int
+    gpus: int
+    batch: int
+    fastest: dict[str, tuple[float, str]]
+    alike: float | None
+
+    @property
+    def other(self) -> tuple[float, str]:
+        """The fastest of the others."""
+        return max(found for name, found in self.fastest.items() if name != "bmtrain")
+
+
+def reports() -> dict[pathlib.Path, dict[str, Any]]:
+    """The files of results, but for comparisons of two trees, which the log tells of."""
+    found = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    return {path: report for path, report in found.items() if "date" in report}
+
+
+def beside_others() -> list[Beside]:
+    """Where another library was measured too. Runs in FP8, with a limit of memory, or with the
+    optimizer on the CPU are left out: what stands beside them does not do the same.
+    """
+    found = []
+    for path, report in reports().items():
+        if "what" in report["records"][0]:
+            continue
+        like = [
+            r
+            for r in report["records"]
+            if not (r.get("fp8") or r.get("memory_limit") is not None or r["offload"])
+        ]
+        rows, groups = rows_of(like), dict[tuple[Any, ...], dict[str, dict[str, float]]]()
+        for key, rate in rates_of(rows).items():
+            shape, gpus, batch, _, mode = key
+            backend, _, how = mode.partition(" + ")
+            group = groups.setdefault((shape, rows[key][0]["seq"], gpus, batch), {})
+            group.setdefault(backend, {})[how] = rate
+        for (shape, seq, gpus, batch), group in groups.items():
+            fastest = {
+                name: max((rate, how) for how, rate in modes.items())
+                for name, modes in group.items()
+            }
+            if "bmtrain" in fastest and len(fastest) > 1:
+                row = Beside(path.name, shape, seq, gpus, batch, fastest, None)
+                found.append(row._replace(alike=group["bmtrain"].get(row.other[1])))
+    return found
+
+
+def short_table(rows: Sequence[Beside]) -> str:
+    """One line for each comparison: tokens a second and GPU, and how many times the next best."""
+    cells: list[dict[str, object]] = []
+    for row in rows:
+        ours, other = row.fastest["bmtrain"][0], row.other[0]
+        line: dict[str, object] = {
+            "model": f"{row.shape}, {row.batch} x {row.seq} tokens",
+            "GPUs": row.gpus,
+            "bmtrain": f"{ours:,.0f}",
+        }
+        line |= {PEERS[name]: "" for name in PEERS}
+        line |= {
+            PEERS[name]: f"{rate:,.0f}" for name, (rate, _) in row.fastest.items() if name in PEERS
+        }
+        line["against the fastest other"] = f"{ours / other:.2f} x"
+        line["with the same options"] = f"{row.alike / other:.2f} x" if row.alike else ""
+        cells.append(line)
+    return table_of(cells)
+
+
 def section() -> str:
     """All results, each with the machine and the command that made it."""
     parts = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
-        report = json.loads(path.read_text())
-        plot = path.with_suffix(".svg").relative_to(ROOT)
-        drawn = f" [Plot]({plot})" if (ROOT / plot).exists() else ""
+    for path, report in reports().items():
+        plot = path.with_suffix(".svg")
+        drawn = f" [Plot](../{plot.relative_to(ROOT)})" if plot.exists() else ""
         parts.append(
             f"`{path.relative_to(ROOT)}`: "
             f"{origin_of(report)}.{drawn}\n\n{tables_of(report)}\n```\n{report['command']}\n```\n"
@@ -314,14 +422,28 @@ def section() -> str:
     return "\n".join(parts)
 
 
+def replaced(text: str, begin: str, end: str, content: str) -> str:
+    """The text with other content between two markers; as it is where it lacks them."""
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    return f"{head}{begin}\n{content}{end}{tail}" if found and closed else text
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """The files that hold tables, as they should be."""
+    short = short_table(beside_others())
+    texts = {FULL: replaced(FULL.read_text(encoding="utf-8"), BEGIN, END, section())}
+    for path in READMES:
+        text = path.read_text(encoding="utf-8")
+        texts[path] = replaced(text, SHORT_BEGIN, SHORT_END, short)
+    return texts
+
+
 def main() -> None:
-    """Rewrite both READMEs."""
-    text = section()
-    for name in ("README.md", "README-zh.md"):
-        path = ROOT / name
-        head, _, rest = path.read_text().partition(BEGIN)
-        _, _, tail = rest.partition(END)
-        path.write_text(f"{head}{BEGIN}\n{text}{END}{tail}")
+    """Rewrite the pages."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

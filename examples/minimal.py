@@ -38,13 +38,19 @@ manager.add_optimizer(optimizer, scheduler)
 loss_of = bmt.loss.FusedCrossEntropy()
 text = torch.tensor(list(Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()))
 draw = torch.Generator().manual_seed(bmt.rank())  # every rank reads other places
-for step in range(STEPS):
-    starts = torch.randint(len(text) - SEQ, (BATCH, 1), generator=draw)
-    batch = text[starts + torch.arange(SEQ + 1)].to(bmt.device())
-    loss = loss_of(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    manager.zero_grad()
-    manager.backward(loss)
-    norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
-    manager.step()
-    bmt.print_rank(f"step {step}: loss {bmt.sum_loss(loss).item():.3f}, gradient norm {norm:.2f}")
+with bmt.CheckpointManager("minimal") as checkpoints:  # a folder: start again, and it goes on
+    before = checkpoints.restore(model, manager)  # weights, optimizer, schedule; None at first
+    if before and before.state:  # of each rank; None at another number of ranks
+        draw.set_state(before.state["draw"])
+    for step in range(before.step if before else 0, STEPS):
+        starts = torch.randint(len(text) - SEQ, (BATCH, 1), generator=draw)
+        batch = text[starts + torch.arange(SEQ + 1)].to(bmt.device())
+        loss = loss_of(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        manager.zero_grad()
+        manager.backward(loss)
+        norm = manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+        bmt.print_rank(f"step {step}: loss {bmt.sum_loss(loss):.3f}, gradient norm {norm:.2f}")
+        if (step + 1) % 50 == 0:
+            checkpoints.save(step + 1, model, manager, state={"draw": draw.get_state()})
 bmt.save(model, "minimal.pt")  # full tensors under plain names, whatever the number of ranks

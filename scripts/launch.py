@@ -41,6 +41,8 @@ def main() -> None:
         os.environ.setdefault(
             "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes))
         )
+    # Where a rank has ended, the others' connections say so in pages of C++, before what matters.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         # Behind "--" torchrun does not take an argument of the program for an abbreviation of its
         # own.

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from model_center.arguments import above_zero, curve_names
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,6 +34,7 @@ class Preset:
     dtype: str
     save_every: int
     val_every: int
+    sample_every: int
     recompute: bool
 
 
@@ -51,6 +54,7 @@ PRESETS = {
         dtype="fp32",
         save_every=100,
         val_every=100,
+        sample_every=200,
         recompute=False,
     ),
     "gpt2": Preset(
@@ -66,6 +70,7 @@ PRESETS = {
         dtype="bf16",
         save_every=200,
         val_every=100,
+        sample_every=200,
         recompute=False,
     ),
     "medium": Preset(
@@ -81,6 +86,7 @@ PRESETS = {
         dtype="bf16",
         save_every=200,
         val_every=100,
+        sample_every=200,
         recompute=False,
     ),
     "1.3b": Preset(
@@ -96,6 +102,7 @@ PRESETS = {
         dtype="bf16",
         save_every=200,
         val_every=100,
+        sample_every=200,
         recompute=True,
     ),
 }
@@ -116,6 +123,7 @@ class Options(Preset):
     compile: bool | None
     fp8: bool
     deterministic: bool
+    max_bad_steps: int
     data: Path | None
     text_field: str
     cache_dir: Path
@@ -126,6 +134,18 @@ class Options(Preset):
     val_samples: int
     sample_tokens: int
     prompt: str
+    curves: tuple[str, ...]
+    peak_tflops: float | None
+
+    def flops_per_token(self) -> int:
+        """Of a training step, for the model FLOPs utilisation in the log.
+
+        Each element of a matrix counts 6; attention counts the pairs that causality lets see each
+        other. Source: Chowdhery et al., "PaLM" (2022), appendix B.
+        """
+        layer = 4 * self.dim**2 + 2 * self.dim * self.dim_ff
+        products = self.layers * layer + self.vocab_size * self.dim
+        return 6 * products + 6 * self.layers * self.dim * self.seq_len
 
     def model_arguments(self) -> dict[str, int]:
         """The arguments of `GPT` that fix the shape of its parameters."""
@@ -259,6 +279,13 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         "(default: on; off is a little faster)",
     )
     group.add_argument(
+        "--max-bad-steps",
+        type=_positive,
+        default=10,
+        help="steps in a row that may be skipped, because loss or gradients are not finite, before "
+        "the run ends and names the cause (default: 10)",
+    )
+    group.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -307,18 +334,40 @@ def _add_file_flags(group: argparse._ArgumentGroup) -> None:
         help="steps between lines where the output is no terminal (default: 10)",
     )
     group.add_argument(
+        "--curves",
+        type=curve_names,
+        default=(),
+        metavar="NAMES",
+        help="where curves go beside metrics.jsonl, with commas between: tensorboard, wandb (its "
+        "project as wandb:PROJECT)",
+    )
+    group.add_argument(
+        "--peak-tflops",
+        type=above_zero,
+        help="of one device, for the MFU in the log where the device is not known",
+    )
+    _add_sample_flags(group)
+    group.add_argument(
+        "--restart",
+        action="store_true",
+        help="delete what --save-dir holds of an earlier run and begin anew",
+    )
+
+
+def _add_sample_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--sample-every", type=_positive, help="steps between texts that the model writes"
+    )
+    group.add_argument(
         "--sample-tokens",
         type=int,
         default=80,
         help="length of the text sample, 0 for none (default: 80)",
     )
     group.add_argument(
-        "--prompt", help="how the text sample begins (default: 'def ', nothing with --data)"
-    )
-    group.add_argument(
-        "--restart",
-        action="store_true",
-        help="delete what --save-dir holds of an earlier run and begin anew",
+        "--prompt",
+        help="how the text sample begins, without a blank at its end, since a word's token holds "
+        "the blank before it (default: 'def', nothing with --data)",
     )
 
 
@@ -341,7 +390,7 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
     if values["save_dir"] is None:
         values["save_dir"] = Path("runs") / f"gpt2-{values['preset']}"
     if values["prompt"] is None:
-        values["prompt"] = "def " if values["data"] is None else ""
+        values["prompt"] = "def" if values["data"] is None else ""
     _check_sizes(parser, values)
     if not values["lr"] > 0:
         parser.error(f"--lr is {values['lr']}: expected a number above 0")

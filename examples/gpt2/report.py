@@ -1,57 +1,63 @@
-"""What a run shows and leaves behind: the log of every run, and text samples and the loss curve of
-this one.
+"""What a run shows and leaves behind: the log of every run, and text samples and curves of this
+one.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from model_center.training.files import write_whole
 from model_center.training.metrics_file import read_metrics
+from model_center.training.plots import draw_runs
 from model_center.training.run_log import METRICS, RunLog
+
+SAMPLES = "samples.txt"
 
 
 class Report(RunLog):
     """The run's log, and what rank 0 adds to it in `folder`."""
 
-    def __init__(self, folder: Path, *, first_step: int, num_steps: int, log_every: int) -> None:
-        super().__init__(folder, first_step=first_step, num_steps=num_steps, log_every=log_every)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int,
+        num_steps: int,
+        log_every: int,
+        curves: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            folder, first_step=first_step, num_steps=num_steps, log_every=log_every, curves=curves
+        )
         self.folder = folder
+        if self.enabled:
+            keep_samples(folder / SAMPLES, first_step)
 
     def sample(self, step: int, text: str) -> None:
         """Show and keep what the model writes."""
         if self.enabled:
-            with (self.folder / "samples.txt").open("a") as file:
+            keep_samples(self.folder / SAMPLES, step - 1)
+            with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
                 file.write(f"=== after step {step}\n{text}\n")
             self.say(f"--- the model writes, after step {step}:\n{text}\n---")
 
     def draw(self) -> None:
-        """Draw the loss curve of the whole run."""
+        """Draw the curves of the whole run."""
         if self.enabled:
-            draw_losses(read_metrics(self.folder / METRICS), self.folder / "loss.png")
+            records = read_metrics(self.folder / METRICS)
+            draw_runs({str(self.folder): records}, self.folder / "curves.png")
 
 
-def draw_losses(records: list[dict[str, Any]], path: Path) -> None:
-    """Write a picture of training and validation loss against steps."""
-    training = [(record["step"], record["loss"]) for record in records if "loss" in record]
-    held_out = [
-        (record["step"], record["validation_loss"])
-        for record in records
-        if "validation_loss" in record
-    ]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)  # needs no display
-    axes = figure.add_subplot()
-    for points, label, style in ((training, "training", "-"), (held_out, "held-out text", "o-")):
-        if points:
-            steps, losses = zip(*points, strict=True)
-            axes.plot(steps, losses, style, label=label, linewidth=1)
-    axes.set(
-        xlabel="step", ylabel="cross-entropy per token, nats", title="GPT-2 trained by bmtrain"
-    )
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+def keep_samples(path: Path, last_step: int) -> None:
+    """Take back what was written after a step."""
+    if path.exists():
+        parts = re.split(r"^(?==== after step \d+$)", path.read_text("utf-8"), flags=re.MULTILINE)
+        steps = [re.match(r"=== after step (\d+)", part) for part in parts]
+        kept = [
+            part
+            for part, found in zip(parts, steps, strict=True)
+            if found and int(found[1]) <= last_step
+        ]
+        write_whole(path, "".join(kept))

@@ -12,19 +12,27 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.utils.deterministic as torch_deterministic
 
 import bmtrain as bmt
+from bmtrain.checkpoint.finite import check_finite
 from bmtrain.errors import ConfigurationError
+from bmtrain.plan.measured import Foreseen
+from bmtrain.runtime import exits
 from corpus import DataError
 from data import Position, TokenData, TrainingSequences, rank_position
 from evaluation import batch_loss, show_sample, validate
 from model_center.errors import ResumeError
-from model_center.training.checkpoints import Checkpoints, check_same_run, load_state
+from model_center.training.checkpoints import Checkpoints
+from model_center.training.flops import peak_flops
+from model_center.training.listener import OnStep
+from model_center.training.resuming import check_same_run, load_state, model_path
 from model_center.training.run_log import StepReport
+from model_center.training.second_look import error_of, look, sentences
 from model_center.training.stop import StopRequest
 from models import GPT
 from options import DTYPES, Options, parse_options
@@ -36,8 +44,11 @@ REMEDY = (
 )
 
 
-def run(options: Options) -> None:
-    """The whole job: text, model, optimizer, loop."""
+def run(options: Options, on_step: OnStep | None = None) -> int:
+    """The whole job: text, model, optimizer, loop; the exit status.
+
+    `on_step` is handed the figures of each step.
+    """
     data = prepare_data(options)
     sequences = TrainingSequences(data.train, options.seq_len, options.seed)
 
@@ -58,15 +69,7 @@ def run(options: Options) -> None:
     optimizer, scheduler, optim_manager = build_optimizer(model, options)
     position = Position()
     if checkpoint is not None:
-        position = Position(**load_state(checkpoint, optim_manager))
-        # The checkpoint says how far the schedule is; how it runs on is said by this command, say
-        # with more --steps.
-        scheduler.start_lr, scheduler.warmup_iter, scheduler.end_iter = (
-            options.lr,
-            options.warmup,
-            options.steps,
-        )
-        scheduler.step(scheduler.num_iter)
+        position = go_on(checkpoint, optim_manager, scheduler, options)
     finished_before = position.step >= options.steps
     stop = StopRequest()
 
@@ -75,23 +78,27 @@ def run(options: Options) -> None:
         first_step=position.step,
         num_steps=options.steps,
         log_every=options.log_every,
+        curves=options.curves,
     )
-    with report:
+    with Foreseen(forecast_words(options)) as foreseen, report.heard_by(on_step):
         greet(report, options, data, model, checkpoint)
         stopping = False
         while position.step < options.steps and not stopping:
             position = train_step(
                 model, optimizer, optim_manager, sequences, position, options, report
             )
+            foreseen.tell(report.say)
             stopping = stop.agreed()
             last = position.step == options.steps
-            if position.step % options.val_every == 0 or last:
-                validate(model, data, position, options, report)
+            look_at(model, data, position, options, report)
             if position.step % options.save_every == 0 or last or stopping:
+                check_finite(model, optim_manager.optimizers)
                 checkpoint = checkpoints.save(
                     dataclasses.asdict(position), model, optim_manager, made_with
-                )
+                ).path
                 report.draw()
+        checkpoints.close()
+        requeue = stopping and position.step < options.steps and stop.is_requeue()
         if stopping and position.step < options.steps:
             report.say(
                 f"stopped after step {position.step} and saved {checkpoint}: run the same "
@@ -104,6 +111,35 @@ def run(options: Options) -> None:
                 f"{words}: {position.step} steps; see {options.save_dir}. --restart begins "
                 "anew, more --steps go on."
             )
+    bmt.synchronize()  # the first rank to go has the launcher end the others
+    return exits.REQUEUE if requeue else 0
+
+
+def look_at(
+    model: GPT, data: TokenData, position: Position, options: Options, report: Report
+) -> None:
+    """Validation loss and a sample, where it is time for them; the last sample is for the end."""
+    last = position.step == options.steps
+    if position.step % options.val_every == 0 or last:
+        validate(model, data, position, options, report)
+    if position.step % options.sample_every == 0 and not last:
+        show_sample(model, data, position, options, report)
+
+
+def go_on(
+    checkpoint: Path,
+    optim_manager: bmt.optim.OptimManager,
+    scheduler: bmt.lr_scheduler.Cosine,
+    options: Options,
+) -> Position:
+    """Optimizer and schedule as the checkpoint has them; where in the data it is."""
+    position = Position(**load_state(checkpoint, optim_manager)[0])
+    # The checkpoint says how far the schedule is; how it runs on is said by this command, say with
+    # more --steps.
+    scheduler.start_lr, scheduler.warmup_iter = options.lr, options.warmup
+    scheduler.end_iter = options.steps
+    scheduler.step(scheduler.num_iter)
+    return position
 
 
 def train_step(
@@ -116,27 +152,27 @@ def train_step(
     report: Report,
 ) -> Position:
     """One optimizer step on `grad_accumulation` micro-batches per rank; returns the position after
-    it.
+    it. A step that is not finite is skipped.
+
+    Raises:
+        NonFiniteError: on all ranks, after `max_bad_steps` of these in a row, naming the cause.
     """
     started = time.perf_counter()
-    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=-100, parallel=True)
     lr, loss_scale = optimizer.param_groups[0]["lr"], optim_manager.loss_scale
     total = torch.zeros((), device=bmt.device())
 
     optim_manager.zero_grad()
-    for micro in range(options.grad_accumulation):
-        first = rank_position(
-            position.consumed, micro, options.batch_size, bmt.rank(), bmt.world_size()
-        )
-        inputs, targets = sequences.batch(first, options.batch_size)
-        loss = batch_loss(model, loss_function, inputs, targets) / options.grad_accumulation
+    for loss in step_losses(model, sequences, position, options):
         optim_manager.backward(loss)
         total += loss.detach().float()
     grad_norm = optim_manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
     optim_manager.step()
 
     mean_loss = bmt.sum_loss(total).item()
+    seconds = time.perf_counter() - started
     samples = options.batch_size * options.grad_accumulation * bmt.world_size()
+    rate = samples * options.seq_len / seconds
+    peak = peak_flops(options.peak_tflops)
     report.step(
         StepReport(
             step=position.step + 1,
@@ -144,11 +180,39 @@ def train_step(
             grad_norm=float(grad_norm),
             lr=float(lr),
             loss_scale=float(loss_scale),
-            tokens_per_second=samples * options.seq_len / (time.perf_counter() - started),
+            tokens_per_second=rate,
             memory=bmt.utils.peak_memory(),
+            seconds=seconds,
+            mfu=rate * options.flops_per_token() / bmt.world_size() / peak if peak else None,
         )
     )
+    if optim_manager.skipped_in_a_row >= options.max_bad_steps:
+        losses = step_losses(model, sequences, position, options)
+        rows = [
+            list(range(first, first + options.batch_size))
+            for first in first_sequences(position, options)
+        ]
+        found = sentences(look(model, optim_manager, losses, rows))
+        raise error_of(position.step + 1, optim_manager.skipped_in_a_row, found)
     return Position(step=position.step + 1, consumed=position.consumed + samples)
+
+
+def step_losses(
+    model: GPT, sequences: TrainingSequences, position: Position, options: Options
+) -> Iterator[torch.Tensor]:
+    """The losses of this rank's micro-batches, each computed when it is asked for."""
+    loss_function = bmt.loss.FusedCrossEntropy(ignore_index=-100, parallel=True)
+    for first in first_sequences(position, options):
+        inputs, targets = sequences.batch(first, options.batch_size)
+        yield batch_loss(model, loss_function, inputs, targets) / options.grad_accumulation
+
+
+def first_sequences(position: Position, options: Options) -> list[int]:
+    """The first sequence of each of this rank's micro-batches."""
+    return [
+        rank_position(position.consumed, micro, options.batch_size, bmt.rank(), bmt.world_size())
+        for micro in range(options.grad_accumulation)
+    ]
 
 
 def build_model(options: Options, checkpoint: Path | None) -> GPT:
@@ -161,7 +225,7 @@ def build_model(options: Options, checkpoint: Path | None) -> GPT:
         zero_level=options.zero_level,
     )
     if checkpoint is not None:
-        bmt.load(model, str(checkpoint / "model.pt"))
+        bmt.load(model, model_path(checkpoint))
     else:
         bmt.init_parameters(model)
     return model
@@ -171,9 +235,9 @@ def build_optimizer(
     model: GPT, options: Options
 ) -> tuple[torch.optim.Optimizer, bmt.lr_scheduler.Cosine, bmt.optim.OptimManager]:
     """AdamW with a warm-up and a cosine, in the manager that scales losses and steps both."""
-    named = list(model.named_parameters())
-    vectors = [parameter for name, parameter in named if is_vector(name)]
-    matrices = [parameter for name, parameter in named if not is_vector(name)]
+    parameters = list(model.parameters())
+    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
+    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
     optimizer = kind(groups, lr=options.lr, betas=(0.9, 0.95))
@@ -185,17 +249,12 @@ def build_optimizer(
         num_iter=0,
     )
     # Only fp16 has so few exponent bits that small gradients vanish unless the loss is scaled.
-    optim_manager = bmt.optim.OptimManager(loss_scale=1024 if options.dtype == "fp16" else None)
+    # `train_step` ends a run whose steps are skipped, and says why.
+    optim_manager = bmt.optim.OptimManager(
+        loss_scale=1024 if options.dtype == "fp16" else None, max_skipped_steps=None
+    )
     optim_manager.add_optimizer(optimizer, scheduler)
     return optimizer, scheduler, optim_manager
-
-
-def is_vector(name: str) -> bool:
-    """Whether a parameter is a bias or a norm's scale: those are not decayed.
-
-    (Shapes do not tell: shards are flat.)
-    """
-    return name.endswith("bias") or "norm" in name
 
 
 def greet(
@@ -218,6 +277,30 @@ def greet(
         if checkpoint is not None
         else f"starting anew; checkpoints go to {options.save_dir}"
     )
+
+
+def forecast_words(options: Options) -> list[str]:
+    """The command that forecasts the memory of such a run."""
+    sizes = {
+        "layers": options.layers,
+        "hidden": options.dim,
+        "heads": options.heads,
+        "ff": options.dim_ff,
+        "vocab": options.vocab_size,
+        "batch": options.batch_size,
+        "seq": options.seq_len,
+        "zero-level": options.zero_level,
+        "tp-size": options.tp,
+        "pipe-size": options.pp,
+        "dtype": options.dtype,
+        "recompute": "block" if options.recompute else "nothing",
+        "optimizer": "offload" if options.offload else "adam",
+    }
+    flags = ["--no-gated", "--tied"]
+    flags += ["--no-compile"] if options.compile is False else []
+    flags += ["--fp8"] if options.fp8 else []
+    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    return ["bmtrain", "plan", *words, *flags]
 
 
 def choose_repeatable_kernels() -> None:
@@ -243,11 +326,14 @@ def start(options: Options) -> None:
     )
 
 
-def main() -> int:
-    """Exit status: 0 for a run that finished or was asked to stop, 2 for arguments or text that
-    cannot be used.
+def main(arguments: Sequence[str] | None = None, on_step: OnStep | None = None) -> int:
+    """Exit status: 0 for a run that finished or was asked to stop, 75 for one that SIGUSR1 stopped,
+    2 for arguments or text that cannot be used.
+
+    Without arguments they are those of the command line. `on_step` is handed the figures of each
+    step, on every rank, for programs that call this one.
     """
-    options = parse_options(sys.argv[1:], bmt.device().type)
+    options = parse_options(sys.argv[1:] if arguments is None else arguments, bmt.device().type)
     if options.deterministic:
         choose_repeatable_kernels()
     try:
@@ -256,13 +342,12 @@ def main() -> int:
         print(f"error: --tp {options.tp} --pp {options.pp}: {error}", file=sys.stderr, flush=True)
         return 2
     try:
-        run(options)
+        return run(options, on_step)
     except (DataError, ResumeError) as error:
         bmt.print_rank(f"error: {error}", file=sys.stderr, flush=True)
         # or the launcher, seeing another rank end, would end rank 0 before it has spoken
         bmt.synchronize()
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,7 +4,18 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 `BMTrainModelWrapper`), train with `optim.OptimManager`, keep with `save` and `load`.
 """
 
-from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler, nn, optim, utils
+from bmtrain import (
+    benchmark,
+    compat,
+    distributed,
+    inspect,
+    loss,
+    lr_scheduler,
+    nn,
+    optim,
+    plan,
+    utils,
+)
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters
@@ -16,11 +27,20 @@ from bmtrain.optim import optim_step
 from bmtrain.parallel.pipeline import PipelineTransformerBlockList
 from bmtrain.runtime.config import config
 from bmtrain.runtime.log import print_rank
-from bmtrain.runtime.world import device, init_distributed, is_initialized, rank, world_size
+from bmtrain.runtime.world import (
+    device,
+    init_distributed,
+    is_initialized,
+    rank,
+    shutdown,
+    unwatched,
+    world_size,
+)
 from bmtrain.shard.listing import grouped_parameters
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter, ParameterInitializer
 from bmtrain.shard.whole import gather_result
+from bmtrain.snapshot import CheckpointManager
 from bmtrain.utils import print_block, print_dict, see_memory
 from bmtrain.verification import verify
 from bmtrain.version import __version__
@@ -29,6 +49,7 @@ __all__ = [
     "BMTrainModelWrapper",
     "Block",
     "CheckpointBlock",
+    "CheckpointManager",
     "DistributedModule",
     "DistributedParameter",
     "ParameterInitializer",
@@ -53,14 +74,17 @@ __all__ = [
     "nn",
     "optim",
     "optim_step",
+    "plan",
     "print_block",
     "print_dict",
     "print_rank",
     "rank",
     "save",
     "see_memory",
+    "shutdown",
     "sum_loss",
     "synchronize",
+    "unwatched",
     "utils",
     "wait_loader",
     "verify",

@@ -5,20 +5,40 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
+from bmtrain.plan import command as plan
+from bmtrain.plan import environment
+from bmtrain.runtime.arguments import unknown
+from bmtrain.snapshot import commands
 from bmtrain.verification import command as verify
 from bmtrain.version import __version__
 
-COMMANDS = {
+
+class Command(Protocol):
+    """A command: its arguments, and what it does; that returns the exit status."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
+
+    def run(self, arguments: argparse.Namespace, /) -> int: ...
+
+
+BAD_INPUT = 2  # as argparse's
+COMMANDS: dict[str, tuple[Command, str]] = {
     "verify": (
         verify,
         "run a program's steps in one process and on ranks, and compare them tensor by tensor",
-    )
+    ),
+    "check": (commands.CHECK, "compare the files of checkpoints with their checksums"),
+    "consolidate": (commands.CONSOLIDATE, "write the weights of a checkpoint into one file"),
+    "plan": (plan, "forecast memory and time of a run: does it fit, and which settings to take"),
+    "env": (environment, "show versions, GPUs, links, limits and variables, for a bug report"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status. Without a command, lists what there is."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="python -m bmtrain", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -28,12 +48,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(chosen)
         chosen.set_defaults(run=module.run)
+    if not arguments:
+        print(listing())
+        return 0
+    if not arguments[0].startswith("-"):
+        wrong = unknown("python -m bmtrain", arguments[:1], COMMANDS)
+        if wrong is not None:
+            print(f"error: {wrong} It knows {', '.join(COMMANDS)}.", file=sys.stderr)
+            return BAD_INPUT
     args = parser.parse_args(arguments)
     if "run" not in args:
         parser.print_help()
         return 0
     status: int = args.run(args)
     return status
+
+
+def listing() -> str:
+    """The commands, one line each."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    usage = "python -m bmtrain COMMAND, with --help for the arguments of a command:"
+    return "\n".join([usage, *lines])
 
 
 if __name__ == "__main__":

@@ -20,6 +20,18 @@ class ConfigurationError(ValueError):
     """An argument, or a combination of arguments, that is invalid."""
 
 
+class ArgumentError(ConfigurationError, TypeError):
+    """An argument of another type than expected, or one that is not known."""
+
+
+class NonFiniteError(FloatingPointError):
+    """Losses or gradients that stay NaN or infinite. Raised on every rank."""
+
+
+class JoinError(RuntimeError):
+    """The ranks of a run did not find each other in time; `init_distributed` can be tried again."""
+
+
 class ParameterError(ValueError):
     """A parameter that cannot be sharded, initialised, loaded or optimised as requested."""
 

@@ -7,6 +7,8 @@ naming one at import would load torch's compiler, which takes a second.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -310,3 +312,53 @@ def symmetric_memory() -> Any:
     The public Python module around it imports much more, at a cost for every program.
     """
     return torch._C._distributed_c10d._SymmetricMemory
+
+
+def flight_record(count: int = 3) -> str:
+    """The last collectives that NCCL has begun and not ended, by torch's flight recorder.
+
+    Empty where the recorder is off, or torch has none.
+    """
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    try:
+        entries = json.loads(dump()).get("entries", []) if dump is not None else []
+    except (RuntimeError, ValueError) as error:
+        return f"the flight recorder: {error}"
+    active = [entry for entry in entries if entry.get("state") != "completed"]
+    return "; ".join(
+        f"NCCL {entry.get('profiling_name')} of {entry.get('input_sizes')}, number "
+        f"{entry.get('collective_seq_id')} of group {entry.get('process_group')}: "
+        f"{entry.get('state')}"
+        for entry in active[-count:]
+    )
+
+
+# Tensors without memory, and programs that are traced but not compiled
+# --------------------------------------------------------------------------------------------------
+
+
+def without_memory() -> contextlib.AbstractContextManager[Any]:
+    """A context in which tensors have shape, dtype and device, and no memory."""
+    mode: contextlib.AbstractContextManager[Any] = _fake_tensor_mode()(allow_non_fake_inputs=True)
+    return mode
+
+
+def _fake_tensor_mode() -> Any:
+    return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
+
+
+def lower_as_inductor(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    take: Callable[..., Any],
+    patches: dict[str, Any],
+) -> Callable[..., Any]:
+    """The graph split by inductor into forward and backward, each given to `take`.
+
+    No code is made of them: `take(graph, inputs, **options)` returns what is called in its place.
+    """
+    module = importlib.import_module("torch._inductor.compile_fx")
+    lowered: Callable[..., Any] = module.compile_fx(
+        graph, inputs, inner_compile=take, config_patches=patches
+    )
+    return lowered

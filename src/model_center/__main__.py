@@ -16,6 +16,7 @@ from model_center.errors import (
     ResumeError,
     WeightsError,
 )
+from model_center.optional import missing
 
 # What each does, and its module, imported when it is asked for: some need transformers, others do
 # not.
@@ -26,6 +27,8 @@ COMMANDS = {
     ),
     "generate": ("texts that a model continues", "model_center.commands.generate"),
     "chat": ("a conversation with a model", "model_center.commands.chat"),
+    "plan": ("memory and time of training, before it is started", "model_center.commands.plan"),
+    "plot": ("loss, learning rate, memory and speed of runs", "model_center.commands.plot"),
     "preprocess": ("text to token data", "model_center.preprocess"),
     "convert": (
         "a folder of Hugging Face made one of ModelCenter, or the other way round",
@@ -40,6 +43,7 @@ MENDABLE = (
     InputError,
     ResumeError,
     WeightsError,
+    ImportError,
     OSError,
 )
 
@@ -63,11 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         args.run(args)
     except ModuleNotFoundError as error:
         needed = str(error.name).partition(".")[0]
-        print(
-            f"error: {chosen} needs {needed}: pip install {needed}, or this package with "
-            "its extra [models].",
-            file=sys.stderr,
-        )
+        print(f"error: {missing(str(chosen), needed)}", file=sys.stderr)
         return 1
     except MENDABLE as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,8 @@ from typing import Any
 DECAY_STYLES = ("constant", "linear", "cosine", "wsd", "exponential", "noam")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adam", "adam-offload")
+ON_SPIKE = ("warn", "skip", "back")
+CURVES = ("tensorboard", "wandb")
 
 
 def get_args() -> argparse.Namespace:
@@ -58,12 +60,14 @@ def problem_of(args: argparse.Namespace, required: Sequence[str] = ()) -> str | 
         return f"this program needs {', '.join(missing)}"
     if args.resume and args.save is None:
         return "--resume goes on from the checkpoints in --save: give that folder too"
+    if args.replay_step is not None and args.save is None:
+        return "--replay-step computes a step of the run in --save again: give that folder too"
     if args.start_step >= args.train_iters:
         return (
             f"--start-step {args.start_step} leaves nothing to do before --train-iters "
             f"{args.train_iters}"
         )
-    drawn = [name for name in ("tensorboard", "wandb") if vars(args)[name]]
+    drawn = [name for name in ("curves", "tensorboard", "wandb") if vars(args)[name]]
     if drawn and args.log_dir is None and args.save is None:
         return f"--{drawn[0]} needs a place for its files: give --log-dir or --save"
     return None
@@ -101,6 +105,7 @@ def add_run_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     length = "length of training; a step is one update of the weights"
     _add_length_flags(_adder(parser.add_argument_group(length)))
     _add_optimizer_flags(_adder(parser.add_argument_group("optimizer and learning rate")))
+    _add_number_flags(_adder(parser.add_argument_group("numbers that go wrong")))
     _add_file_flags(_adder(parser.add_argument_group("checkpoints and log")))
     return parser
 
@@ -109,7 +114,7 @@ def _adder(group: argparse._ArgumentGroup) -> Callable[..., object]:
     """A function that adds a flag to the group, and its default to what is said of it."""
 
     def add(flags: str, default: Any, text: str, **options: Any) -> object:
-        if default is not None and default is not True and default is not False:
+        if default not in (None, ()) and default is not True and default is not False:
             text += f" (default: {default})"
         return group.add_argument(*flags.split(), default=default, help=text, **options)
 
@@ -167,21 +172,57 @@ def _add_optimizer_flags(add: Callable[..., object]) -> None:
     add("--wsd-decay", 0.1, stable, type=amount)
 
 
+def _add_number_flags(add: Callable[..., object]) -> None:
+    ends = "steps in a row that may be skipped (NaN, inf, spikes) before the run ends"
+    add("--max-bad-steps", 10, ends, type=positive, metavar="N")
+    spike = "a loss far above the last ones: say so, skip its step, or go back to the last "
+    spike += "checkpoint and leave out the batches since"
+    add("--on-spike", "warn", spike, choices=ON_SPIKE)
+    far = "how far above their median, in standard deviations of the last 128 losses"
+    add("--spike-factor", 10.0, far, type=above_zero, metavar="FACTOR")
+    again = "compute this step of the run in --save twice, compare, and end"
+    add("--replay-step", None, again, type=positive, metavar="STEP")
+
+
 def _add_file_flags(add: Callable[..., object]) -> None:
     kept = "where checkpoints and, at the end, the model go (default: nothing is kept)"
     add("--save", None, kept, metavar="FOLDER")
     add("--save-name", None, "of the model's folder in --save (default: model)", metavar="NAME")
     add("--save-iters", 1000, "steps between checkpoints", type=positive)
     add("--save-keep", 2, "checkpoints that are kept, the newest", type=positive)
+    regular = "also keep checkpoints whose step is a multiple of this"
+    add("--save-keep-every", None, regular, type=positive)
+    standing = "let training wait until each checkpoint is written: takes less host memory"
+    add("--save-blocking", False, standing, action="store_true")
+    within = (
+        "seconds for the last step and its checkpoint after a signal (default: under torchrun 25)"
+    )
+    add("--stop-patience", None, within, type=seconds)
     newest = "go on from the newest checkpoint in --save, if there is one"
     add("--resume", False, newest, action="store_true")
     add("--inspect-iters", 1000, "steps between tables of weights and gradients", type=positive)
     lines = "steps between lines where the output is no terminal"
     add("--log-iters", 10, lines, type=positive)
     add("--log-dir", None, "where metrics.jsonl goes (default: --save)", metavar="FOLDER")
-    curves = "write curves for TensorBoard beside metrics.jsonl"
-    add("--tensorboard", False, curves, action="store_true")
-    add("--wandb", None, "send curves to this project of Weights & Biases", metavar="PROJECT")
+    where = "where curves go beside metrics.jsonl, with commas between: tensorboard, wandb (its "
+    where += "project as wandb:PROJECT)"
+    add("--curves", (), where, type=curve_names, metavar="NAMES")
+    add("--tensorboard", False, "another name for --curves tensorboard", action="store_true")
+    add("--wandb", None, "another name for --curves wandb:PROJECT", metavar="PROJECT")
+    peak = "of one device in TFLOP/s, for the MFU in the log where the device is not known"
+    add("--peak-tflops", None, peak, type=above_zero, metavar="PEAK")
+
+
+def curve_names(text: str) -> tuple[str, ...]:
+    """Names of `CURVES` with commas between; `wandb` may name its project: wandb:PROJECT."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        kind, colon, project = name.partition(":")
+        if kind not in CURVES or (colon and (kind != "wandb" or not project)):
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is none of {', '.join(CURVES)}, wandb:PROJECT"
+            )
+    return names
 
 
 def positive(text: str) -> int:
@@ -194,6 +235,14 @@ def count(text: str) -> int:
     return _whole(text, 0)
 
 
+def seconds(text: str) -> float:
+    """A positive number."""
+    value = amount(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
 def _whole(text: str, least: int) -> int:
     try:
         number = int(text)
@@ -201,6 +250,14 @@ def _whole(text: str, least: int) -> int:
         number = least - 1
     if number < least:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} on")
+    return number
+
+
+def above_zero(text: str) -> float:
+    """A finite number above 0."""
+    number = amount(text)
+    if number == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number
 
 

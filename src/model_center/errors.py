@@ -13,6 +13,10 @@ class ConfigError(ValueError):
     """A configuration, or an argument of a layer or model, that cannot work."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """An argument that a configuration does not know."""
+
+
 class InputError(ValueError):
     """Arguments of a forward pass or of a generation that do not fit the model."""
 
@@ -31,6 +35,10 @@ class WeightsError(RuntimeError):
 
 class ResumeError(ValueError):
     """A checkpoint of another run than was asked for, or one that nobody asked to go on from."""
+
+
+class DivergenceError(RuntimeError):
+    """Losses that stay far above those before. Raised on every rank."""
 
 
 def with_nearest(name: str, known: Iterable[str]) -> str:

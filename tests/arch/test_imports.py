@@ -16,13 +16,13 @@ LAYERS = (
     {"recompute"},
     {"compile"},
     {"block", "nn", "loss", "optim", "lr_scheduler", "checkpoint", "inspect", "benchmark", "utils"},
-    {"parallel", "graphs"},
-    {"compat", "verification"},
+    {"parallel", "graphs", "snapshot"},
+    {"compat", "plan", "verification"},
     {"__init__", "__main__"},
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 MODEL_CENTER_LAYERS = (
-    {"errors", "version"},
+    {"errors", "optional", "version"},
     {"hub"},
     {"config"},
     {"layer"},

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -279,3 +283,80 @@ def test_plots(bench: Any, tmp_path: Path) -> None:
     lines = report(*(record("bmtrain", 1100, gpus=gpus) for gpus in (1, 2, 4)))
     assert ">GPUs<" in bench.plot.draw(lines, tmp_path / "c.svg").read_text()
     assert "<svg" in bench.plot.draw(report(failed("plain", "x")), tmp_path / "d.svg").read_text()
+
+
+def test_this_library_beside_others(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the fastest of each, and with the options of the fastest other where ours has them; what
+    computes in another precision, in less memory or on the CPU is left out, as is a model that no
+    other was measured on.
+    """
+    records = [
+        *(record("bmtrain", rate) for rate in (1000, 1200, 1100)),
+        record("bmtrain", 1400, recompute="auto"),
+        record("bmtrain", 9000, fp8=True),
+        record("bmtrain", 9000, memory_limit=40.0),
+        record("bmtrain", 9000, offload=True),
+        record("fsdp2", 800),
+        record("fsdp2", 700, recompute="all"),
+        record("deepspeed", 500, compile=False),
+        failed("plain", "out of memory"),
+        record("bmtrain", 1500, batch=16),
+        record("bmtrain", 1600, batch=24),
+        record("fsdp2", 1000, batch=24, recompute="selective"),
+        record("bmtrain", 50000, shape="gpt2", gpus=1),
+        record("plain", 40000, shape="gpt2", gpus=1),
+    ]
+    (tmp_path / "x.json").write_text(json.dumps(report(*records)))
+    steps = {"what": "bert", "model": "model_center"}
+    (tmp_path / "y.json").write_text(json.dumps(report(steps)))
+    (tmp_path / "z.json").write_text(json.dumps({"what": "trees", "records": []}))
+    monkeypatch.setattr(bench.tables, "RESULTS", tmp_path)
+    rows = bench.tables.beside_others()
+    lines = bench.tables.short_table(rows).splitlines()
+    assert lines[0] == (
+        "| model | GPUs | bmtrain | FSDP2 | DeepSpeed ZeRO-3 | PyTorch without sharding "
+        "| against the fastest other | with the same options |"
+    )
+    assert lines[2:] == [
+        "| 2.7b, 8 x 1024 tokens | 2 | 1,400 | 800 | 500 |  | 1.75 x | 1.38 x |",
+        "| 2.7b, 24 x 1024 tokens | 2 | 1,600 | 1,000 |  |  | 1.60 x |  |",
+        "| gpt2, 8 x 1024 tokens | 1 | 50,000 |  |  | 40,000 | 1.25 x | 1.25 x |",
+    ]
+    pytest.importorskip("matplotlib")
+    shown = bench.plot.sharded(rows)
+    assert [row.gpus for row in shown] == [2, 2]
+    first, second = (
+        bench.plot.draw_beside(shown, tmp_path / name).read_text() for name in ("a.svg", "b.svg")
+    )
+    assert first == second
+    for word in (">1,400<", ">800<", ">500<", ">FSDP2<", ">2.7b, 2 GPUs, 24 x 1024 tokens a GPU<"):
+        assert word in first
+    assert "PyTorch without" not in first and "50,000" not in first
+    assert bench.plot.said(shown) in first
+
+
+def test_the_tables_are_those_of_the_results(bench: Any) -> None:
+    """`python benchmarks/tables.py` would change nothing."""
+    for path, text in bench.tables.pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run benchmarks/tables.py"
+    assert bench.tables.SHORT_BEGIN in bench.tables.READMES[0].read_text(encoding="utf-8")
+
+
+def test_the_picture_is_that_of_the_results(bench: Any) -> None:
+    """By the numbers that it carries and shows; another matplotlib draws other lines."""
+    rows = bench.plot.sharded(bench.tables.beside_others())
+    picture = bench.plot.PICTURE.read_text(encoding="utf-8")
+    assert bench.plot.said(rows) in picture, "run benchmarks/plot.py"
+    for row in rows:
+        for rate, _ in row.fastest.values():
+            assert f">{rate:,.0f}<" in picture
+
+
+@pytest.mark.parametrize("program", ["plot.py", "tables.py"])
+def test_help(bench: Any, program: str) -> None:
+    path = bench.tables.ROOT / "benchmarks" / program
+    command = [sys.executable, str(path), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert re.match(rf"usage: {program}", done.stdout)

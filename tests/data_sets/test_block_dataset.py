@@ -439,10 +439,18 @@ def test_other_damage(folder: str, tmp_path: Path) -> None:
         (good.replace('"version": 2', '"version": 9'), "version 9"),
         (good.replace('"block_begin": 4', '"block_begin": 5'), "do not follow"),
         (good.replace('"nlines"', '"lines"'), "damaged"),
+        (good.replace('"a"', '"../a"'), "names '../a', no file inside of it"),
+        (good.replace('"a"', '"/etc/hosts"'), "no file inside of it"),
+        (good.replace('"a"', '"\udcff"'), "no text"),
     ):
-        meta.write_text(content)
+        meta.write_text(content, errors="surrogateescape")
         with pytest.raises(DataError, match=complaint):
             SimpleDataset(folder)
+    meta.unlink()
+    os.mkfifo(meta)
+    with pytest.raises(DataError, match="a named pipe"):
+        SimpleDataset(folder)
+    meta.unlink()
     with pytest.raises(DataError, match="holds no block dataset"):
         DistributedDataset(str(tmp_path))
     with pytest.raises(DataError, match="has no file 'c': expected one of a, b"):

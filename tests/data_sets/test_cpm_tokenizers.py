@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from model_center.errors import DataError, IdentifierError
 from model_center.tokenizer import CPM1Tokenizer, CPM2Tokenizer, GLMTokenizer
-from model_center.tokenizer.word_pieces import longest_pieces
+from model_center.tokenizer.word_pieces import longest_pieces, read_vocabulary
 
 FOLDERS = pathlib.Path(__file__).parents[1] / "data" / "tokenizers"
 
@@ -291,3 +291,9 @@ def test_glm_makes_batches_and_survives_saving(tmp_path: pathlib.Path) -> None:
     )
     with pytest.raises(DataError, match="pieces: expected at most"):
         GLMTokenizer(FOLDERS / "glm" / "vocab.model", first_special_id=10)
+
+
+def test_a_vocabulary_that_is_no_text(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes(b"<unk>\n\xff\xfe\n")
+    with pytest.raises(DataError, match=r"vocab\.txt: it is no text"):
+        read_vocabulary(tmp_path / "vocab.txt")

@@ -8,10 +8,12 @@ import os
 import pathlib
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-from model_center.tokenizer.optional import package
+from model_center.errors import ConfigError
+from model_center.optional import package
 
 ROOT = pathlib.Path(__file__).parents[2]
 WITHOUT = """
@@ -40,8 +42,32 @@ with contextlib.suppress(SystemExit):
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(ImportError, match=r"needs no_such_package: pip install no_such_package"):
-        package("no_such_package")
+    with pytest.raises(
+        ConfigError,
+        match=r"this needs the package its_name \(No module named 'no_such_package'\): "
+        "pip install its_name, or wait",
+    ):
+        package("no_such_package", "this", ConfigError, name="its_name", instead="wait")
+
+
+def test_what_it_lacks_itself_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that is there, and needs one that is not."""
+    (tmp_path / "half_installed.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"half_installed \(No module named 'no_such_package'\)"):
+        package("half_installed", "this")
+
+
+def test_warnings_are_shown_once() -> None:
+    """Asking again for a package does not make Python show again what it has shown."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            warnings.warn("of a step", UserWarning, stacklevel=1)
+            package("json", "this")
+    assert len(shown) == 1
 
 
 def test_other_tokenizers_work_without() -> None:
@@ -50,7 +76,7 @@ def test_other_tokenizers_work_without() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "True"
-    assert "this tokenizer needs jieba: pip install jieba" in done.stdout.splitlines()[1]
+    assert "this tokenizer needs the package jieba (" in done.stdout.splitlines()[1]
 
 
 def test_commands_work_without_what_others_need() -> None:
@@ -64,4 +90,6 @@ def test_commands_work_without_what_others_need() -> None:
         check=True,
     )
     assert done.stdout.startswith("1\nusage: python -m model_center convert")
-    assert "error: preprocess needs transformers: pip install transformers" in done.stderr
+    assert (
+        "error: preprocess needs the package transformers: pip install transformers" in done.stderr
+    )

@@ -319,11 +319,11 @@ def launches() -> tuple[int, int]:
 
 def test_few_launches() -> None:
     """Two groups in turns over four storages: a launch of Adam each, one of the norm, one of
-    clipping, and small ones.
+    clipping, and small ones; one of them adds the mark of a loss that is not finite.
     """
     for total, adam in on_gpus(launches):
         assert adam == 2
-        assert total <= 14, total
+        assert total <= 15, total
 
 
 def offloaded() -> None:

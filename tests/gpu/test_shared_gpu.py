@@ -55,6 +55,7 @@ def sharing(program: Callable[..., Any], *args: Any) -> Any:
     with contextlib.ExitStack() as patches:
         for target, name, new in [
             (world, "_pick_device", lambda local_rank, wanted: torch.device("cuda", 0)),
+            (world, "_gpu_name", lambda chosen: ""),
             (
                 dist,
                 "init_process_group",

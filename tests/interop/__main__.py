@@ -2,7 +2,7 @@
 
     python -m tests.interop [--only "automatic"] [--ranks 1 2]
 
-Needs an environment of its own (docs/interoperability.md). Prints a line for each combination that
+Needs an environment of its own (docs/site/en/reference/interoperability.md). Prints a line for each combination that
 is not equal; exit status 1 if one is neither equal nor refused.
 """
 

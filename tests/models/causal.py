@@ -200,7 +200,7 @@ def check_errors(family: Family, folder: pathlib.Path) -> None:
         config_class.from_dict({"model_type": "umt5"})
     with pytest.raises(ConfigError, match=r"of type '\w+' lacks '\w+'"):
         config_class.from_dict({"model_type": config_class.model_type})
-    with pytest.raises(ConfigError, match="expected a positive integer"):
+    with pytest.raises(ConfigError, match="expected a whole number above 0"):
         config_class(vocab_size=0)
 
 

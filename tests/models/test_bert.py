@@ -7,9 +7,11 @@ import pathlib
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from tests.models import parity
+from tests.models.versions import since_5
 
 import bmtrain as bmt
 from model_center.errors import ConfigError, InputError, WeightsError
@@ -93,6 +95,7 @@ def test_pooler(pair: tuple[Bert, Any]) -> None:
     torch.testing.assert_close(out.pooler_output, asked, rtol=0, atol=0)
 
 
+@since_5  # where the head has two biases
 def test_untied_with_another_activation(tmp_path: pathlib.Path) -> None:
     """A head of its own, and an activation that the head shares with the layers."""
     model = hugging_face(tie_word_embeddings=False, hidden_act="relu", layer_norm_eps=1e-3)
@@ -107,6 +110,23 @@ def test_untied_with_another_activation(tmp_path: pathlib.Path) -> None:
     parity.assert_saved_alike(
         ours, model, inputs, valid, tmp_path, without=(*unused, *OTHER_LOSSES[:1])
     )
+
+
+def test_untied_as_transformers_4_writes_it(tmp_path: pathlib.Path) -> None:
+    """The bias under one name, that of the head."""
+    model = hugging_face(tie_word_embeddings=False)
+    head = model.cls.predictions
+    with torch.no_grad():
+        head.bias.normal_()
+        head.decoder.bias.copy_(head.bias)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    tensors.pop("cls.predictions.decoder.bias", None)
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    inputs, valid = inputs_of("left")
+    ours = Bert.from_pretrained(tmp_path, dtype="float32").eval()
+    parity.assert_same_logits(ours, model, inputs, valid)
 
 
 def test_saved_for_transformers_and_for_us(pair: tuple[Bert, Any], tmp_path: pathlib.Path) -> None:

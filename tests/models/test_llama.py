@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models import causal, parity
+from tests.models.versions import rope
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
 
@@ -34,7 +35,7 @@ SMALL: dict[str, Any] = {
     "dim_ff": 48,
     "num_layers": 2,
 }
-LLAMA3 = {
+LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
     "factor": 8.0,
@@ -46,12 +47,8 @@ VARIANTS = {
     "1": FAMILY,
     "2, grouped": FAMILY.variant(num_key_value_heads=2, rms_norm_eps=0.1),
     "one head of keys": FAMILY.variant(num_key_value_heads=1, head_dim=10, hidden_act="gelu"),
-    "3, tied": FAMILY.variant(
-        num_key_value_heads=2, rope_parameters=LLAMA3, tie_word_embeddings=True
-    ),
-    "linear": FAMILY.variant(
-        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    ),
+    "3, tied": FAMILY.variant(num_key_value_heads=2, **rope(**LLAMA3), tie_word_embeddings=True),
+    "linear": FAMILY.variant(**rope(rope_type="linear", factor=4.0, rope_theta=10000.0)),
     "biases": FAMILY.variant(attention_bias=True, mlp_bias=True),
 }
 

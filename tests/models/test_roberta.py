@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from tests.models import parity
+from tests.models.versions import since_5
 
 from model_center.errors import ConfigError, InputError
 from model_center.model.bert import Bert, BertConfig
@@ -130,6 +131,7 @@ def test_saved_for_transformers_and_for_us(
     assert again.config == ours.config
 
 
+@since_5  # where the head has two biases
 def test_untied(tmp_path: pathlib.Path) -> None:
     """The head has a matrix and a bias of its own, and its activation stays that of RoBERTa."""
     config = transformers.RobertaConfig(**SIZES, tie_word_embeddings=False, hidden_act="relu")

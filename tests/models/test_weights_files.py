@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import tokenizers
 import torch
 from tests.ranks.runner import run_ranks
+from transformers import PreTrainedTokenizerFast
 
 import bmtrain as bmt
 from model_center.errors import WeightsError
@@ -534,3 +536,30 @@ def test_the_source_folder_is_not_needed_afterwards(tmp_path: pathlib.Path) -> N
         file.write_bytes(b"")
     shutil.rmtree(tmp_path / "a")
     assert_same(state_of(model), ours(tensors))
+
+
+def fast_tokenizer(folder: pathlib.Path, cuts: bool) -> PreTrainedTokenizerFast:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    if cuts:
+        backend.enable_truncation(7, stride=1)
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="b").save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def test_a_tokenizer_is_written_as_it_was_loaded(tmp_path: pathlib.Path) -> None:
+    """However it has been used, and it can be used as before; a file that says how texts are cut
+    goes on saying so.
+    """
+    model = GPT2(GPT2Config.from_dict(CONFIG))
+    tokenizer = fast_tokenizer(tmp_path / "plain", cuts=False)
+    model.save_pretrained(tmp_path / "out", tokenizer=tokenizer)
+    unused = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    tokenizer("a b a", truncation=True, max_length=2, padding="max_length")
+    before = tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding
+    model.save_pretrained(tmp_path / "out", tokenizer=tokenizer)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == unused
+    assert None not in before
+    assert before == (tokenizer.backend_tokenizer.truncation, tokenizer.backend_tokenizer.padding)
+    model.save_pretrained(tmp_path / "cut", tokenizer=fast_tokenizer(tmp_path / "cuts", cuts=True))
+    written = json.loads((tmp_path / "cut" / "tokenizer.json").read_text())
+    assert written["truncation"]["max_length"] == 7

@@ -12,7 +12,7 @@ import torch
 
 from bmtrain.checkpoint import reading
 from bmtrain.checkpoint.reading import Read, cuts, read_all
-from bmtrain.checkpoint.sources import Header, Source
+from bmtrain.checkpoint.source import Header, Source
 from model_center.errors import WeightsError
 from model_center.weights.export import Exporter, targets_of
 from model_center.weights.keymap import KeyMap, Piece

@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 from tests.models.parity import randomized
+from tests.models.versions import since_5
 from tests.ranks.runner import run_ranks
 
 import bmtrain as bmt
@@ -181,6 +182,7 @@ def test_both_names_of_a_tied_tensor_come_back(tmp_path: pathlib.Path) -> None:
     assert_same_folders(tmp_path / "in", tmp_path / "out", NEW["bert"])
 
 
+@since_5  # which loads in that dtype unless it is asked for another
 def test_what_has_changed_is_said(tmp_path: pathlib.Path) -> None:
     """Values that a program has set, and the dtype, are those of the new file; others stay."""
     write("llama 3", tmp_path / "in")

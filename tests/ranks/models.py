@@ -76,8 +76,9 @@ def assert_same_dicts(
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Every parameter's whole gradient by name, None where it has none. Collective."""
     out: dict[str, torch.Tensor | None] = {}
-    for name, param in module.named_parameters():
-        flags = bmt.gather_result(torch.tensor([param.grad is not None])).tolist()
+    params = dict(module.named_parameters())
+    own = torch.tensor([[param.grad is not None for param in params.values()]])
+    for (name, param), flags in zip(params.items(), bmt.gather_result(own).T.tolist(), strict=True):
         assert len(set(flags)) == 1, f"{name} has a gradient on some ranks only: {flags}"
         if param.grad is None:
             out[name] = None

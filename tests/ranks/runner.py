@@ -45,6 +45,9 @@ PRELOADED = [
     "torch._meta_registrations",
     "safetensors.torch",
     "transformers",
+    "peft",  # and bitsandbytes, which it imports where it makes layers
+    "peft.tuners.lora.bnb",
+    "model_center.commands.generate",
     "tests.ranks.runner",
 ]
 GRACE_S = 2.0  # how long the other ranks may go on after one has failed

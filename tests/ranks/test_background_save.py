@@ -254,7 +254,7 @@ def flush_but_the_folder(path: pathlib.Path) -> None:
 def save_into_a_folder_that_fails(file: str) -> str:
     model = bmt.BMTrainModelWrapper(net(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_flush_to_disk", flush_but_the_folder)
+        patch.setattr(writer, "flush_to_disk", flush_but_the_folder)
         with pytest.raises(CheckpointError) as caught:
             bmt.save(model, file)
     return str(caught.value)

@@ -256,7 +256,7 @@ def bad_files(folder: pathlib.Path) -> dict[str, str]:
         "tiny.safetensors": "truncated",
         "text.safetensors": "no safetensors",
         "a_folder": "holds nothing",
-        "bad_index": "weight_map",
+        "bad_index": "no JSON",
         "lying_index": "does not hold it",
         "absent.pt": "no such file",
     }

@@ -214,13 +214,18 @@ def notice_nan() -> None:
     small = Small()
     for _ in range(4):
         small.step(x())
-    messages = warned(lambda: [small.step({"x": x()["x"] * float("nan")}), small.step(x())])
-    assert len(messages) == 1, messages
-    assert "NaN or infinite" in messages[0]
+    for factor, taken in ((float("nan"), False), (1.0, True)):
+        before = [param.detach() + 0 for param in small.block.parameters()]
+        small.manager.zero_grad()
+        small.step({"x": x()["x"] * factor})
+        small.manager.step()
+        assert small.manager.skipped_steps == 1
+        for param, want in zip(small.block.parameters(), before, strict=True):
+            assert torch.equal(param.detach() + 0, want) != taken
 
 
 def test_a_loss_that_is_nan_is_noticed_in_replays() -> None:
-    """The manager looks at the loss of every replay."""
+    """The manager looks at the loss of every replay, and skips the step."""
     run_ranks(notice_nan, 1)
 
 

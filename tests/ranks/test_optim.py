@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -575,32 +574,6 @@ def manager_state() -> None:
 def test_manager_state_round_trip(world_size: int) -> None:
     """Optimizers of both kinds, the schedule and the loss scale go on bitwise."""
     run_ranks(manager_state, world_size)
-
-
-def nan_warning() -> list[str]:
-    model = sharded_net()
-    manager = OptimManager()
-    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(6):
-            manager.zero_grad()
-            manager.backward(loss_of(model, mine(step), step) * (math.nan if step in (2, 3) else 1))
-            if step not in (2, 3):
-                manager.step()
-            else:
-                manager._num_steps += 1
-    return [str(entry.message) for entry in caught]
-
-
-def test_a_loss_that_is_not_finite_is_named_by_its_step() -> None:
-    """One warning for a run of bad steps, naming the first, on every rank."""
-    for rank, messages in enumerate(run_ranks(nan_warning, 2)):
-        assert (
-            len(messages) == 1
-            and "loss of step 3 is NaN" in messages[0]
-            and f"[rank {rank}]" in messages[0]
-        ), messages
 
 
 def without_argument() -> None:

@@ -5,7 +5,7 @@ on all in time.
 from __future__ import annotations
 
 import math
-import time
+import pathlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.waiting import wait_for
 
 import bmtrain
 from bmtrain.distributed.ledger import Ledger
@@ -321,25 +322,28 @@ def test_ranks_that_part_outside_of_blocks(program: Callable[[torch.nn.Module], 
     assert len(set(messages)) == 1 and "did different things" in messages[0]
 
 
-def leaves_early(seconds: float) -> str:
-    """The last rank leaves, or sleeps."""
+def leaves_early(heard: pathlib.Path | None) -> str:
+    """The last rank leaves, or sleeps until the others have heard that it does not come."""
     model = blocks(layers(2))
     model(rows()).sum().backward()
     if bmtrain.rank() == bmtrain.world_size() - 1:
-        time.sleep(seconds)
+        if heard is not None:
+            wait_for(lambda: len(list(heard.iterdir())) == 2, "the other ranks")
         return "left"
     try:
         model(rows()).sum().backward()
     except RanksPartedError as error:
+        if heard is not None:
+            (heard / str(bmtrain.rank())).touch()
         return str(error)
     return "not refused"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 12.0], ids=["ends", "sleeps"])
-def test_a_rank_that_does_not_come_is_named(seconds: float) -> None:
+@pytest.mark.parametrize("sleeps", [False, True], ids=["ends", "sleeps"])
+def test_a_rank_that_does_not_come_is_named(sleeps: bool, tmp_path: pathlib.Path) -> None:
     """The others hear of it when it has gone, at the latest after the time limit of collectives."""
     first, second, last = run_ranks(
-        leaves_early, 3, seconds, init={"timeout": 5.0 if seconds else 60.0}
+        leaves_early, 3, tmp_path if sleeps else None, init={"timeout": 20.0 if sleeps else 60.0}
     )
     assert last == "left"
     assert "rank 2 did not come" in first and "rank 2 did not come" in second

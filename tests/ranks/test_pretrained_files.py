@@ -16,7 +16,8 @@ from tests.ranks.runner import run_ranks
 import bmtrain as bmt
 from bmtrain.checkpoint.conversions import as_parameters
 from bmtrain.checkpoint.entries import entries
-from bmtrain.checkpoint.sources import Source, open_source
+from bmtrain.checkpoint.source import Source
+from bmtrain.checkpoint.sources import open_source
 from bmtrain.errors import CheckpointError
 
 TEXT: dict[str, Any] = {

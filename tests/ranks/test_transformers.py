@@ -289,6 +289,11 @@ def pretrained(folder: str) -> None:
         plain = other_values(name)
         model = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
         model.save_pretrained(path, max_shard_size="5KB")  # several files and an index
+        theirs = pathlib.Path(folder, f"{name}-plain-{bmt.rank()}")
+        plain.save_pretrained(theirs, max_shard_size="5KB")
+        bmt.synchronize()
+        if bmt.rank() == 0:  # transformers writes nothing elsewhere
+            assert contents(path) == contents(theirs), f"{name}: other files"
         loaded = type(plain).from_pretrained(path)
         assert loaded.config.architectures == [type(plain).__name__]
         models.assert_same_dicts(
@@ -301,6 +306,11 @@ def pretrained(folder: str) -> None:
     occupied.touch()
     with pytest.raises((OSError, RuntimeError), match="a file"):
         model.save_pretrained(occupied / "folder")
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """The files of a folder."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def other_values(name: str) -> Any:

@@ -239,7 +239,7 @@ def test_unknown_transports_are_refused() -> None:
 
 
 def on_two_hosts() -> None:
-    peers._host = lambda: (f"host {bmt.rank()}", "")
+    vars(peers)["this_host"] = lambda: (f"host {bmt.rank()}", "")
     layers()
 
 
@@ -509,7 +509,7 @@ def obstacle(
     hosts: list[tuple[str, str]], places: list[int], is_open: bool
 ) -> peers.Obstacle | None:
     """What is found on ranks of these hosts with these GPUs, that reach each other or do not."""
-    peers._host = lambda: hosts[bmt.rank()]
+    vars(peers)["this_host"] = lambda: hosts[bmt.rank()]
 
     def can_access(device: Any, peer_device: Any) -> bool:
         return is_open or device.index != 1

@@ -16,7 +16,7 @@ from tests.ranks.runner import run_ranks
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ParameterError
+from bmtrain.errors import AddressError, ParameterError
 
 
 class Encoder(nn.Module):
@@ -238,8 +238,42 @@ def modules() -> None:
         tied.bias = first.bias.gather()  # type: ignore[assignment]
 
 
+class Mixed:
+    """What another library mixes into a module's class."""
+
+
+def parametrized_afterwards() -> None:
+    """Inside of a block and outside; then taken off again. Other classes are refused."""
+    torch.manual_seed(1)
+    plain: Any = nn.Sequential(Encoder(), nn.Linear(6, 3))
+    model: Any = bmt.BMTrainModelWrapper(copy.deepcopy(plain))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    for each in (plain, model):
+        torch.manual_seed(2)
+        for layer in (each[0].layers[1], each[1]):
+            nn.utils.parametrizations.spectral_norm(layer)
+    model = bmt.BMTrainModelWrapper(model)
+    for _ in range(2):
+        plain(x).square().sum().backward()
+        (model(x).square().sum() / bmt.world_size()).backward()
+    models.assert_same_dicts(model.state_dict(), plain.state_dict(), "values")
+    models.assert_same_dicts(
+        models.full_gradients(model),
+        {name: param.grad for name, param in plain.named_parameters()},
+        "gradients",
+    )
+    with pytest.raises(AddressError, match="set_ of a sharded tensor"):
+        nn.utils.parametrizations.orthogonal(model[0].layers[0])
+    with pytest.raises(ParameterError, match="cannot become a Other"):
+        model[1].__class__ = type("Other", (Mixed, nn.Linear), {})
+    for each in (plain, model):
+        nn.utils.parametrize.remove_parametrizations(each[1], "weight", leave_parametrized=False)
+        assert each[1].__class__ is nn.Linear
+    models.assert_same(model(x).detach(), plain(x).detach(), "taken off")
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("program", [wrapping, gathering, modules])
+@pytest.mark.parametrize("program", [wrapping, gathering, modules, parametrized_afterwards])
 def test_program(program: Callable[[], None], world_size: int) -> None:
     """What the function of this name states, against plain PyTorch."""
     run_ranks(program, world_size, timeout=30)

@@ -18,7 +18,7 @@ from typing import Any
 from tests.ranks.runner import run_ranks
 
 from model_center.commands import train as commands_train
-from model_center.training.metrics_file import read_metrics
+from model_center.training.metrics_file import MEASURED, read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples" / "language_models"
@@ -118,6 +118,4 @@ def same_learning(folder: pathlib.Path, other: pathlib.Path, rel: float = 0.0) -
 
 def learning(record: dict[str, Any]) -> dict[str, Any]:
     """What of a record does not depend on the machine."""
-    return {
-        name: value for name, value in record.items() if name not in ("tokens_per_second", "memory")
-    }
+    return {name: value for name, value in record.items() if name not in MEASURED}

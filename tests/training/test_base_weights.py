@@ -5,7 +5,6 @@ or the run does not go on.
 from __future__ import annotations
 
 import copy
-import json
 import pathlib
 import warnings
 
@@ -18,9 +17,12 @@ from tests.ranks.runner import run_ranks
 from tests.training.lm_programs import DATA, command, tiny
 
 import bmtrain as bmt
+from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.errors import CheckpointError
 from model_center.errors import ResumeError
 from model_center.training.base_weights import BaseWeights, checksum
+from model_center.training.checkpoints import Checkpoints
+from model_center.training.resuming import read_facts
 
 
 @pytest.mark.parametrize(
@@ -75,14 +77,16 @@ def write(folder: str) -> dict[str, torch.Tensor]:
     for name, param in model.named_parameters():
         if "lm_head" in name:
             param.requires_grad_(False)
-    path = pathlib.Path(folder)
-    base.save(path)
-    written = set(torch.load(path / "model.pt"))
+    path = pathlib.Path(folder, "step-00000001")
+    checkpoints = Checkpoints(path.parent)
+    checkpoints.save({"step": 1}, base, bmt.optim.OptimManager(), {})
+    checkpoints.close()
+    written = set(ShardedCheckpoint(path).headers)
     changed = {name for name in model.state_dict() if name.endswith("layers.0.mlp.up_proj.weight")}
     assert len(trained) == 5 and len(changed) == 1
     assert written == trained | changed
     with pytest.raises(CheckpointError, match=r"no tensor of the model has the name 'nothing'"):
-        bmt.save(model, path / "other.pt", only=["nothing"])
+        bmt.save(model, path.parent / "other.pt", only=["nothing"])
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -90,7 +94,7 @@ def read(folder: str, want: dict[str, torch.Tensor]) -> None:
     """A model on the same base gets the values of the one that was saved; on another it stays as it
     was, and so does one with a file that does not fit.
     """
-    path = pathlib.Path(folder)
+    path = pathlib.Path(folder, "step-00000001")
     model = adapted()
     BaseWeights(model, "a model").load(path)
     models.assert_same_dicts(model.state_dict(), want, "read again", 0.0)
@@ -128,12 +132,12 @@ def test_a_run_goes_on(tmp_path: pathlib.Path) -> None:
         command(*arguments, "--save", tmp_path / run, f"--train-iters {last} {more}")
         return tmp_path / run / f"step-{last:08d}"
 
-    whole = torch.load(go("whole", 4) / "model.pt")
+    whole = ShardedCheckpoint(go("whole", 4)).all()
     assert whole and all(".lora_" in name for name in whole)
     stopped = go("stopped", 2)
-    assert json.loads((stopped / "base.json").read_text())["name"] == str(model)
-    before = torch.load(stopped / "model.pt")
-    after = torch.load(go("stopped", 4, "--resume") / "model.pt")
+    assert read_facts(stopped)["base"]["name"] == str(model)
+    before = ShardedCheckpoint(stopped).all()
+    after = ShardedCheckpoint(go("stopped", 4, "--resume")).all()
     assert any(not torch.equal(before[name], value) for name, value in after.items())
     models.assert_same_dicts(after, whole, "went on", 0.0)
     weights = safetensors.torch.load_file(model / "model.safetensors")

@@ -117,17 +117,35 @@ def close(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
     assert pairs[0] == [pytest.approx(record, rel=2e-5) for record in pairs[1]]
 
 
+def samples(folder: pathlib.Path) -> list[int]:
+    """The steps after which the model has written."""
+    text = (folder / "samples.txt").read_text(encoding="utf-8")
+    return [int(step) for step in re.findall(r"^=== after step (\d+)$", text, re.MULTILINE)]
+
+
 def test_shared_layers_learn_the_same(folder: pathlib.Path) -> None:
     """Loss, gradient norm and validation loss of --tp 2 are those of --tp 1, from the start and
     from its checkpoint.
     """
-    whole = train(folder, "whole")
+    shown = ["--sample-every", "2", "--curves", "tensorboard", "--peak-tflops", "0.01"]
+    whole = train(folder, "whole", *shown)
     assert len(whole) == 8 and whole[-2]["loss"] < whole[0]["loss"]
+    assert samples(folder / "whole") == [2, 4, 6]
+    files = [path.name for path in (folder / "whole").iterdir()]
+    assert {"curves.png", "metrics.fields.json"} < {*files}
+    assert [name for name in files if name.startswith("events.")]
+    # two layers of width 32, 512 tokens of vocabulary, 32 tokens a row; two processes
+    cost = 6 * (2 * 12 * 32**2 + 512 * 32) + 6 * 2 * 32 * 32
+    for record in whole:
+        if "loss" in record:
+            expected = record["tokens_per_second"] * cost / 2 / 0.01e12
+            assert record["mfu"] == pytest.approx(expected)
+            assert record["seconds"] == pytest.approx(2 * 4 * 32 / record["tokens_per_second"])
     close(train(folder, "split", "--tp", "2"), whole)
     shutil.copytree(folder / "whole", folder / "resumed")
     shutil.rmtree(folder / "resumed" / "step-00000006")
-    (folder / "resumed" / "latest").unlink()
     close(train(folder, "resumed", "--tp", "2", "--recompute", "--zero-level", "2"), whole)
+    assert samples(folder / "resumed") == [2, 6]  # that of step 4 came after the checkpoint
 
 
 def test_stages_learn_the_same(folder: pathlib.Path) -> None:
@@ -138,7 +156,6 @@ def test_stages_learn_the_same(folder: pathlib.Path) -> None:
     close(train(folder, "staged", "--pp", "2", "--micro-batches", "4"), whole)
     shutil.copytree(folder / "staged", folder / "unstaged-again")
     shutil.rmtree(folder / "unstaged-again" / "step-00000006")
-    (folder / "unstaged-again" / "latest").unlink()
     close(train(folder, "unstaged-again", "--tp", "2"), whole)
 
 
@@ -193,10 +210,10 @@ def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_programs_of_the_documentation(number: int, tmp_path: pathlib.Path) -> None:
-    """docs/parallel.md shows a tensor-parallel and a pipelined program, and they learn."""
+    """docs/site/en/reference/parallel.md shows a tensor-parallel and a pipelined program, and they learn."""
     programs = re.findall(
         r"```python\n(.*?)```",
-        (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"),
+        (ROOT / "docs" / "site" / "en" / "reference" / "parallel.md").read_text(encoding="utf-8"),
         flags=re.DOTALL,
     )
     assert len(programs) == 2

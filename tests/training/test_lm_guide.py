@@ -1,4 +1,4 @@
-"""The programs in docs/model_center.md run as they stand there; only names of models and folders
+"""The programs in docs/site/en/reference/model_center.md run as they stand there; only names of models and folders
 are others.
 """
 
@@ -21,7 +21,7 @@ from tests.training.lm_programs import PROGRAMS as LANGUAGE_MODELS
 from model_center.arguments import make_parser, parse_args
 from model_center.training.metrics_file import read_metrics
 
-TEXT = (ROOT / "docs" / "model_center.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "site" / "en" / "reference" / "model_center.md").read_text(encoding="utf-8")
 PROGRAMS = {
     re.findall(r"^## (.*)$", TEXT[: found.start()], re.MULTILINE)[-1] + f" {found.start()}": found[
         1

@@ -212,7 +212,7 @@ def test_other_ways_to_compute(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
     """
     how = (
         "--dtype fp16 --optimizer adam-offload --zero-level 2 --no-use-checkpoint "
-        "--tensorboard --log-dir"
+        "--curves tensorboard --peak-tflops 0.5 --log-dir"
     )
     arguments = "--dataset_name BoolQ --batch-size 8 --train-iters 4 --inspect-iters 4"
     train("finetune_bert", *on(tiny("bert", folder)), arguments, how, tmp_path)
@@ -221,5 +221,7 @@ def test_other_ways_to_compute(folder: pathlib.Path, tmp_path: pathlib.Path) -> 
         for record in read_metrics(tmp_path / "metrics.jsonl")
         if "loss" in record
     ]
+    shares = [record["mfu"] for record in read_metrics(tmp_path / "metrics.jsonl")[:4]]
+    assert all(0 < share < 1 for share in shares)
     assert scales[0] == 65536 and len(scales) == 4 and scales == sorted(scales, reverse=True)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("events.")]

@@ -29,6 +29,7 @@ from tests.training.lm_programs import (
 from tests.waiting import wait_for
 
 import bmtrain as bmt
+from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.optim import OptimManager
 from model_center.errors import ResumeError
 from model_center.training.metrics_file import read_metrics
@@ -58,8 +59,7 @@ def arguments(folder: pathlib.Path, run: str) -> list[object]:
 
 def weights(folder: pathlib.Path) -> dict[str, torch.Tensor]:
     """The classifier's, at the end of a run."""
-    state: dict[str, torch.Tensor] = torch.load(folder / "step-00000014" / "model.pt")
-    return state
+    return ShardedCheckpoint(folder / "step-00000014").all()
 
 
 def same_run(folder: pathlib.Path, other: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import pathlib
 import sys
 from typing import Any
@@ -146,6 +147,44 @@ def test_adapters(
     gpt2 = tiny("gpt2", tmp_path)
     assert main(["generate", "--model-config", str(gpt2), "--adapter", folders[0]]) == 1
     assert "no linear layer of the model" in capsys.readouterr().err
+
+
+def parted(folder: str, adapters: str) -> str:
+    """As where the folder of adapters has a tokenizer on the machine of the first rank alone."""
+    os.chdir(f"{adapters}/{os.environ['RANK']}")
+    sys.stderr = told = io.StringIO()
+    arguments = ["--model-config", folder, "--adapter", "adapter", "--prompt", "A week has"]
+    assert main(["generate", *arguments, *COMMON]) == 1
+    return told.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
+def test_a_tokenizer_on_one_machine(llama: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """An error on every rank."""
+    for rank in (0, 1):
+        adapted(llama, tmp_path / str(rank) / "adapter")
+    LlamaTokenizer.from_pretrained(llama).save_pretrained(tmp_path / "0" / "adapter")
+    found = run_ranks(parted, 2, str(llama), str(tmp_path), join=False)
+    assert all("error: " in text for text in found), found
+
+
+class Broken(io.StringIO):
+    """An input that cannot be read."""
+
+    def read(self, size: int | None = -1) -> str:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+
+def unread(folder: str) -> str:
+    sys.stdin, sys.stderr = Broken(), (told := io.StringIO())
+    assert main(["generate", "--model-config", folder, *COMMON]) == 1
+    return told.getvalue()
+
+
+def test_input_that_is_no_text(llama: pathlib.Path) -> None:
+    """The first rank reads it; an error on every rank."""
+    found = run_ranks(unread, 2, str(llama), join=False)
+    assert all("error: " in text and "invalid start byte" in text for text in found), found
 
 
 def test_models_that_do_not_talk(

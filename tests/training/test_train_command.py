@@ -62,7 +62,7 @@ def restored_answers(model: str, run: str, targets: list[str], ids: torch.Tensor
     bmt.BMTrainModelWrapper(with_adapters)
     bmt.load(
         with_adapters,
-        str(pathlib.Path(run, pathlib.Path(run, "latest").read_text().strip(), "model.pt")),
+        str(max(pathlib.Path(run).glob("step-*"))),
         only=[name for name, _ in with_adapters.named_parameters() if ".lora_" in name],
     )
     with torch.no_grad():
@@ -76,12 +76,13 @@ ATTENTION = ["project_q", "project_k", "project_v", "attention_out"]
 # peft calls transformers so
 @pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")
 @pytest.mark.parametrize(
-    ("targets", "ours", "theirs"),
+    ("targets", "epochs", "ours", "theirs"),
     [
-        ("", ATTENTION, {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        ("--lora-targets q_proj w_out", ["project_q", "w_out"], {"q_proj", "down_proj"}),
+        ("", 12, ATTENTION, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("--lora-targets q_proj w_out", 2, ["project_q", "w_out"], {"q_proj", "down_proj"}),
         (
             "--lora-targets all-linear",
+            2,
             [*ATTENTION, "w_0", "w_1", "w_out"],
             {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
         ),
@@ -89,18 +90,25 @@ ATTENTION = ["project_q", "project_k", "project_v", "attention_out"]
     ids=["attention", "named", "all"],
 )
 def test_llama_learns_by_lora(
-    targets: str, ours: list[str], theirs: set[str], folder: pathlib.Path, tmp_path: pathlib.Path
+    targets: str,
+    epochs: int,
+    ours: list[str],
+    theirs: set[str],
+    folder: pathlib.Path,
+    tmp_path: pathlib.Path,
 ) -> None:
     """The loss falls, the model's own weights stay, and the adapter does in transformers what it
     does here.
     """
     model = tiny("llama", folder)
-    arguments = f"--batch-size 2 --lr 1e-2 --epochs 12 --lora-rank 8 --lora-alpha 64 {targets}"
+    arguments = (
+        f"--batch-size 2 --lr 1e-2 --epochs {epochs} --lora-rank 8 --lora-alpha 64 {targets}"
+    )
     validation = ["--validation", CHAT / "val.jsonl", "--save", tmp_path]
     command(*on(model), arguments, *validation)
-    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.7
+    assert losses(tmp_path)[-1] < losses(tmp_path)[0] - 0.05 * epochs
     measured = results(tmp_path, "validation_loss")
-    assert len(measured) == 12 and measured[-1] < measured[0]
+    assert len(measured) == epochs and measured[-1] < measured[0]
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert set(written["target_modules"]) == theirs
     ids = torch.arange(3, 25)[None]
@@ -157,13 +165,17 @@ def test_weights_from_scratch_and_plain_texts(folder: pathlib.Path, tmp_path: pa
     assert losses(tmp_path)[0] != losses(tmp_path / "pretrained")[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_cost_what_their_samples_cost(family: str, folder: pathlib.Path) -> None:
+def test_packed_rows_cost_what_their_samples_cost(folder: pathlib.Path) -> None:
     """The loss, against transformers' model on each sample alone."""
-    run_ranks(packed_and_alone, 1, family, str(tiny(family, folder)))
+    run_ranks(all_packed, 1, [str(tiny(family, folder)) for family in FAMILIES])
 
 
-def packed_and_alone(family: str, model: str) -> None:
+def all_packed(models: list[str]) -> None:
+    for model in models:
+        packed_and_alone(model)
+
+
+def packed_and_alone(model: str) -> None:
     content = json.loads(pathlib.Path(model, "config.json").read_text())
     kind: Any = model_class(content)
     tokenizer = command_module.TOKENIZERS[kind.__name__].from_pretrained(model)
@@ -180,7 +192,7 @@ def packed_and_alone(family: str, model: str) -> None:
             item = samples[number]
             logits = theirs(item["input_ids"][None]).logits[0]
             expected += F.cross_entropy(logits, item["targets"], ignore_index=-100, reduction="sum")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=lambda text: model + text)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])

@@ -265,7 +265,9 @@ def test_bad_inputs_are_named(
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"reduction: got 'avg', expected one of .*mean"):
         FusedCrossEntropy(reduction="avg")
-    with pytest.raises(ConfigurationError, match=r"label_smoothing: got 1\.5, expected a share"):
+    with pytest.raises(
+        ConfigurationError, match=r"label_smoothing is 1\.5: expected a number from 0 to 1"
+    ):
         FusedCrossEntropy(label_smoothing=1.5)
     with pytest.raises(ConfigurationError, match=r"weight: got shape \(2, 2\) of float32"):
         FusedCrossEntropy(torch.ones(2, 2))

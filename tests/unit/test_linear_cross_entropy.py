@@ -444,7 +444,7 @@ def test_bad_inputs_are_named(
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ConfigurationError, match=r"reduction: got 'avg', expected one of .*mean"):
         FusedLinearCrossEntropy(reduction="avg")
-    with pytest.raises(ConfigurationError, match="label_smoothing: got 'a'"):
+    with pytest.raises(ConfigurationError, match="label_smoothing is 'a'"):
         FusedLinearCrossEntropy(label_smoothing="a")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="weight: got list, expected a tensor"):
         FusedLinearCrossEntropy(weight=[1.0, 2.0])  # type: ignore[arg-type]

@@ -93,6 +93,14 @@ class Bound(torch.Tensor):
     __torch_function__: Any = no_torch_function
     _is_param = True  # read by isinstance(x, torch.nn.Parameter)
 
+    def set_(self, *args: Any) -> Bound:
+        """torch's, but that a tensor which becomes itself is not written: a parametrization does
+        so with the parameter when it is registered.
+        """
+        if len(args) != 1 or args[0] is not self:
+            super().set_(*args)
+        return self
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as an ordinary tensor."""
         return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)

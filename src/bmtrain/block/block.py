@@ -31,6 +31,7 @@ from bmtrain.recompute.scripted import open_slots
 from bmtrain.recompute.states import all_modules
 from bmtrain.recompute.whole import recomputed
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import known_keywords
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.outputs import (
     before_backward_of,
@@ -86,6 +87,7 @@ class Block(DistributedModule):
     Models" (2020).
     """
 
+    @known_keywords
     def __init__(
         self,
         module: torch.nn.Module,

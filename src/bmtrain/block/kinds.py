@@ -14,9 +14,11 @@ from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
+from bmtrain.shard.listing import in_whole
 from bmtrain.shard.module import DistributedModule
 
 Method = Callable[..., Any]
+_CLASS: Any = vars(object)["__class__"]  # Python's descriptor
 
 # Methods that write to full weights, and what to do instead.
 _WRITING = {"resize_token_embeddings": "call it before bmtrain.BMTrainModelWrapper(model)"}
@@ -38,12 +40,16 @@ def has_methods_of_whole_models(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _distributed(kind: Any) -> Any:
+    return _made_distributed(kind)
+
+
+def _made_distributed(kind: Any) -> Any:
     def fill(namespace: dict[str, Any]) -> None:
         namespace["__doc__"] = kind.__doc__
         namespace["__module__"] = kind.__module__
         # Programs look up `module.__class__` and its name: report the original class. Python itself
         # uses type().
-        namespace["__class__"] = property(lambda _: kind, _refuse_class)
+        namespace["__class__"] = property(lambda _: kind, _become)
         namespace["compile"] = _refuse_to_compile
         namespace.update(_methods_of_whole_models(kind))
 
@@ -94,8 +100,21 @@ def _refusing(name: str, remedy: str) -> Method:
     return refuse
 
 
-def _refuse_class(self: torch.nn.Module, kind: type) -> None:
-    """Setter of `__class__`: refuses a second class change, as torch's `fully_shard` makes it."""
+def _become(self: torch.nn.Module, kind: type) -> None:
+    """Setter of `__class__`, which torch's parametrizations change while they are there.
+
+    Raises:
+        ParameterError: for a class that is not made of the module's own alone, or is its base:
+            torch's `fully_shard` mixes in another.
+    """
+    own = self.__class__
+    if kind.__mro__[1:] == own.__mro__:
+        # Not kept: such a class is made anew each time.
+        _CLASS.__set__(self, _made_distributed(kind))
+        return
+    if own.__mro__[1:] == kind.__mro__:
+        _CLASS.__set__(self, _distributed(kind))
+        return
     raise ParameterError(
         f"a sharded model cannot become a {kind.__name__}: it is sharded already; use it "
         "as it is, or start anew."
@@ -142,7 +161,12 @@ class _Call:
 
 
 def _saving(method: Method) -> Method:
-    """Every rank joins the gathers and rank 0 writes; a failure on one rank raises on all."""
+    """Rank 0 writes what it would of a model that is not sharded; a failure on one rank raises on
+    all.
+
+    The method finds whole parameters on every rank: transformers leaves out names of tied ones by
+    the memory that they share, and peft does more on the rank that writes than on others.
+    """
 
     @functools.wraps(method)
     def save_pretrained(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +175,8 @@ def _saving(method: Method) -> Method:
         call.set("is_main_process", call.get("is_main_process", True) and current.rank == 0)
         result, failure = None, None
         try:
-            result = call.run()
+            with in_whole(self):
+                result = call.run()
         except Exception as error:
             failure = error
         told = collectives.gather_objects(

@@ -64,7 +64,7 @@ class TransformerBlockList(BlockList):
         """Run all blocks.
 
         Returns the hidden tensor, or a tuple of `num_hidden`. With `return_hidden_states`,
-        additionally one stacked tensor (len(self), *shape) per hidden: the input of every block.
+        additionally one stacked tensor `(len(self), *shape)` per hidden: the input of every block.
         """
         count = self.num_hidden
         if len(args) < count:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.sources import Header, Source
+from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
 from bmtrain.shard.layout import round_up
 

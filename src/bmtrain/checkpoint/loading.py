@@ -13,12 +13,14 @@ import torch
 from bmtrain.checkpoint.conversions import as_parameters
 from bmtrain.checkpoint.entries import Entry, entries, selected
 from bmtrain.checkpoint.reading import Read, read_all
-from bmtrain.checkpoint.sources import Renamed, Source, open_source, without_prefix
+from bmtrain.checkpoint.source import Source
+from bmtrain.checkpoint.sources import Renamed, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
 from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
-from bmtrain.shard.layout import Piece, Slot, Split
+from bmtrain.shard.cut import Cut
+from bmtrain.shard.layout import Piece, Split
 from bmtrain.shard.parameter import DistributedParameter
 
 SHOWN = 8  # names listed in a message
@@ -57,7 +59,7 @@ def load(
 ) -> LoadResult:
     """Load all parameters and persistent buffers of `model` from `file`. Collective.
 
-    Reads files written by `save`, by BMTrain and ModelCenter, any `torch.save`d state dict,
+    Reads files written by `save`, by BMTrain and ModelCenter, any state dict of `torch.save`,
     .safetensors files, and folders of either, with or without an index. For a model of
     transformers, names and shapes that are not the model's are converted as transformers does.
     Each rank reads only its own slices (where tensors are cut or joined, all that a slice is made
@@ -199,23 +201,31 @@ def _as_read(copy: Copy, source: Source) -> Read | None:
             return Read(values.view(-1), name, 0, values.numel())
         values.copy_(source.whole(name))
         return None
-    storage, index, values = tensor.storage_of, tensor.index_in_storage, tensor.local
-    slot, piece = storage.layout.slots[index], storage.piece(index)
-    begin = 0
-    if slot.split is not None and piece.numel > 0:
-        if slot.split.dim > 0:
-            values.copy_(_columns(slot, slot.split, piece, source, name))
+    return read_of(tensor.local, tensor.cut, source, name)
+
+
+def read_of(values: torch.Tensor, cut: Cut, source: Source, name: str) -> Read | None:
+    """The contiguous read that fills this rank's slice `values` of a tensor.
+
+    None if the values are not contiguous in the file: these are copied here.
+    """
+    split, piece, begin = cut.split, cut.piece, 0
+    if split is not None and piece.numel > 0:
+        if split.dim > 0:
+            values.copy_(_columns(cut.shape, split, piece, source, name))
             return None
-        begin = slot.numel * slot.split.index
+        begin = cut.shape.numel() * split.index
     return Read(values, name, begin + piece.start, begin + piece.stop)
 
 
-def _columns(slot: Slot, split: Split, piece: Piece, source: Source, name: str) -> torch.Tensor:
+def _columns(
+    shape: Sequence[int], split: Split, piece: Piece, source: Source, name: str
+) -> torch.Tensor:
     """This rank's slice, 1-D, of a tensor-parallel split along a dim other than the first.
 
     Reads whole rows of the full tensor, the columns of the other tensor-parallel ranks included.
     """
-    first, last, width = split.span(slot.shape, piece.start, piece.stop)
+    first, last, width = split.span(shape, piece.start, piece.stop)
     row, begin = width * split.count, width * split.index
     rows = source.part(name, first * row, last * row).view(last - first, row)
     return rows[:, begin : begin + width].reshape(-1)[

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from bmtrain.checkpoint.sources import Header, Source
+from bmtrain.checkpoint.source import Header, Source
 from bmtrain.shard.layout import round_up
 
 NUM_THREADS = 4  # two saturate one disk; the others copy and convert in the meantime

@@ -39,7 +39,7 @@ def save(
     Args:
         model: any module, its parameters distributed or not.
         file: a name ending in .safetensors selects that format (a tied tensor is written under one
-            name, the others go into the metadata); any other name gives a `torch.save`d dict. The
+            name, the others go into the metadata); any other name gives a dict of `torch.save`. The
             folder must exist.
         non_blocking: return as soon as the values are in host memory. Rank 0 writes them in a
             background thread, which the interpreter joins at exit.

@@ -1,29 +1,26 @@
-"""Checkpoint files, one class per format: headers when opened, then full tensors or parts."""
+"""Checkpoint files, one class per format."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
-import pickle
-import re
 import sys
-import warnings
-import zipfile
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import safetensors
 import torch
 
+from bmtrain.checkpoint.files import check_file, inside, read_object, read_torch, unreadable
+from bmtrain.checkpoint.manifest import NAME as MANIFEST
+from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.source import Header, Source
 from bmtrain.errors import CheckpointError
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt")
-ZIP_MAGIC = b"PK\x03\x04"
 
 # The dtype names of the safetensors format.
 SAFETENSORS_DTYPES = {
@@ -38,58 +35,6 @@ SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Header:
-    """The shape and dtype of one tensor in a file, known before its values are read."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Source(ABC):
-    """An opened checkpoint.
-
-    Attributes:
-        path: the file or folder.
-        headers: the tensors' headers by name.
-        others: the type names of the values that are not tensors, by name.
-    """
-
-    def __init__(
-        self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]
-    ) -> None:
-        self.path = path
-        self.headers = headers
-        self.others = others
-
-    def file_of(self, name: str) -> pathlib.Path:
-        """The file that holds `name`."""
-        return self.path
-
-    @abstractmethod
-    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU, in the file's dtype."""
-
-    @abstractmethod
-    def mapped(self, name: str) -> torch.Tensor:
-        """The tensor as a memory-mapped view of the file: pages are read on first access."""
-
-    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Elements [start, stop) of the flattened tensor, in memory, in any shape.
-
-        Args:
-            scratch: uint8, 1-D, on the CPU: memory that the result may use, large enough for all
-                rows that the elements touch.
-        """
-        values = self.part(name, start, stop)
-        return scratch[: values.nbytes].view(values.dtype).copy_(values)
-
-    def whole(self, name: str) -> torch.Tensor:
-        """The full tensor, in its own shape."""
-        shape = self.headers[name].shape
-        return self.part(name, 0, torch.Size(shape).numel()).view(shape)
 
 
 class TorchFile(Source):
@@ -123,7 +68,7 @@ class SafetensorsFile(Source):
             self._file = safetensors.safe_open(path, framework="pt", device="cpu")
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(
-                _unreadable(path, f"it is truncated or no safetensors file ({error})")
+                unreadable(path, f"it is truncated or no safetensors file ({error})")
             ) from error
         headers = {name: self._header(name) for name in self._file.offset_keys()}
         self._stored = {name: name for name in headers}
@@ -162,7 +107,7 @@ class SafetensorsFile(Source):
                 count = file.readinto(memory)
                 if not count:
                     raise CheckpointError(
-                        _unreadable(self.path, "it became shorter while it was read")
+                        unreadable(self.path, "it became shorter while it was read")
                     )
                 memory = memory[count:]
 
@@ -198,15 +143,13 @@ class Folder(Source):
 
     def __init__(self, path: pathlib.Path, index: pathlib.Path) -> None:
         places = _read_index(index)
-        files = {name: open_file(path / name) for name in sorted(set(places.values()))}
+        files = {name: open_file(inside(path, name)) for name in sorted(set(places.values()))}
         headers: dict[str, Header] = {}
         self._owners: dict[str, Source] = {}
         for name, file in places.items():
             if name not in files[file].headers:
                 raise CheckpointError(
-                    _unreadable(
-                        index, f"it says that {name!r} is in {file}, which does not hold it"
-                    )
+                    unreadable(index, f"it says that {name!r} is in {file}, which does not hold it")
                 )
         for file_source in files.values():
             for name, header in file_source.headers.items():
@@ -270,7 +213,8 @@ def without_prefix(source: Source, wanted: Collection[str]) -> Source:
 def open_source(file: str | os.PathLike[str]) -> Source:
     """Open a checkpoint: a `torch.save`d file, a .safetensors file, or a folder of either.
 
-    A folder may have an index or hold a single file under one of the names in `SINGLES`.
+    A folder may be a checkpoint of shards, have an index, or hold a single file under one of the
+    names in `SINGLES`.
 
     Raises:
         CheckpointError: with the file and the reason why it cannot be read.
@@ -283,13 +227,16 @@ def open_source(file: str | os.PathLike[str]) -> Source:
 
 def open_file(path: pathlib.Path) -> Source:
     """Open one file; its suffix selects the format."""
+    check_file(path)
     try:
         return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
     except OSError as error:
-        raise CheckpointError(_unreadable(path, error.strerror or str(error))) from error
+        raise CheckpointError(unreadable(path, error.strerror or str(error))) from error
 
 
 def _open_folder(path: pathlib.Path) -> Source:
+    if (path / MANIFEST).exists():
+        return ShardedCheckpoint(path)
     indexes = [path / name for name in INDEXES if (path / name).is_file()]
     indexes = indexes or sorted(path.glob("*.safetensors.index.json"))
     if indexes:
@@ -305,75 +252,27 @@ def _open_folder(path: pathlib.Path) -> Source:
 
 
 def _read_torch(path: pathlib.Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        magic = file.read(len(ZIP_MAGIC))
-    if magic == ZIP_MAGIC and not zipfile.is_zipfile(path):
-        raise CheckpointError(_unreadable(path, "it is truncated: its end is missing"))
-    try:
-        with warnings.catch_warnings():
-            # torch warns about unusual pickles; they load or raise all the same.
-            warnings.simplefilter("ignore")
-            # Before 1.6, torch wrote plain pickles, which cannot be memory-mapped.
-            content = torch.load(
-                path, map_location="cpu", mmap=magic == ZIP_MAGIC, weights_only=True
-            )
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(_unreadable(path, _pickle_reason(error, magic))) from error
-    except (
-        RuntimeError,
-        EOFError,
-        KeyError,
-        IndexError,
-        ValueError,
-        AttributeError,
-        UnicodeDecodeError,
-    ) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            _unreadable(path, f"it is damaged or no checkpoint ({reason})")
-        ) from error
+    content = read_torch(path)
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         kind = type(content).__name__
         raise CheckpointError(
-            _unreadable(path, f"it holds a {kind}, expected a dict of tensors by name")
+            unreadable(path, f"it holds a {kind}, expected a dict of tensors by name")
         )
     if content and not any(isinstance(value, torch.Tensor) for value in content.values()):
         held = ", ".join(list(content)[:5])
         raise CheckpointError(
-            _unreadable(path, f"it holds no tensors but {held}; save the model's part by itself")
+            unreadable(path, f"it holds no tensors but {held}; save the model's part by itself")
         )
     return content
 
 
-def _pickle_reason(error: pickle.UnpicklingError, magic: bytes) -> str:
-    """What the file holds. Torch's own message advises loading it with weights_only=False."""
-    found = re.search(r"(?i)\bglobal:? ([\w.]+)", str(error))
-    if found is not None:
-        return (
-            f"it holds Python objects other than tensors ({found[1]}), which could run "
-            "code and are not loaded; "
-            "save a state dict instead"
-        )
-    if magic != ZIP_MAGIC:
-        return (
-            "it is no checkpoint: neither an archive of torch nor a pickle of tensors, and "
-            "others could run code"
-        )
-    detail = re.search(r"WeightsUnpickler error: (.*)", str(error))
-    return (
-        "it is damaged "
-        f"({detail[1].strip() if detail is not None else 'its list of tensors cannot be read'})"
-    )
-
-
 def _read_index(index: pathlib.Path) -> dict[str, str]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        places = content["weight_map"]
-        return {str(name): str(file) for name, file in places.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"expected JSON with a weight_map of names to files ({error!r})"
-        raise CheckpointError(_unreadable(index, reason)) from error
+    places = read_object(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise CheckpointError(
+            unreadable(index, "expected JSON with a weight_map of names to files")
+        )
+    return places
 
 
 def _like(path: pathlib.Path) -> str:
@@ -384,7 +283,3 @@ def _like(path: pathlib.Path) -> str:
         ]
         return f"; {path.parent} holds {', '.join(near)}" if near else ""
     return ""
-
-
-def _unreadable(path: pathlib.Path, reason: str) -> str:
-    return f"cannot load {path}: {reason}."

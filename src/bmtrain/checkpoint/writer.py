@@ -14,16 +14,17 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from bmtrain.checkpoint.files import make_new
 from bmtrain.distributed.agreement import agree
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime.mesh import Axis
-from bmtrain.runtime.world import World
+from bmtrain.runtime.world import World, unwatched
 
 
 class Writing:
-    """The handle that `save` returns: a file that is being written.
+    """The handle that a save returns: a file, or a checkpoint, that is being written.
 
-    Only rank 0 writes. On the other ranks the handle has no work of its own.
+    A rank that writes nothing has no work of its own.
     """
 
     def __init__(self, path: pathlib.Path, step: Callable[[], None] | None, axis: Axis) -> None:
@@ -64,8 +65,17 @@ class Writing:
             CheckpointError: on every rank, if it could not be written; the previous file is intact.
                 Raised by every call.
         """
+        # A disk may take minutes: the ranks that wait for this one do not hang.
+        with unwatched():
+            self.join()
+            self._agree()
+
+    def join(self) -> None:
+        """Wait for this rank's part; errors are left for `wait`."""
         if self._thread is not None:
             self._thread.join()
+
+    def _agree(self) -> None:
         # The text alone is kept: the error's traceback would pin the tensors that were written.
         error, self._error = self._error, None
         if error is not None:
@@ -88,6 +98,12 @@ class Writer:
     def __init__(self, current: World) -> None:
         self._axis = current.mesh.world
         self._latest: Writing | None = None
+        current.at_end.callback(self.join)
+
+    def join(self) -> None:
+        """Wait for this rank's part of the file in flight, whatever becomes of it."""
+        if self._latest is not None:
+            self._latest.join()
 
     def settle(self) -> None:
         """Wait for the previous file and raise its error, unless `wait` has. Collective."""
@@ -100,7 +116,10 @@ class Writer:
     ) -> Writing:
         """Write rank 0's tensors to `path`; the other ranks only agree on the outcome."""
         step = (lambda: write_file(path, tensors)) if self._axis.index == 0 else None
-        writing = Writing(path, step, self._axis)
+        return self.begin(Writing(path, step, self._axis), background=background)
+
+    def begin(self, writing: Writing, *, background: bool) -> Writing:
+        """Let each rank do its part, in a thread if `background`."""
         # At exit the interpreter joins its threads once. A thread started later, by a save in an
         # atexit function, would be refused or killed halfway: such a save writes in the foreground.
         if background and threading.main_thread().is_alive():
@@ -123,6 +142,7 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
+        make_new(temporary)
         if path.suffix == ".safetensors":
             _write_safetensors(temporary, tensors)
         else:
@@ -134,7 +154,7 @@ def write_file(path: pathlib.Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise
     # The rename is an entry in the folder. Without this fsync, a power failure could undo it.
     try:
-        _flush_to_disk(path.parent)
+        flush_to_disk(path.parent)
     except OSError as error:
         raise CheckpointError(
             f"{path} was written and has taken its place, but its folder could not be flushed to "
@@ -187,10 +207,11 @@ def _write_safetensors(temporary: pathlib.Path, tensors: Mapping[str, torch.Tens
     safetensors.torch.save_file(
         {name: tensors[name] for name in first.values()}, temporary, metadata
     )
-    _flush_to_disk(temporary)  # for the reason given in _write_torch
+    flush_to_disk(temporary)  # for the reason given in _write_torch
 
 
-def _flush_to_disk(path: pathlib.Path) -> None:
+def flush_to_disk(path: pathlib.Path) -> None:
+    """Wait until a file, or the list of files of a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,6 +19,7 @@ from bmtrain.torch_internals import (
     graph_pass_class,
     has_joint_pass,
     inductor_mode,
+    lower_as_inductor,
     lowering_config,
     overloads,
     torch_version,
@@ -78,9 +79,26 @@ def inductor(
         **(inductor_mode(mode) if mode else {}),
         **{k.replace("-", "_"): v for k, v in named.items()},
     }
+    return lower(graph, inputs, config_patches=_with_joint_pass(patches))
+
+
+def traced(
+    graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], *, take: Callable[..., Any]
+) -> Lowered:
+    """The graphs that `inductor` compiles on a GPU, handed to `take` in place of being compiled.
+
+    For tensors without memory: forward and backward are split as on a GPU, so what forward saves is
+    what it saves there.
+    """
+    for part in _parts(graph):
+        fusions.rewrite(part, wanted=lambda _: True)
+    return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))
+
+
+def _with_joint_pass(patches: dict[str, Any]) -> dict[str, Any]:
     if not has_joint_pass():  # inductor has one slot: a pass that the program has set keeps it
         patches.setdefault("joint_custom_post_pass", _joint_pass())
-    return lower(graph, inputs, config_patches=patches)
+    return patches
 
 
 @functools.cache

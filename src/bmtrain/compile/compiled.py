@@ -150,3 +150,11 @@ _RECOMPUTING: dict[Level, ModuleCall] = {
     Level.CHEAP: _call_recomputed_cheaply,
     Level.BLOCK: _call_recomputed,
 }
+
+
+def recomputing(level: Level) -> ModuleCall:
+    """What compiled code runs at a level: a function of module, args and kwargs."""
+    if level is Level.NOTHING:
+        return call
+    _hush()
+    return _RECOMPUTING[Level.BLOCK if level.is_whole() else level]

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import COUNT
 from bmtrain.runtime.mesh import Axis
 
 # Sent by index: only ever append.
@@ -43,7 +44,7 @@ _MAX_DIMS = 16
 def all_gather(
     x: torch.Tensor, comm: Axis | None = None, *, local_gradient: bool = False
 ) -> torch.Tensor:
-    """Every rank's `x`, stacked: (ranks, *x.shape). Backward reduce-scatters the gradient.
+    """Every rank's `x`, stacked: `(ranks, *x.shape)`. Backward reduce-scatters the gradient.
 
     Args:
         local_gradient: backward takes this rank's part of its own gradient, as in BMTrain.
@@ -195,9 +196,9 @@ def _checked_flag(local_gradient: bool, what: str) -> bool:
 
 
 def _check_place(place: int, axis: Axis, what: str) -> None:
-    if not 0 <= place < axis.size:
+    if not COUNT.holds(place) or place >= axis.size:
         raise ConfigurationError(
-            f"{what} got rank {place} of a communicator of {axis.size} ranks: expected 0 "
+            f"{what} got rank {place!r} of a communicator of {axis.size} ranks: expected 0 "
             f"to {axis.size - 1}."
         )
 

@@ -6,8 +6,9 @@ those of torch.distributed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,20 @@ def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
         world.current().service(Ledger).enter(
             axis, text, is_on_host=x is None or x.device.type == "cpu"
         )
+
+
+@contextlib.contextmanager
+def _on_host(axis: Axis, what: str) -> Iterator[None]:
+    """Log the collective, whose errors name the rank that does not come.
+
+    It had come when the logs were compared: it has ended since.
+    """
+    _enter(axis, what)
+    if not world.is_initialized():
+        yield
+        return
+    with world.current().service(Ledger).told(axis):
+        yield
 
 
 def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -167,9 +182,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's picklable `value`, in rank order; travels on the CPU."""
     if axis.size == 1:
         return [value]
-    _enter(axis, "exchange of objects")
     out: list[Any] = [None] * axis.size
-    dist.all_gather_object(out, value, group=axis.group)
+    with _on_host(axis, "exchange of objects"):
+        dist.all_gather_object(out, value, group=axis.group)
     return out
 
 
@@ -177,15 +192,15 @@ def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
     """The picklable `value` of the rank at index `source`; travels on the CPU."""
     box = [value]
     if axis.size > 1:
-        _enter(axis, f"broadcast of an object from rank {axis.ranks[source]}")
-        dist.broadcast_object_list(
-            box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu")
-        )
+        with _on_host(axis, f"broadcast of an object from rank {axis.ranks[source]}"):
+            dist.broadcast_object_list(
+                box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu")
+            )
     return box[0]
 
 
 def barrier(axis: Axis) -> None:
     """Block the host until every rank of the axis has arrived."""
     if axis.size > 1:
-        _enter(axis, "barrier")
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)
+        with _on_host(axis, "barrier"):
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=axis.group)

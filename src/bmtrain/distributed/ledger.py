@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 
 from bmtrain.errors import RanksPartedError
+from bmtrain.runtime import report as reports
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.torch_internals import all_gather_flat, default_store
+from bmtrain.torch_internals import all_gather_flat
 
 PATIENCE_S = 3.0  # after a failure, how long a rank waits for the other ranks' logs
 _NUM_REMEMBERED = 1024
+_NUM_TOLD = 3  # operations in the watchdog's report
 _ROOM = 126  # figures that fit into the message of a comparison
 _DIGEST_BITS = 32
 _NUMBER_BITS = 20  # 52 bits in all: a double, in which figures travel, holds them exactly
@@ -72,6 +74,10 @@ class _Line:
     )
     pending: _Pending | None = None
 
+    def newest(self, count: int) -> tuple[str, ...]:
+        """The names of the last operations, at most `count`, the newest last."""
+        return (*list(self.since)[-count:],) or (self.last,) * bool(self.number)
+
     @property
     def word(self) -> int:
         return (self.number % 2**_NUMBER_BITS) << _DIGEST_BITS | self.digest
@@ -111,7 +117,9 @@ class Ledger:
 
     def __init__(self, world: World) -> None:
         self.is_immediate = world.device.type == "cpu"
-        self._rank, self._timeout = world.rank, world.timeout
+        self._rank, self._timeout, self._watchdog = world.rank, world.timeout, world.watchdog
+        self._watchdog.collectives = self.summary
+        self._store = world.store
         self._lines: dict[tuple[int, ...], _Line] = {}
         self._parted: str | None = None
         self._is_paused = False
@@ -140,6 +148,14 @@ class Ledger:
         line.number += 1
         line.digest = zlib.crc32(what.encode(), line.digest)
         line.since.append(what)
+        self._watchdog.progress += 1
+
+    def summary(self) -> list[reports.Line]:
+        """The collectives so far, axis by axis; called by the watchdog's thread."""
+        return [
+            reports.Line(ranks, line.number, line.digest, line.newest(_NUM_TOLD))
+            for ranks, line in list(self._lines.items())
+        ]
 
     def enter(self, axis: Axis, what: str, *, is_on_host: bool) -> None:
         """`note`, then `compare` if the host waits for the other ranks anyway or on a CPU.
@@ -187,18 +203,18 @@ class Ledger:
         head = torch.full((_ROOM + 2,), -math.inf, dtype=torch.float64, device="cpu")
         first = figures[:_ROOM]
         head[0], head[1], head[2 : 2 + len(first)] = word, -word, first
-        with self._told(axis):
+        with self.told(axis):
             _spread_max(head, axis)
         if head[0] != -head[1]:
             self._part(axis)
         self._agree(axis)
         first.copy_(head[2 : 2 + len(first)])
         if len(figures) > _ROOM:
-            with self._told(axis):
+            with self.told(axis):
                 dist.all_reduce(figures[_ROOM:], op=dist.ReduceOp.MAX, group=axis.group)
 
     @contextlib.contextmanager
-    def _told(self, axis: Axis) -> Iterator[None]:
+    def told(self, axis: Axis) -> Iterator[None]:
         """Turn Gloo's errors about a missing rank into RanksPartedError."""
         try:
             yield
@@ -243,34 +259,41 @@ class Ledger:
 
     def _part(self, axis: Axis, cause: BaseException | None = None) -> None:
         """Raise RanksPartedError: the logs differ, or, with a `cause`, a rank is missing."""
-        stories = self._exchange_stories(axis)
-        self._parted = _describe(
-            axis, stories, self._line(axis), None if cause is None else self._timeout
-        )
-        raise RanksPartedError(self._parted) from cause
+        stories, gone = self._exchange_stories(axis)
+        waited = None if cause is None else self._timeout
+        self._parted = _describe(axis, stories, gone, self._line(axis), waited)
+        # what Gloo says of a lost connection would be printed first, and says less
+        raise RanksPartedError(self._parted) from None
 
-    def _exchange_stories(self, axis: Axis) -> dict[int, _Story]:
-        """The logs of the ranks of an axis, by rank, as far as they arrive within PATIENCE_S.
+    def _exchange_stories(self, axis: Axis) -> tuple[dict[int, _Story], dict[int, str]]:
+        """The logs of the ranks of an axis, by rank, as far as they arrive within PATIENCE_S, and
+        why others do not come.
 
         They travel through the store of the run, because the communicators may be broken.
         """
         line = self._line(axis)
         own = _Story(line.agreed, line.last, list(line.since), line.number)
-        stories = {self._rank: own}
+        stories, gone = {self._rank: own}, dict[int, str]()
+        if self._watchdog.store_is_gone:
+            return stories, self._watchdog.whereabouts(set(axis.ranks) - stories.keys())
         name = "bmtrain ranks parted " + " ".join(map(str, axis.ranks))
         try:
-            store = default_store()
+            store = self._store
             store.set(f"{name}: {self._rank}", json.dumps(dataclasses.asdict(own)))
             end = time.monotonic() + PATIENCE_S
-            while len(stories) < axis.size and time.monotonic() < end:
-                for rank in axis.ranks:
-                    if rank not in stories and store.check([f"{name}: {rank}"]):
+            while len(stories) + len(gone) < axis.size and time.monotonic() < end:
+                missing = [rank for rank in axis.ranks if rank not in stories]
+                # asked first: a rank publishes its log before it ends
+                gone = self._watchdog.whereabouts(missing)
+                for rank in missing:
+                    if store.check([f"{name}: {rank}"]):
                         stories[rank] = _Story(**json.loads(store.get(f"{name}: {rank}")))
+                        gone.pop(rank, None)
                 time.sleep(0.02)
         # the process that hosts the store has ended: report with the logs at hand
         except RuntimeError:
-            return stories
-        return stories
+            return stories, self._watchdog.whereabouts(set(axis.ranks) - stories.keys())
+        return stories, gone
 
     def _line(self, axis: Axis) -> _Line:
         found = self._lines.get(axis.ranks)
@@ -297,7 +320,9 @@ def _spread_max(x: torch.Tensor, axis: Axis) -> None:
         distance *= 2
 
 
-def _describe(axis: Axis, stories: dict[int, _Story], own: _Line, waited: float | None) -> str:
+def _describe(
+    axis: Axis, stories: dict[int, _Story], gone: dict[int, str], own: _Line, waited: float | None
+) -> str:
     """The error message, the same on all ranks that know the same logs."""
     last = max((story.number for story in stories.values()), default=0)
     first = max((story.agreed for story in stories.values()), default=own.agreed)
@@ -314,15 +339,18 @@ def _describe(axis: Axis, stories: dict[int, _Story], own: _Line, waited: float 
         known = next(iter(stories.values())).at(number - 1) or known
     lines: dict[str, list[int]] = {}
     for rank in axis.ranks:
-        lines.setdefault(_deeds(stories.get(rank), number, waited), []).append(rank)
-    deeds = "; ".join(f"{_ranks(ranks)} {text}" for text, ranks in lines.items())
+        deed = _deeds(stories.get(rank), number, waited, gone.get(rank))
+        lines.setdefault(deed, []).append(rank)
+    deeds = "; ".join(f"{reports.named(ranks)} {text}" for text, ranks in lines.items())
     return (
         f"the ranks of this run did different things. After number {number - 1} ({known}), "
         f"which all did, {deeds}. {_CURE}"
     )
 
 
-def _deeds(story: _Story | None, number: int, waited: float | None) -> str:
+def _deeds(story: _Story | None, number: int, waited: float | None, gone: str | None) -> str:
+    if story is None and gone is not None:
+        return f"did not come to the next: it {gone}"
     if story is None:
         return "did not come to the next (it has ended, failed, or is busy with something else" + (
             f"; waited for it up to {waited:g} s)" if waited else ")"
@@ -334,7 +362,3 @@ def _deeds(story: _Story | None, number: int, waited: float | None) -> str:
     return f"did number {number}: {what}" + (
         f", and {more} more, the last of them {story.since[-1]}" if more > 0 else ""
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -14,6 +14,7 @@ import torch
 from bmtrain.distributed import collectives
 from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import COUNT
 from bmtrain.runtime.mesh import KINDS, Axis
 from bmtrain.runtime.world import World
 
@@ -204,9 +205,9 @@ def _check(comm: Axis, what: str, peer: int = 0) -> None:
             "the run, bmtrain.config['comm'] for example, "
             "after init_distributed()."
         )
-    if not 0 <= peer < comm.size:
+    if not COUNT.holds(peer) or peer >= comm.size:
         raise ConfigurationError(
-            f"nccl.{what} got rank {peer}: expected 0 to {comm.size - 1}, a place in its "
+            f"nccl.{what} got rank {peer!r}: expected 0 to {comm.size - 1}, a place in its "
             "communicator."
         )
 

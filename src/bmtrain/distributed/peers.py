@@ -11,7 +11,6 @@ import dataclasses
 import math
 import os
 import pathlib
-import platform
 import sys
 import tempfile
 import weakref
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime.hosts import this_host
 from bmtrain.runtime.log import print_rank, warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
@@ -269,7 +269,7 @@ def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
 
 def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
     """Why ranks cannot access each other's memory, the same on all ranks; None if they can."""
-    hosts = set(collectives.gather_objects(_host(), axis))
+    hosts = set(collectives.gather_objects(this_host(), axis))
     kernels = {kernel for _, kernel in hosts}
     if len(hosts) > 1 and len(kernels) == 1 and "" not in kernels:
         return Obstacle(
@@ -299,12 +299,3 @@ def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
         (Obstacle(f"GPU {own} has no access to GPU {others[0]}") for own, others in told if others),
         None,
     )
-
-
-def _host() -> tuple[str, str]:
-    """This process's container and kernel boot id ("" if unknown).
-
-    Processes can map each other's memory only if these are equal.
-    """
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
-    return platform.node(), boot.read_text() if boot.exists() else ""

@@ -20,6 +20,7 @@ from bmtrain.loss.columns import columns_of
 from bmtrain.loss.module import DTYPES, ClassLoss, describe, names
 from bmtrain.loss.row_loss import RowLoss
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import FLAG, check, known_keywords
 
 
 class CrossEntropyRows(torch.autograd.Function):
@@ -84,6 +85,7 @@ class FusedCrossEntropy(ClassLoss):
         NotInitializedError: for `parallel=True` before `init_distributed`.
     """
 
+    @known_keywords
     def __init__(
         self,
         weight: torch.Tensor | None = None,
@@ -92,6 +94,7 @@ class FusedCrossEntropy(ClassLoss):
         label_smoothing: float = 0.0,
         parallel: bool = False,
     ) -> None:
+        check("FusedCrossEntropy", parallel=(parallel, FLAG))
         if parallel:
             world.current("FusedCrossEntropy(parallel=True)")
         super().__init__(weight, ignore_index, reduction, label_smoothing)

@@ -8,6 +8,7 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.cross_entropy import arithmetic
 from bmtrain.loss.columns import Columns
 from bmtrain.loss.row_loss import RowLoss
+from bmtrain.runtime.arguments import SHARE, WHOLE, check, known_keywords
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -29,6 +30,7 @@ class ClassLoss(torch.nn.Module):
 
     weight: torch.Tensor | None
 
+    @known_keywords
     def __init__(
         self,
         weight: torch.Tensor | None = None,
@@ -41,11 +43,11 @@ class ClassLoss(torch.nn.Module):
             raise ConfigurationError(
                 f"reduction: got {reduction!r}, expected one of {REDUCTIONS}; choose one of them."
             )
-        if not (isinstance(label_smoothing, int | float) and 0 <= label_smoothing <= 1):
-            raise ConfigurationError(
-                f"label_smoothing: got {label_smoothing!r}, expected a share between 0 and "
-                "1; 0 means none."
-            )
+        check(
+            type(self).__name__,
+            label_smoothing=(label_smoothing, SHARE),
+            ignore_index=(ignore_index, WHOLE),
+        )
         if weight is not None:
             check_tensor("weight", weight)
         if weight is not None and (weight.dim() != 1 or not weight.is_floating_point()):

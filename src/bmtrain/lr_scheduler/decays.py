@@ -9,6 +9,7 @@ import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.lr_scheduler.warmup import WarmupLRScheduler
+from bmtrain.runtime.arguments import NUMBER
 
 
 class Noam(WarmupLRScheduler):
@@ -52,12 +53,12 @@ class _EndingScheduler(WarmupLRScheduler):
 
     def _check(self) -> None:
         super()._check()
-        if not self._end > self.warmup_iter:  # in this form, NaN is refused too
+        if not NUMBER.holds(self._end) or self._end <= self.warmup_iter:
             raise self._refused()
 
     def _refused(self) -> ConfigurationError:
         return ConfigurationError(
-            f"end_iter of {type(self).__name__}: got {self.end_iter}, expected more than "
+            f"end_iter of {type(self).__name__}: got {self.end_iter!r}, expected more than "
             f"warmup_iter={self.warmup_iter}; give the iteration at which the decay "
             "ends, or take NoDecay or Noam, "
             "which have no end."

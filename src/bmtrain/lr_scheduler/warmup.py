@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.runtime.arguments import NUMBER, Rule, check
 
 
 class WarmupLRScheduler(abc.ABC):
@@ -133,5 +134,6 @@ class WarmupLRScheduler(abc.ABC):
 
 
 def _check_at_least(name: str, got: float, least: float, remedy: str) -> None:
-    if not got >= least:  # in this form, NaN is refused too
-        raise ConfigurationError(f"{name}: got {got}, expected {least} or more; {remedy}.")
+    expected = f"a finite number, {least} or more; {remedy}"
+    rule = Rule(expected, lambda value: NUMBER.holds(value) and value >= least)
+    check("a learning-rate schedule", **{name: (got, rule)})

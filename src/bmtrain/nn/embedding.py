@@ -64,8 +64,8 @@ class VPEmbedding(DistributedModule):
             projection: whether to project.
 
         Returns:
-            Embeddings (*x.shape, embedding_size); with `projection` logits (rows of all ranks, ...,
-            vocab_size / tp_size): this rank's part of the vocabulary, for
+            Embeddings `(*x.shape, embedding_size)`; with `projection` logits (rows of all ranks,
+            ..., vocab_size / tp_size): this rank's part of the vocabulary, for
             FusedCrossEntropy(parallel=True) with the targets of all ranks' rows.
 
         Raises:

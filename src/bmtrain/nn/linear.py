@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import SIZE, check
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import (
     DistributedParameter,
@@ -93,11 +94,7 @@ def zeros() -> ParameterInitializer:
 
 def check_sizes(layer: str, **sizes: int) -> None:
     """Raise ConfigurationError unless all `sizes` are whole numbers above 0."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ConfigurationError(
-                f"{layer}: {name} is {size!r}: expected a whole number above 0."
-            )
+    check(layer, **{name: (size, SIZE) for name, size in sizes.items()})
 
 
 def part_of(layer: str, name: str, size: int, num_ranks: int) -> int:

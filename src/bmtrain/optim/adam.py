@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bmtrain.errors import ConfigurationError, ParameterError
+from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamSettings, adamw_update
 from bmtrain.kernels.chunks import Batch
 from bmtrain.optim import gathered, resharding
@@ -17,11 +17,20 @@ from bmtrain.optim.adam_state import AdamLayout, Cohort, RunState, Update
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
+from bmtrain.optim.saved import check_optimizer_state
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
 
 Step = tuple[Update, AdamSettings]
+BETAS = Rule(
+    "two numbers from 0 to below 1",
+    lambda betas: (
+        isinstance(betas, tuple | list) and len(betas) == 2 and all(map(PART.holds, betas))
+    ),
+)
 
 
 class AdamBase(torch.optim.Optimizer):
@@ -29,6 +38,7 @@ class AdamBase(torch.optim.Optimizer):
 
     _layout: AdamLayout | None = None  # built on first use
 
+    @known_keywords
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
         params: Any,
@@ -44,9 +54,11 @@ class AdamBase(torch.optim.Optimizer):
         scale_steps: int | None = None,
     ) -> None:
         current = world.current(type(self).__name__)
-        _check(lr, betas, eps, weight_decay, hold_steps)
-        decay = {"weight_decay": weight_decay, "hold_steps": hold_steps, "maximize": maximize}
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, **decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
+        defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
+        _check(type(self).__name__, [defaults])
+        super().__init__(params, {**defaults, "betas": tuple(betas)})
+        _check(type(self).__name__, self.param_groups)
         flat = parameters_of(self.param_groups)
         for param in flat:
             if param.device != current.device:
@@ -173,20 +185,44 @@ class AdamBase(torch.optim.Optimizer):
 
         With `gather` it is collective; the tensors are on the CPU and fit any world size.
         """
-        self.dynamic_scale.settle()
-        self._lay_out()
-        state: dict[str, Any] = super().state_dict()
+        state = self.sharded_state_dict()
         if not gather:
             return {**state, "state": gathered.local_values(state["state"])}
         flat = parameters_of(self.param_groups)
         return {**state, "state": gathered.gather_states(flat, state["state"])}
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The state itself, no copy: sharded tensors of sharded parameters."""
+        self.dynamic_scale.settle()
+        self._lay_out()
+        return super().state_dict()
+
+    def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Take over groups and step counts of `saved`, a state dict without tensors.
+
+        Returns the state by parameter index: tensors as of a new optimizer, to be filled.
+        """
+        self.dynamic_scale.settle()
+        self._load_groups(saved["param_groups"])
+        self._lay_out()
+        live: dict[int, dict[str, Any]] = {}
+        for index, param in enumerate(parameters_of(self.param_groups)):
+            live[index] = self.state[param]
+            live[index]["step"] = int(saved["state"].get(index, {}).get("step", 0))
+            for name in ("exp_avg", "exp_avg_sq"):
+                local_of(live[index][name]).zero_()
+        return live
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load either form of `state_dict`, or BMTrain's (see `resharding.local_states`).
 
         Collective.
+
+        Raises:
+            CheckpointError: on every rank, if this is no such state, or that of other parameters.
         """
         self.dynamic_scale.settle()
+        check_optimizer_state(state_dict)
         flat = parameters_of(self.param_groups)
         states = resharding.local_states(self.param_groups, state_dict)
         self._layout = None
@@ -261,17 +297,14 @@ def _settings(groups: Sequence[dict[str, Any]], cohort: Cohort, scale: float) ->
     )
 
 
-def _check(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, hold_steps: int
-) -> None:
-    limits = {
-        "lr": lr >= 0,
-        "betas": len(betas) == 2 and all(0 <= b < 1 for b in betas),
-        "eps": eps >= 0,
-    }
-    limits |= {"weight_decay": weight_decay >= 0, "hold_steps": hold_steps >= 0}
-    for name, good in limits.items():
-        if not good:
-            raise ConfigurationError(
-                f"{name} is out of range: expected 0 <= betas < 1 and nothing else below 0."
-            )
+def _check(owner: str, groups: Iterable[dict[str, Any]]) -> None:
+    for group in groups:
+        check(
+            owner,
+            lr=(group["lr"], AMOUNT),
+            betas=(group["betas"], BETAS),
+            eps=(group["eps"], AMOUNT),
+            weight_decay=(group["weight_decay"], AMOUNT),
+            hold_steps=(group["hold_steps"], COUNT),
+            maximize=(group["maximize"], FLAG),
+        )

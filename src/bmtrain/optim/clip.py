@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.scale import scale_
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.optim.gradients import Gradients, Parts
 from bmtrain.optim.runs import contiguous_runs
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import AMOUNT, BOUND, POSITIVE, check
 
 
 def clip_grad_norm(
@@ -52,14 +52,16 @@ def clip_gradients(
     gradients: Gradients, max_norm: float, scale: float, norm_type: float, eps: float
 ) -> torch.Tensor:
     """`clip_grad_norm` for gradients that have been collected before."""
-    if not float(norm_type) > 0:  # programs of BMTrain write "inf"
-        raise ConfigurationError(f"norm_type is {norm_type}: expected a positive number or inf.")
-    if not max_norm > 0:
-        raise ConfigurationError(f"max_norm is {max_norm}: expected a positive number or inf.")
-    if not 0 < scale < math.inf:
-        raise ConfigurationError(f"scale is {scale}: expected the loss scale of the gradients.")
+    order: Any = math.inf if str(norm_type) == "inf" else norm_type  # BMTrain's programs write so
+    check(
+        "clip_grad_norm",
+        norm_type=(order, BOUND),
+        max_norm=(max_norm, BOUND),
+        scale=(scale, POSITIVE),
+        eps=(eps, AMOUNT),
+    )
     found = gradients.look()
-    norm = (_global_norm(*found, float(norm_type)) / scale).to(_dtype_of(found))
+    norm = (_global_norm(*found, float(order)) / scale).to(_dtype_of(found))
     if not math.isinf(max_norm):
         factor = (max_norm / (norm + eps)).clamp(max=1.0)
         for parts in found:
@@ -77,14 +79,19 @@ def parameters_of(groups: Any) -> list[torch.nn.Parameter]:
     return found
 
 
-def global_sum_of_squares(sharded: Parts, replicated: Parts) -> torch.Tensor:
+def global_sum_of_squares(
+    sharded: Parts, replicated: Parts, mark: torch.Tensor | None = None
+) -> torch.Tensor:
     """The sum of squares of all gradients on all ranks: 0-dim fp64 on the device. Collective.
 
-    Finite if and only if every gradient on every rank is. Sharded gradients are summed over ranks;
-    those of ordinary parameters are the same on all ranks and count once.
+    Finite if and only if every gradient on every rank is, and every rank's `mark` (0-dim: 0 or
+    NaN). Sharded gradients are summed over ranks; those of ordinary parameters are the same on all
+    ranks and count once.
     """
     current = world.current("clip_grad_norm")
     total = sum_of_squares(sharded.batch, current.device)
+    if mark is not None:
+        total += mark
     if not replicated.parts:
         collectives.all_reduce_(total, "sum", current.mesh.world)
         return total

@@ -1,35 +1,26 @@
-"""Detects a NaN or infinite loss without making the host wait for the device."""
+"""Remembers, on the device, whether a loss of the step at hand was NaN or infinite."""
 
 from __future__ import annotations
 
 import torch
 
-from bmtrain.optim.verdict import Verdict
-from bmtrain.runtime.log import warn
 
-
-class FiniteWatch:
-    """Checks each loss once it has reached the host; warns once per streak of bad steps.
-
-    The warning names the first step of the streak.
-    """
+class LossMark:
+    """A number that is 0, or NaN once a loss was not finite; the host does not wait for it."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, Verdict]] = []
-        self._was_bad = False
+        self._mark: torch.Tensor | None = None
 
-    def record(self, loss: torch.Tensor, step: int) -> None:
-        """Start checking the loss of `step`; earlier results that have arrived are judged now."""
-        self._waiting.append((step, Verdict(loss)))
-        while self._waiting and self._waiting[0][1].is_here:
-            self._judge(*self._waiting.pop(0))
+    def add(self, loss: torch.Tensor) -> None:
+        """Look at a loss of one element."""
+        term = loss.reshape(()) * 0
+        self._mark = term if self._mark is None else self._mark + term
 
-    def _judge(self, step: int, verdict: Verdict) -> None:
-        good = verdict.wait()
-        if not good and not self._was_bad:
-            warn(
-                f"the loss of step {step} is NaN or infinite, and without loss scaling "
-                "the step is applied all the same: see the "
-                "data and the learning rate of that step, or resume from an earlier checkpoint."
-            )
-        self._was_bad = not good
+    def clear(self) -> None:
+        """Forget the losses: their gradients are not used."""
+        self._mark = None
+
+    def take(self) -> torch.Tensor | None:
+        """The mark of the losses since the last call: 0-dim; None without any."""
+        mark, self._mark = self._mark, None
+        return mark

@@ -13,6 +13,7 @@ from bmtrain.optim.gradients import Gradients
 from bmtrain.optim.runs import contiguous_runs
 from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
+from bmtrain.runtime.log import warn
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
@@ -20,18 +21,21 @@ from bmtrain.shard.parameter import DistributedParameter
 def optim_step(optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
     """Step `optimizer` and its scheduler after `optimizer.loss_scale(loss).backward()`.
 
-    With a loss scale, gradients that overflow on any rank make all ranks skip the step and lower
-    `optimizer.scale`.
+    Gradients that are not finite on any rank make all ranks skip the step, and lower
+    `optimizer.scale` if there is a loss scale. The host waits for the device to know.
 
     Raises:
         ConfigurationError: if a parameter that is not sharded has a gradient of this rank only.
     """
     _check_replicas(optimizer)
+    gradients = Gradients(contiguous_runs(parameters_of(optimizer.param_groups)))
+    is_finite = Verdict(global_sum_of_squares(*gradients.look())).wait()
     if not isinstance(optimizer, AdamBase) or (optimizer.scale == 1 and not _has_fp16(optimizer)):
+        if not is_finite:
+            warn("optim_step: a gradient is not finite, the step is skipped on all ranks.")
+            return
         optimizer.step()
     else:
-        gradients = Gradients(contiguous_runs(parameters_of(optimizer.param_groups)))
-        is_finite = Verdict(global_sum_of_squares(*gradients.look())).wait()
         if is_finite:
             optimizer.step(scale=optimizer.scale)
         optimizer.dynamic_scale.judge(is_finite)

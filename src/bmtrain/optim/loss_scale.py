@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.verdict import Verdict
+from bmtrain.runtime.arguments import BOUND, NUMBER, POSITIVE, SIZE, check
 from bmtrain.runtime.log import print_rank, warn
 
 
@@ -14,6 +15,11 @@ class LossScale:
     """A dynamic loss scale: shrinks on overflow, grows after `growth_steps` good steps in a row.
 
     Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.2.
+
+    Attributes:
+        num_skipped: steps that were skipped.
+        num_in_a_row: those since the last good step at which the scale was the smallest already, so
+            that it is not what made them overflow.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -27,15 +33,18 @@ class LossScale:
         minimum: float = 1.0,
         maximum: float = math.inf,
     ) -> None:
-        if not (value > 0 and math.isfinite(value)):
+        check(
+            "loss scaling",
+            loss_scale=(value, POSITIVE),
+            factor=(factor, NUMBER),
+            steps=(growth_steps, SIZE),
+            min=(minimum, POSITIVE),
+            max=(maximum, BOUND),
+        )
+        if factor <= 1 or minimum > maximum:
             raise ConfigurationError(
-                f"loss_scale is {value}: expected a positive finite number, or None for no scaling."
-            )
-        if factor <= 1 or growth_steps < 1 or not 0 < minimum <= maximum:
-            raise ConfigurationError(
-                f"loss scaling got factor={factor}, steps={growth_steps}, "
-                f"min={minimum}, max={maximum}: expected factor > 1, "
-                "steps >= 1 and 0 < min <= max."
+                f"loss scaling got factor={factor}, min={minimum}, max={maximum}: expected "
+                "factor > 1 and min <= max."
             )
         self.factor, self.growth_steps, self.minimum, self.maximum = (
             factor,
@@ -45,6 +54,7 @@ class LossScale:
         )
         self._value = min(max(float(value), minimum), maximum)
         self.good_steps = 0
+        self.num_skipped = self.num_in_a_row = 0
         self._awaited: tuple[Verdict, Callable[[], None]] | None = None
 
     @property
@@ -56,9 +66,15 @@ class LossScale:
     def judge(self, is_finite: bool) -> None:
         """Update the scale after a step whose gradients were all finite, or not."""
         if is_finite:
+            self.num_in_a_row = 0
             self.grow()
             return
         before = self._value
+        self.num_skipped += 1
+        self.num_in_a_row += before <= self.minimum
+        self._tell_of_skip(before)
+
+    def _tell_of_skip(self, before: float) -> None:
         self.shrink()
         print_rank(
             f"gradient overflow: loss scale {before:g} -> {self._value:g}, the step is skipped"
@@ -108,3 +124,21 @@ class LossScale:
         self.settle()
         saved = state if isinstance(state, dict) else {"value": state, "good_steps": 0}
         self._value, self.good_steps = float(saved["value"]), int(saved["good_steps"])
+
+
+class NoScaling(LossScale):
+    """The scale of runs that need none: always 1. Counts skipped steps as a dynamic one does."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, maximum=1.0)
+
+    @property
+    def value(self) -> float:
+        """1, whatever the last step was: nobody has to wait for its verdict."""
+        return 1.0
+
+    def _tell_of_skip(self, before: float) -> None:
+        print_rank(
+            "the loss or a gradient is not finite: the step is skipped on all ranks "
+            f"({self.num_in_a_row} in a row, {self.num_skipped} in all)"
+        )

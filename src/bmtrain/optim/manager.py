@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from bmtrain.distributed.results import LastLoss
-from bmtrain.errors import CheckpointError, ConfigurationError
+from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares, parameters_of
-from bmtrain.optim.finite import FiniteWatch
+from bmtrain.optim.finite import LossMark
 from bmtrain.optim.gradients import GradientsCache
-from bmtrain.optim.loss_scale import LossScale
+from bmtrain.optim.loss_scale import LossScale, NoScaling
+from bmtrain.optim.runs import gradient_of
+from bmtrain.optim.saved import check_manager_state
 from bmtrain.optim.schedules import Restorable, step_schedules
 from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
 from bmtrain.shard.engine import Engine
 from bmtrain.shard.parameter import DistributedParameter
 
@@ -34,6 +37,8 @@ class OptimManager:
         min_loss_scale, max_loss_scale: bounds of the scale.
         grad_scale: divisor of the loss before backward, since gradients are summed over ranks; None
             is the world size, so that gradients are means.
+        max_skipped_steps: `step` raises NonFiniteError after so many steps in a row whose loss or
+            gradients were not finite though the loss scale is the smallest; None for never.
 
     Raises:
         ConfigurationError: for values out of range.
@@ -48,6 +53,7 @@ class OptimManager:
         manager.step()
     """
 
+    @known_keywords
     def __init__(
         self,
         loss_scale: float | None = None,
@@ -56,21 +62,27 @@ class OptimManager:
         min_loss_scale: float = 1,
         max_loss_scale: float = math.inf,
         grad_scale: float | None = None,
+        max_skipped_steps: int | None = 100,
     ) -> None:
         current = world.current("OptimManager")
         self._engine = current.service(Engine)
-        self._scale = None
-        if loss_scale is not None:
-            self._scale = LossScale(
+        self._scale = (
+            NoScaling()
+            if loss_scale is None
+            else LossScale(
                 loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale
             )
-        if grad_scale is not None and not 0 < grad_scale < math.inf:
-            raise ConfigurationError(f"grad_scale is {grad_scale}: expected a positive number.")
+        )
+        if max_skipped_steps is not None:
+            check("OptimManager", max_skipped_steps=(max_skipped_steps, SIZE))
+        self._max_skipped = math.inf if max_skipped_steps is None else max_skipped_steps
+        if grad_scale is not None:
+            check("OptimManager", grad_scale=(grad_scale, POSITIVE))
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
         self._num_steps = 0
-        self._watch = FiniteWatch()
+        self._mark = LossMark()
         self._gradients = GradientsCache()
         self._last_loss = current.service(LastLoss)
 
@@ -80,7 +92,25 @@ class OptimManager:
 
         Waits until the GPU has reported whether the last step overflowed.
         """
-        return self._scale.value if self._scale is not None else 1.0
+        return self._scale.value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps skipped because a loss or gradient was not finite on some rank.
+
+        Waits until the GPU has reported whether the last one was.
+        """
+        self._settle()
+        return self._scale.num_skipped
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        """Number of steps skipped since the last good one, without those that lowered the scale.
+
+        Waits as `skipped_steps` does.
+        """
+        self._settle()
+        return self._scale.num_in_a_row
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer, lr_scheduler: Any = None) -> None:
         """Drive `optimizer`, and its scheduler if it has one.
@@ -102,7 +132,7 @@ class OptimManager:
         self._replicate(optimizer)
         if isinstance(optimizer, AdamBase):
             optimizer.dynamic_scale.settle()
-            optimizer.dynamic_scale = self._scale or LossScale(1.0, maximum=1.0)
+            optimizer.dynamic_scale = self._scale
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -148,14 +178,23 @@ class OptimManager:
                 "backward got a loss that optimizer.loss_scale() has scaled already: "
                 "pass the loss itself, or call loss.backward()."
             )
-        if self._scale is None:
-            seen = loss.detach()
-            self._engine.host.when_computed(lambda: self._watch.record(seen, self._num_steps + 1))
+        if not self._has_gradients():
+            self._mark.clear()
+        seen = loss.detach()
+        self._engine.host.when_computed(lambda: self._mark.add(seen))
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
 
+    def _has_gradients(self) -> bool:
+        return self._engine.backward.has_deferred or any(
+            gradient_of(param) is not None
+            for optimizer in self.optimizers
+            for param in parameters_of(optimizer.param_groups)
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included."""
+        self._engine.host.now_and_again(self._mark.clear)
         has_deferred = self._engine.backward.has_deferred
         for optimizer in self.optimizers:
             for param in parameters_of(optimizer.param_groups) if has_deferred else ():
@@ -176,37 +215,52 @@ class OptimManager:
         )
 
     def step(self) -> None:
-        """Update all parameters and learning rates; on an overflow on any rank, skip both.
+        """Update all parameters and learning rates, or skip both on all ranks.
 
-        An overflow lowers the loss scale instead.
+        A step is skipped if a loss given to `backward` since the last one, or a gradient, is not
+        finite on any rank: weights, states of optimizers and schedules, and their counts stay as
+        they are, as if its batch had not been. A loss scale is lowered then. `skipped_steps` counts
+        them. Loss and gradients are those of this manager: `loss.backward()` shows no loss.
 
         With AdamOptimizers alone and schedules that can be restored, the host does not wait for the
-        verdict. On an overflow the device leaves weights and state unchanged, and the host undoes
-        its own counts later: when the loss scale or a state dict is read, at the latest in the next
-        `backward`. Until then, learning rates read as after a good step, and so does a schedule
-        whose state is read directly; `state_dict` of the manager is always right.
+        verdict. The device leaves weights and state unchanged, and the host undoes its own counts
+        later: when the loss scale (if there is one), `skipped_steps` or a state dict is read, at
+        the latest in the next `step`. Until then, learning rates read as after a good step, and so
+        does a schedule whose state is read directly; `state_dict` of the manager is always right.
+
+        Raises:
+            NonFiniteError: on all ranks, after `max_skipped_steps` in a row were skipped.
         """
         self._engine.backward.flush()
-        if self._scale is None:
-            self._advance(1.0)
-            return
+        self._settle()
+        self._check_not_lost()
         scale = self._scale.value
         params = [
             param
             for optimizer in self.optimizers
             for param in parameters_of(optimizer.param_groups)
         ]
-        total = global_sum_of_squares(*self._gradients(params).look())
+        total = global_sum_of_squares(*self._gradients(params).look(), self._mark.take())
         verdict = Verdict(total)
         if self._can_take_back():
             self._scale.judge_later(verdict, self._advance_if_finite(scale, total))
             if not verdict.needs_waiting:
-                self._scale.settle()
+                self._settle()
             return
         is_finite = verdict.wait()
         if is_finite:
             self._advance(scale)
         self._scale.judge(is_finite)
+
+    def _check_not_lost(self) -> None:
+        if self._scale.num_in_a_row >= self._max_skipped:
+            raise NonFiniteError(
+                f"{self._scale.num_in_a_row} steps in a row were skipped, because the loss or a "
+                "gradient was not finite on some rank; weights and optimizer states are those "
+                "after the last good step. bmtrain.inspect.find_non_finite names the module: see "
+                "the data and the learning rate of those steps, or resume from a checkpoint "
+                "before them."
+            )
 
     def _can_take_back(self) -> bool:
         """Whether the device can skip a step that the host undoes later."""
@@ -257,9 +311,12 @@ class OptimManager:
                     part.grad.div_(scale)
         optimizer.step()
 
+    @property
+    def _is_scaled(self) -> bool:
+        return not isinstance(self._scale, NoScaling)
+
     def _settle(self) -> None:
-        if self._scale is not None:
-            self._scale.settle()
+        self._scale.settle()
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """State of optimizers, schedulers and loss scale; with `gather_opt` of full tensors.
@@ -267,45 +324,57 @@ class OptimManager:
         With `gather_opt` it is collective and fits any world size. The keys are BMTrain's, plus a
         few that BMTrain ignores.
         """
-        self._settle()
         return {
+            **self._state_of_schedules(),
             "optimizers": [
                 _optimizer_state(optimizer, gather_opt) for optimizer in self.optimizers
             ],
+        }
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same with the optimizers' states themselves, no copies: sharded tensors."""
+        return {
+            **self._state_of_schedules(),
+            "optimizers": [_sharded_state(optimizer) for optimizer in self.optimizers],
+        }
+
+    def _state_of_schedules(self) -> dict[str, Any]:
+        self._settle()
+        return {
             "lr_schedulers": [None if s is None else s.state_dict() for s in self.lr_schedulers],
             "loss_scale": self.loss_scale,
-            "loss_scale_enabled": self._scale is not None,
-            "loss_scale_state": None if self._scale is None else self._scale.state_dict(),
+            "loss_scale_enabled": self._is_scaled,
+            "loss_scale_state": self._scale.state_dict() if self._is_scaled else None,
             "num_steps": self._num_steps,
+            "num_skipped": self._scale.num_skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
-            CheckpointError: if optimizers or schedulers differ in number or shape.
+            CheckpointError: on every rank, if this is no such state, or if optimizers or schedulers
+                differ in number or shape.
         """
         self._settle()
-        for name, ours in (("optimizers", self.optimizers), ("lr_schedulers", self.lr_schedulers)):
-            if len(state.get(name, [])) != len(ours):
-                raise CheckpointError(
-                    f"the state has {len(state.get(name, []))} {name}, this manager "
-                    f"{len(ours)}: add the same ones first."
-                )
+        counts = {"optimizers": len(self.optimizers), "lr_schedulers": len(self.lr_schedulers)}
+        check_manager_state(state, counts)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             _load_optimizer(optimizer, saved)
+        self.load_rest(state)
+
+    def load_rest(self, state: Mapping[str, Any]) -> None:
+        """Restore all of a saved state but the optimizers."""
         for scheduler, saved in zip(self.lr_schedulers, state["lr_schedulers"], strict=True):
             if scheduler is not None and saved is not None:
                 scheduler.load_state_dict(saved)
         # BMTrain saves a plain number
         saved_scale = state.get("loss_scale_state") or state.get("loss_scale")
-        if (
-            self._scale is not None
-            and saved_scale is not None
-            and state.get("loss_scale_enabled", True)
-        ):
+        if self._is_scaled and saved_scale is not None and state.get("loss_scale_enabled", True):
             self._scale.load_state_dict(saved_scale)
         self._num_steps = int(state.get("num_steps", 0))
+        self._scale.num_skipped = int(state.get("num_skipped", 0))
+        self._scale.num_in_a_row = 0
 
 
 def _checked(loss: Any) -> torch.Tensor:
@@ -327,6 +396,12 @@ def _checked(loss: Any) -> torch.Tensor:
             "torch.no_grad() or detached."
         )
     return loss
+
+
+def _sharded_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    if isinstance(optimizer, AdamBase):
+        return optimizer.sharded_state_dict()
+    return optimizer.state_dict()
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import RunState
 from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
+from bmtrain.runtime.arguments import known_keywords
 
 # Maximum number of elements per transfer. Launching a chunk costs the host half a millisecond, a
 # tenth of a chunk's update at this length. The first download and the last upload, which nothing
@@ -62,6 +63,7 @@ class AdamOffloadOptimizer(AdamBase):
 
     DEPTH = 4  # chunks in flight: two downloads, one update, one upload
 
+    @known_keywords
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
         self,
         params: Any,

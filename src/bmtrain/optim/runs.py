@@ -72,7 +72,8 @@ class Run:
     def gradient(self) -> torch.Tensor:
         """The gradient of a part that has one: (numel,).
 
-        A strided gradient that the program has assigned keeps the parameter's shape.
+        A strided gradient that the program has assigned keeps the parameter's shape; of a sparse
+        one these are the values.
         """
         grad, flat = (
             gradient_of(self.params[0]),
@@ -82,6 +83,10 @@ class Run:
             raise ValueError("a part without a gradient was asked for it")
         if flat is not None and is_shown(self.params[0]):
             return flat[self.begin : self.end]
+        if grad.layout is torch.sparse_coo:
+            # its sums of repeated rows are what counts, and what is written must reach `.grad`
+            self.params[0].grad = grad = grad.coalesce()
+            grad = grad.values()
         own = local_of(grad)
         return own.view(-1) if own.is_contiguous() else own
 

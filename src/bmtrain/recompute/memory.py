@@ -10,7 +10,7 @@ import torch
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.runtime.world import World
 
-_MARGIN = 0.03  # of all memory, left for fragmentation and allocations outside of torch
+MARGIN = 0.03  # of all memory, left for fragmentation and allocations outside of torch
 
 
 class Memory(ABC):
@@ -84,7 +84,7 @@ class CudaMemory(Memory):
         return self._peak.take()
 
     def limit(self) -> int:
-        usable = self._memory.within_reach() - int(self._memory.total() * _MARGIN)
+        usable = self._memory.within_reach() - int(self._memory.total() * MARGIN)
         return usable if self._given is None else min(usable, self._given)
 
     def num_retries(self) -> int:

@@ -8,6 +8,7 @@ import itertools
 
 import torch.distributed as dist
 
+from bmtrain.runtime.groups import Groups
 from bmtrain.runtime.topology import Topology
 
 _GROUPS = {"group", "gather", "reduce"}
@@ -108,7 +109,7 @@ class Mesh:
 KINDS = ("world", "pipe", "tp", "tp_zero", "pp_zero", "pp_tp_zero")
 
 
-def build_mesh(topology: Topology) -> Mesh:
+def build_mesh(topology: Topology, opened: Groups) -> Mesh:
     """Create the process groups of every axis.
 
     Collective over the world. All ranks create all groups, their own or not, in the same order:
@@ -119,16 +120,18 @@ def build_mesh(topology: Topology) -> Mesh:
     for kind in KINDS:
         partition = tuple(topology.partition(kind))
         if partition not in by_partition:
-            by_partition[partition] = _build_axis(kind, topology.rank, partition)
+            by_partition[partition] = _build_axis(kind, topology.rank, partition, opened)
         axes[kind] = by_partition[partition]
-    upstream, downstream = _build_links(topology)
+    upstream, downstream = _build_links(topology, opened)
     return Mesh(topology, **axes, upstream=upstream, downstream=downstream)
 
 
-def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) -> Axis:
+def _build_axis(
+    name: str, rank: int, partition: tuple[tuple[int, ...], ...], opened: Groups
+) -> Axis:
     own = None
     for ranks in partition:
-        groups = [dist.new_group(list(ranks)) for _ in range(3)]
+        groups = [opened.open(ranks) for _ in range(3)]
         if rank in ranks:
             own = Axis(name, ranks, ranks.index(rank), Communicators(*groups))
     if own is None:
@@ -136,7 +139,7 @@ def _build_axis(name: str, rank: int, partition: tuple[tuple[int, ...], ...]) ->
     return own
 
 
-def _build_links(topology: Topology) -> tuple[Axis | None, Axis | None]:
+def _build_links(topology: Topology, opened: Groups) -> tuple[Axis | None, Axis | None]:
     """The axes to the neighbouring stages.
 
     A separate group per neighbour, so that sends downstream do not queue behind receives from
@@ -145,7 +148,7 @@ def _build_links(topology: Topology) -> tuple[Axis | None, Axis | None]:
     upstream = downstream = None
     for line in topology.partition("pipe"):
         for ranks in itertools.pairwise(line):
-            group = dist.new_group(list(ranks))
+            group = opened.open(ranks)
             communicators = Communicators(group, group, group)
             if topology.rank == ranks[0]:
                 downstream = Axis("link", ranks, 0, communicators)

@@ -6,28 +6,50 @@ The only module that reads environment variables.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import datetime
+import faulthandler
+import json
 import os
-import re
 import sys
+import threading
+import time
 import traceback
+import urllib.parse
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from bmtrain.errors import ConfigurationError, NotInitializedError
-from bmtrain.runtime import toolchain
+from bmtrain.errors import ConfigurationError, JoinError, NotInitializedError, RanksPartedError
+from bmtrain.runtime import exits, stacks, toolchain
+from bmtrain.runtime.groups import Groups
+from bmtrain.runtime.hosts import local_places, this_host
+from bmtrain.runtime.launcher import Launcher, say
+from bmtrain.runtime.launchers import (
+    FOREIGN,
+    TORCHRUN,
+    Launch,
+    check_port,
+    local_rank_hint,
+    meeting_place,
+    number,
+    read_launch,
+)
+from bmtrain.runtime.meeting import Meetings, Store, adopt, tell_all
 from bmtrain.runtime.mesh import Mesh, build_mesh
 from bmtrain.runtime.seeding import seed_everything
 from bmtrain.runtime.topology import Topology
+from bmtrain.runtime.watchdog import Place, Watchdog, own_process, processes_of
+from bmtrain.torch_internals import default_store
 
 Service = TypeVar("Service")
 TRANSPORTS = ("auto", "copy_engine", "collective")
+_ANY_GPU = torch.device("cuda")
 
 
 def check_zero_level(level: int) -> None:
@@ -109,7 +131,19 @@ class Defaults:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """This process's part in the run: rank, device, axes, defaults and the services on top."""
+    """This process's part in the run: rank, device, axes, defaults and the services on top.
+
+    Attributes:
+        watchdog: gets a note of all progress.
+        launcher: the torchrun that started this process; None without, and in the process of
+            somebody else.
+        groups: opens process groups.
+        store: a key-value store of this run's own, for the main thread.
+        is_guest: whether the process is somebody else's: a worker whose process group was there
+            before the run, or whose main thread does something else. Then the run leaves signals,
+            hooks and the end of the process alone.
+        at_end: what services do before the run's groups go.
+    """
 
     rank: int
     world_size: int
@@ -122,7 +156,13 @@ class World:
     pipe_enabled: bool
     num_micro_batches: int
     timeout: float
+    watchdog: Watchdog
+    launcher: Launcher | None
+    groups: Groups
+    store: Store
+    is_guest: bool
     services: dict[object, object] = dataclasses.field(default_factory=dict)
+    at_end: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def service(self, factory: Callable[[World], Service]) -> Service:
         """The run's instance of a service: `factory(world)`, built on first use."""
@@ -136,7 +176,8 @@ class _Process:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self.registered = False
+        self.registered = self.hooked = False
+        self.meetings = Meetings()
 
 
 _PROCESS = _Process()
@@ -167,25 +208,30 @@ def world_size() -> int:
 def device() -> torch.device:
     """The device this rank computes on: its CUDA device, or the CPU if there is none."""
     return (
-        _PROCESS.world.device
-        if _PROCESS.world
-        else _pick_device(int(os.environ.get("LOCAL_RANK", "0")), None)
+        _PROCESS.world.device if _PROCESS.world else _pick_device(local_rank_hint(os.environ), None)
     )
 
 
-def launcher() -> int | None:
-    """Process id of the torchrun that started this process; None without torchrun."""
-    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+def unwatched() -> contextlib.AbstractContextManager[None]:
+    """A context for work that takes long without a collective or an optimizer step.
+
+        with bmtrain.unwatched():
+            rebuild_index()
+
+    The watchdog does not count its time as a run that stands still. Ranks that wait for this work
+    enter it too.
+    """
+    return current("unwatched").watchdog.off()
 
 
 def launched_size() -> int:
     """The world size set by the launcher; 1 without a launcher."""
-    return _place_in_launch()[1]
+    return _launch().size
 
 
 def launched_rank() -> int:
     """The rank set by the launcher; 0 without a launcher."""
-    return _place_in_launch()[0]
+    return _launch().rank
 
 
 def take_place(rank: int, size: int) -> None:
@@ -193,6 +239,8 @@ def take_place(rank: int, size: int) -> None:
 
     For processes that the library starts itself.
     """
+    for name in FOREIGN:
+        os.environ.pop(name, None)
     os.environ.update(
         {
             "RANK": str(rank),
@@ -213,6 +261,7 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
     zero_level: int = 3,
     device: str | torch.device | None = None,
     timeout: float = 1800.0,
+    watchdog: float | Literal["auto"] | None = "auto",
     reduce_dtype: torch.dtype | None = None,
     accumulate_dtype: torch.dtype | None = None,
     num_buffers: int = 3,
@@ -225,92 +274,183 @@ def init_distributed(  # noqa: PLR0913 (BMTrain's arguments)
 ) -> None:
     """Join the run: read the launcher's environment, pick the device, build the groups, set seeds.
 
+    The ranks are those of torchrun, srun, mpirun or mpiexec; without a launcher the world is this
+    process alone. Where torch.distributed is initialised already, by Ray Train for example, its
+    process group is adopted: the ranks are those of it, groups of the run's own stand beside it,
+    `shutdown` closes only these, and the process is left alone (see `World.is_guest`). It should
+    not be called on some of the group's ranks only.
+
     Args:
-        init_method: rendezvous URL of torch.distributed; "env://" without a launcher is a world of
-            one process.
+        init_method: rendezvous URL of torch.distributed; "env://" is where the launcher says.
         seed: seeds torch, random and numpy identically on every rank, so that all ranks initialise
             the same model.
         pipe_size: number of pipeline stages; -1 for no pipeline.
         num_micro_batches: micro-batches of the pipeline; by default the number of stages.
         tp_size: ranks that share each tensor-parallel layer.
         zero_level: 2 or 3, the default of every Block.
-        device: "cpu" or "cuda"; by default CUDA if available.
-        timeout: seconds a collective may wait for the other ranks.
+        device: "cpu" or "cuda", or one GPU by its number ("cuda:1"); by default CUDA if available,
+            and the GPU of the local rank, in an adopted process the one that is current.
+        timeout: seconds that the ranks wait for each other: to join, and in any collective.
+        watchdog: seconds after which a run without progress is told and ended, counted from the
+            first optimizer step on; "auto" guesses them, None never ends a run. See
+            `bmtrain.runtime.watchdog.Watchdog`.
         reduce_dtype, accumulate_dtype, num_buffers, transport, memory_limit, fp8, loss_scale_*: see
             `Defaults`.
         compile: see `Defaults`; None compiles on CUDA if Triton and a C compiler are found.
 
+    A rank whose torchrun has ended ends itself from the first line on. After an error, and after
+    the end of a run, it can be called again, by all ranks.
+
     Raises:
         RuntimeError: on a second call.
         ConfigurationError: if the sizes do not divide the world, an argument is out of range, an
-            environment variable is malformed, or this rank has no GPU of its own.
+            environment variable is malformed or contradicts another, several processes are meant
+            and this one has no rank, `init_method` is given beside a process group, or a rank has
+            no GPU of its own.
+        JoinError: if the ranks do not find each other within `timeout`.
     """
+    _forget_lost_run()
     if _PROCESS.world is not None:
         raise RuntimeError(
             "init_distributed was called a second time: call it once, at the start of the program."
         )
-    if not timeout > 0:
-        raise ConfigurationError(f"timeout is {timeout!r}: expected a number of seconds.")
-    number, size, local_rank, local_size = _place_in_launch()
-    chosen = _pick_device(local_rank, device)
-    defaults = Defaults(
-        zero_level=zero_level,
-        reduce_dtype=reduce_dtype,
-        accumulate_dtype=accumulate_dtype,
-        num_buffers=num_buffers,
-        transport=transport,
-        memory_limit=memory_limit,
-        compile=_compiles(compile, chosen),
-        fp8=fp8,
-        loss_scale_factor=loss_scale_factor,
-        loss_scale_steps=loss_scale_steps,
-    )
-    topology = Topology(rank=number, world_size=size, pipe_size=max(pipe_size, 1), tp_size=tp_size)
-    micro_batches = _num_micro_batches(num_micro_batches, pipe_size)
-    _join(init_method, number, size, chosen, timeout)
-    _PROCESS.world = World(
-        rank=number,
-        world_size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        device=chosen,
-        seed=seed,
-        mesh=build_mesh(topology),
-        defaults=defaults,
-        pipe_enabled=pipe_size > 0,
-        num_micro_batches=micro_batches,
-        timeout=timeout,
-    )
-    seed_everything(seed)
+    is_adopted = dist.is_initialized()
+    launcher = None if is_adopted else _find_launcher()
+    try:
+        _check_times(timeout, watchdog)
+        launch = _adopted_launch(init_method) if is_adopted else _launch()
+        defaults = Defaults(
+            zero_level=zero_level,
+            reduce_dtype=reduce_dtype,
+            accumulate_dtype=accumulate_dtype,
+            num_buffers=num_buffers,
+            transport=transport,
+            memory_limit=memory_limit,
+            compile=False if compile is None else compile,
+            fp8=fp8,
+            loss_scale_factor=loss_scale_factor,
+            loss_scale_steps=loss_scale_steps,
+        )
+        topology = Topology(
+            rank=launch.rank, world_size=launch.size, pipe_size=max(pipe_size, 1), tp_size=tp_size
+        )
+        micro_batches = _num_micro_batches(num_micro_batches, pipe_size)
+        _check_device(device)
+        url = init_method
+        if url == "env://" and not is_adopted:
+            url = meeting_place(launch, os.environ)
+        with _joining(launch, url, timeout):
+            store = _meet(launch, url, timeout, is_adopted)
+            (local_rank, local_size), chosen = _settle(launch, store, device, is_adopted)
+            place = Place(
+                launch.rank,
+                launch.size,
+                chosen,
+                timeout,
+                is_host=launch.rank == 0 and not is_adopted and not _agent_hosts(),
+                is_guest=is_adopted or _is_beside_the_program(),
+            )
+            groups = _open(place, store, is_adopted)
+            mesh, dog = _join(place, topology, groups, store, watchdog)
+        _PROCESS.world = World(
+            rank=launch.rank,
+            world_size=launch.size,
+            local_rank=local_rank,
+            local_size=local_size,
+            device=chosen,
+            seed=seed,
+            mesh=mesh,
+            defaults=dataclasses.replace(defaults, compile=_compiles(compile, chosen)),
+            pipe_enabled=pipe_size > 0,
+            num_micro_batches=micro_batches,
+            timeout=timeout,
+            watchdog=dog,
+            launcher=launcher,
+            groups=groups,
+            store=store,
+            is_guest=place.is_guest,
+        )
+        seed_everything(seed)
+        _register()
+        _warn_of(launch)
+    except BaseException:
+        if launcher is not None:
+            launcher.leave()
+        raise
+
+
+def _forget_lost_run() -> None:
+    """End a run whose process group its owner has destroyed, without a word to the others."""
+    world = _PROCESS.world
+    if world is not None and not world.groups.are_alive:
+        shutdown()
+
+
+def _is_beside_the_program() -> bool:
+    """Whether the run is in a thread of a process that does something else.
+
+    A process that torchrun has started is the program's own.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    return not is_main and TORCHRUN not in os.environ
+
+
+def _register() -> None:
+    """Take part in the end of this process. Once."""
+    world = current()
     if not _PROCESS.registered:
         _PROCESS.registered = True
         atexit.register(shutdown)
+    if world.is_guest:
+        return
+    if not _PROCESS.hooked:
+        _PROCESS.hooked = True
         sys.excepthook = _leave_loudly
+    if world.world_size > 1 and not faulthandler.is_enabled():
+        faulthandler.enable(2, all_threads=False)  # a crash in C leaves the place
+
+
+def _warn_of(launch: Launch) -> None:
+    if launch.warning and launch.rank == 0:
+        warnings.warn(launch.warning, UserWarning, stacklevel=3)
 
 
 def shutdown() -> None:
-    """Leave the run: drop its services and destroy the process groups.
+    """Leave the run: drop its services and destroy the process groups that it has opened.
 
     Registered with atexit; safe to call twice.
     """
     world, _PROCESS.world = _PROCESS.world, None
     if world is None:
         return
+    world.watchdog.stop()
+    if world.launcher is not None:
+        world.launcher.leave()
+    world.at_end.close()
     world.services.clear()
     world.mesh.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    world.groups.close()
+    world.watchdog.see_off()
 
 
-def _place_in_launch() -> tuple[int, int, int, int]:
-    """Rank, world size, local rank and local world size, as set by the launcher."""
-    number, size = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
-    return (
-        number,
-        size,
-        _environment_number("LOCAL_RANK", number),
-        _environment_number("LOCAL_WORLD_SIZE", size),
-    )
+def _launch() -> Launch:
+    """This process's place, as set by the launcher."""
+    return read_launch(os.environ)
+
+
+def _adopted_launch(init_method: str) -> Launch:
+    """This process's place in the process group that is there already."""
+    if init_method != "env://":
+        raise ConfigurationError(
+            f"init_method is {init_method!r}, but torch.distributed is initialised already: leave "
+            "it out to run on that process group, or call init_distributed before whatever made it."
+        )
+    if default_store() is None:
+        raise ConfigurationError(
+            "torch.distributed is initialised already, by a backend without a store (MPI), through "
+            "which the ranks would meet: initialise it with Gloo or NCCL, or not at all."
+        )
+    return Launch(launcher="torch.distributed", rank=dist.get_rank(), size=dist.get_world_size())
 
 
 def _compiles(wanted: bool | None, chosen: torch.device) -> bool:
@@ -338,28 +478,33 @@ def _num_micro_batches(wanted: int | None, pipe_size: int) -> int:
     return max(pipe_size, 1) if wanted is None else wanted
 
 
-def _environment_number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not re.fullmatch(r"\s*-?[0-9]+\s*", text):
-        raise ConfigurationError(
-            f"the environment variable {name} is {text!r}: expected a whole number; "
-            "start the program with torchrun."
-        )
-    return int(text)
+def environment() -> dict[str, str]:
+    """A copy of the process's environment variables."""
+    return dict(os.environ)
+
+
+def _check_device(wanted: str | torch.device | None) -> None:
+    kind = "cpu" if wanted is None else torch.device(wanted).type
+    if kind not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device {wanted!r} is not supported: expected 'cpu' or 'cuda'.")
 
 
 def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.device:
-    kind = (
-        torch.device(wanted).type
-        if wanted is not None
-        else ("cuda" if torch.cuda.is_available() else "cpu")
-    )
-    if kind == "cpu":
+    _check_device(wanted)
+    asked = None if wanted is None else torch.device(wanted)
+    if not (torch.cuda.is_available() if asked is None else asked.type == "cuda"):
         return torch.device("cpu")
-    if kind != "cuda":
-        raise ConfigurationError(f"device {wanted!r} is not supported: expected 'cpu' or 'cuda'.")
     count = torch.cuda.device_count()
+    if asked is not None and asked.index is not None:
+        if asked.index >= count:
+            raise ConfigurationError(
+                f"device {wanted!r} does not exist: this machine shows {count} GPU(s)."
+            )
+        return asked
     if local_rank >= count:
+        # Slurm's --gpus-per-task and containers show each rank its own GPU only, as number 0
+        if count == 1 and TORCHRUN not in os.environ:
+            return torch.device("cuda", 0)
         raise ConfigurationError(
             f"local rank {local_rank} has no GPU of its own: this machine shows "
             f"{count}; start at most {count} processes on it."
@@ -367,35 +512,186 @@ def _pick_device(local_rank: int, wanted: str | torch.device | None) -> torch.de
     return torch.device("cuda", local_rank)
 
 
-def _join(init_method: str, number: int, size: int, chosen: torch.device, timeout: float) -> None:
-    """Initialise torch.distributed.
+def _settle(
+    launch: Launch, store: Store, wanted: str | torch.device | None, is_adopted: bool
+) -> tuple[tuple[int, int], torch.device]:
+    """Local rank and size, and the device. Collective.
 
-    CPU tensors always use Gloo, so that agreements between ranks do not synchronise with the
-    device.
+    Raises:
+        ConfigurationError: on all ranks, if one of them has no device of its own.
     """
-    cuda = chosen.type == "cuda"
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if cuda:
-        torch.cuda.set_device(chosen)
-    limit = datetime.timedelta(seconds=timeout)
-    if size == 1 and init_method == "env://":
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),  # type: ignore[attr-defined]
-            rank=0,
-            world_size=1,
-            timeout=limit,
+    local_rank, local_size = launch.local_rank, launch.local_size
+    asked = None if wanted is None else torch.device(wanted)
+    if local_rank is None or local_size is None:
+        own = _current_gpu() if is_adopted else None
+        told = _tell_all(launch, store, "place", [*this_host(), own])
+        places = local_places([tuple(host) for *host, _ in told])
+        local_size = places[launch.rank][1]
+        local_rank = places[launch.rank][0] if local_rank is None else local_rank
+        here = [gpu for *host, gpu in told if tuple(host) == this_host()]
+        # One that the owner of the process has made current; all have 0 if nobody has.
+        if own is not None and len(set(here)) == len(here) and asked in (None, _ANY_GPU):
+            asked = torch.device("cuda", own)
+    problem, chosen = "", torch.device("cpu")
+    try:
+        chosen = _pick_device(local_rank, asked)
+    except ConfigurationError as error:
+        problem = str(error)
+    told = _tell_all(launch, store, "device", [problem, _gpu_name(chosen)])
+    owners: dict[str, int] = {}
+    for rank, (text, gpu) in enumerate(told):
+        if text:
+            raise ConfigurationError(text if rank == launch.rank else f"rank {rank}: {text}")
+        if gpu and owners.setdefault(gpu, rank) != rank:
+            raise ConfigurationError(
+                f"ranks {owners[gpu]} and {rank} have the same GPU ({gpu}): start at most one "
+                "process for each GPU, or show each of them a GPU of its own."
+            )
+    return (local_rank, local_size), chosen
+
+
+def _gpu_name(chosen: torch.device) -> str:
+    """What no other GPU is called; "" for a CPU."""
+    if chosen.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(chosen).uuid)
+
+
+def _current_gpu() -> int | None:
+    """The GPU that the owner of this process has chosen; 0 if it has not, None without GPUs."""
+    if not torch.cuda.is_available():
+        return None
+    bound = dist.group.WORLD.bound_device_id if dist.group.WORLD is not None else None
+    return torch.cuda.current_device() if bound is None else bound.index
+
+
+def _tell_all(launch: Launch, store: Store, subject: str, words: object) -> list[Any]:
+    """What each rank says, in rank order. Collective."""
+    texts = tell_all(store, subject, launch.rank, launch.size, json.dumps(words))
+    return [json.loads(text) for text in texts]
+
+
+def _check_times(timeout: float, watchdog: float | Literal["auto"] | None) -> None:
+    if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
+        raise ConfigurationError(f"timeout is {timeout!r}: expected a positive number of seconds.")
+    if watchdog in ("auto", None):
+        return
+    if type(watchdog) not in (int, float) or not 0 < cast(float, watchdog) <= timeout:
+        raise ConfigurationError(
+            f"watchdog is {watchdog!r}: expected a number of seconds up to timeout ({timeout:g}), "
+            'after which the ranks wait no longer anyway, "auto", or None for no watchdog.'
         )
+
+
+def _find_launcher() -> Launcher | None:
+    if TORCHRUN not in os.environ:
+        return None
+    return Launcher(number(os.environ, "RANK") if "RANK" in os.environ else 0)
+
+
+def _agent_hosts() -> bool:
+    """Whether the store of the run lives in torchrun, not in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _check_meeting_place(init_method: str, size: int) -> None:
+    """ConfigurationError unless `init_method` says where the ranks meet."""
+    if init_method != "env://":
+        try:
+            port = urllib.parse.urlparse(init_method).port
+        except ValueError as error:
+            raise ConfigurationError(
+                f"init_method is {init_method!r}: expected a port from 0 to 65535."
+            ) from error
+        if port is None and init_method.startswith("tcp://"):
+            raise ConfigurationError(
+                f"init_method is {init_method!r}: expected tcp://HOST:PORT, with a port."
+            )
         return
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if init_method == "env://" and name not in os.environ:
+        if not os.environ.get(name):
             raise ConfigurationError(
                 f"WORLD_SIZE is {size} but {name} is not set: start the program with "
                 "torchrun, which sets it."
             )
-    dist.init_process_group(
-        backend, init_method=init_method, rank=number, world_size=size, timeout=limit
-    )
+    check_port(os.environ)
+
+
+@contextlib.contextmanager
+def _joining(launch: Launch, url: str, timeout: float) -> Iterator[None]:
+    """Errors of torch inside are a JoinError, and of a failed attempt nothing is left."""
+    begin, was_initialized = time.monotonic(), dist.is_initialized()
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:
+        if dist.is_initialized() and not was_initialized:
+            dist.destroy_process_group()
+        if isinstance(error, ConfigurationError):
+            raise
+        where = os.environ.get("MASTER_ADDR", "") + ":" + os.environ.get("MASTER_PORT", "")
+        raise JoinError(
+            f"rank {launch.rank} of {launch.size} could not join the run at "
+            f"{where if url == 'env://' else url} "
+            f"({time.monotonic() - begin:.0f} s, timeout {timeout:g} s): "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. All ranks "
+            "must be started, with the same address and world size, each with a rank of its own."
+        ) from None
+
+
+def _meet(launch: Launch, url: str, timeout: float, is_adopted: bool) -> Store:
+    """A store that the ranks of this run share. Collective."""
+    if is_adopted:
+        return adopt(default_store(), launch.rank, launch.size, timeout)
+    if launch.size == 1 and url == "env://":
+        return dist.HashStore()  # type: ignore[attr-defined]
+    _check_meeting_place(url, launch.size)
+    return _PROCESS.meetings.meet(url, launch.rank, launch.size, timeout, launch.run)
+
+
+def _open(place: Place, store: Store, is_adopted: bool) -> Groups:
+    """The run's process groups: their default one, if it is not there yet. Collective.
+
+    CPU tensors always use Gloo, so that agreements between ranks do not synchronise with the
+    device.
+    """
+    is_gpu = place.device.type == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if is_gpu else "gloo"
+    if is_gpu:
+        torch.cuda.set_device(place.device)
+    if not is_adopted:
+        hook = sys.excepthook
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=datetime.timedelta(seconds=place.timeout),
+        )
+        sys.excepthook = hook  # torch has put one of its own there
+    return Groups(backend if is_adopted else None, place.timeout, is_adopted=is_adopted)
+
+
+def _join(
+    place: Place,
+    topology: Topology,
+    groups: Groups,
+    store: Store,
+    watchdog: float | Literal["auto"] | None,
+) -> tuple[Mesh, Watchdog]:
+    """Build the mesh and start the watchdog; both of them, or nothing is left. Collective."""
+    try:
+        mesh = build_mesh(topology, groups)
+        seconds = watchdog if isinstance(watchdog, int | float) else None
+        dog = Watchdog(place, seconds, None if place.size == 1 else store)
+        texts: list[str] = [own_process()] * place.size
+        if place.size > 1:
+            dist.all_gather_object(texts, own_process(), group=mesh.world.group)
+    except BaseException:
+        groups.close()
+        raise
+    is_on = seconds is not None or (watchdog == "auto" and place.size > 1)
+    dog.start(processes_of(texts), is_on=is_on)
+    return mesh, dog
 
 
 def _leave_loudly(
@@ -405,17 +701,35 @@ def _leave_loudly(
 
     A regular interpreter exit would first wait for collectives that the other ranks never join.
     Exiting at once lets the launcher stop them within seconds, with the traceback of the failed
-    rank printed first.
+    rank printed first. The other ranks find the error's first line in the store.
     """
     world = _PROCESS.world
-    lines = traceback.format_exception(kind, error, trace)
-    if world is None or world.world_size == 1:
+    if world is None or world.world_size == 1 or world.is_guest:
         sys.__excepthook__(kind, error, trace)
         return
     sys.stdout.flush()
-    sys.stderr.write(f"[rank {world.rank}] this rank failed; the run ends.\n" + "".join(lines))
-    sys.stderr.flush()
-    os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    world.watchdog.let_speak()
+    summary = "".join(traceback.format_exception_only(kind, error)).strip()
+    trace_lines = traceback.format_exception(kind, error, trace)
+    others = ""
+    if isinstance(error, RanksPartedError):
+        # what matters is where the ranks are in the program, not how they found out
+        trace_lines = traceback.format_list(stacks.calls_of_program(traceback.extract_tb(trace)))
+    else:
+        gone = world.watchdog.whereabouts({*range(world.world_size)} - {world.rank})
+        others = "".join(f" rank {number} {why}." for number, why in sorted(gone.items()))
+    say(
+        f"[rank {world.rank}] this rank failed; the run ends.{others} {summary}\n"
+        + "".join(trace_lines)
+    )
+    world.watchdog.take_store_down(f"has failed: {summary.splitlines()[0]}")
+    os._exit(_exit_code(kind))
+
+
+def _exit_code(kind: type[BaseException]) -> int:
+    if issubclass(kind, KeyboardInterrupt):
+        return exits.INTERRUPTED
+    return exits.PARTED if issubclass(kind, RanksPartedError) else exits.FAILED
 
 
 def num_cores() -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
 
+from bmtrain.runtime.config import device_of_state_dicts
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.storage import Storage
 from bmtrain.shard.whole import Whole
@@ -30,6 +32,37 @@ def full_values(
             value = whole[index]
             yield name, value.clone() if value.device.type == "cpu" else value.cpu()
         del whole, value  # or two full buffers would be resident at a time
+
+
+@contextlib.contextmanager
+def in_whole(module: torch.nn.Module) -> Iterator[None]:
+    """Put copies of whole parameters in the places of sharded ones while the body runs, on every
+    rank, one copy for the places of a tied one. Collective.
+
+    For code that writes files and looks at the memory of what it writes. The copies are on the CPU
+    (`config["save_param_to_cpu"] = False`: on the rank's device); what is written to them is lost.
+    """
+    places = [
+        (part._parameters, name, param)
+        for part in module.modules()
+        for name, param in part._parameters.items()
+        if isinstance(param, DistributedParameter)
+    ]
+    params = list(dict.fromkeys(param for _, _, param in places))
+    values = dict(full_values((str(number), param) for number, param in enumerate(params)))
+    wholes = {
+        param: torch.nn.Parameter(
+            values.pop(str(number)).to(device_of_state_dicts()), param.requires_grad
+        )
+        for number, param in enumerate(params)
+    }
+    try:
+        for home, name, param in places:
+            home[name] = wholes[param]
+        yield
+    finally:
+        for home, name, param in places:
+            home[name] = param
 
 
 def grouped_parameters(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,13 +100,13 @@ def _note_call(model: torch.nn.Module, args: Any) -> None:
         current.service(Ledger).enter(current.mesh.world, what, is_on_host=False)
 
 
-def check_same_state(state: Mapping[str, Any], names: Iterable[str]) -> None:
+def check_same_state(state: Mapping[str, Any], names: Collection[str]) -> None:
     """RanksPartedError on all ranks unless entries `names` of a state dict are the same everywhere.
 
     Collective. Call it on all ranks before anything of `state` is copied into the model: ranks that
-    load different files would hold slices of different models.
+    load different files would hold slices of different models. Without names nothing is compared.
     """
-    if world.is_initialized() and world.world_size() > 1:
+    if names and world.is_initialized() and world.world_size() > 1:
         axis = world.current().mesh.world
         found = [(name, state[name]) for name in names if name in state]
         check_same(

@@ -12,7 +12,7 @@ import torch
 
 from bmtrain.distributed import autograd, collectives
 from bmtrain.distributed.agreement import differ, largest
-from bmtrain.errors import ParameterError
+from bmtrain.errors import AddressError, ParameterError
 from bmtrain.runtime.log import warn
 from bmtrain.shard.cut import Cut
 from bmtrain.torch_internals import (
@@ -76,6 +76,20 @@ class Slices(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         self.copy_(value)
+
+    def set_(self, *args: Any) -> Slices:
+        """A tensor that becomes itself is as it was: a parametrization does so with the parameter
+        when it is registered.
+
+        Raises:
+            AddressError: for any other, as no memory on one rank holds all of this tensor.
+        """
+        if len(args) == 1 and args[0] is self:
+            return self
+        raise AddressError(
+            "set_ of a sharded tensor: it cannot take the memory of another. Write values into "
+            "it, param.data.copy_(values)."
+        )
 
     def read(self) -> torch.Tensor:
         """The slice, for a function that computes with it outside of any graph."""

@@ -65,6 +65,7 @@ class Steps:
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
+        world.current().watchdog.step()
         if self._axis.size == 1:
             return
         known = {id(param) for param in self._replicated}

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import bmtrain as bmt
+from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
 from model_center.commands.train import TOKENIZERS
-from model_center.errors import ConfigError
+from model_center.errors import ConfigError, InputError
 from model_center.generation.text import TextGenerator
 from model_center.model.causal import CausalModel
 from model_center.tokenizer import GLMTokenizer
@@ -99,7 +100,10 @@ def opened(args: argparse.Namespace) -> TextGenerator:
         if args.temperature
         else {}
     )
-    tokenizer = tokenizers[kind.__name__].from_pretrained(_tokenizer_folder(args))
+    folder = of_the_first_rank(lambda: _tokenizer_folder(args))
+    tokenizer = attempt(
+        lambda: tokenizers[kind.__name__].from_pretrained(folder), everyone(), ConfigError
+    )
     return TextGenerator(model.eval(), tokenizer, max_new_tokens=args.max_new_tokens, **draws)
 
 
@@ -110,8 +114,12 @@ def _tokenizer_folder(args: argparse.Namespace) -> str:
 
 
 def of_the_first_rank(read: Callable[[], str]) -> str:
-    """What `read` gives on the first rank, on all. Collective."""
-    text = read() if bmt.rank() == 0 else ""
+    """What `read` gives on the first rank, on all. Collective.
+
+    Raises:
+        InputError: on every rank, if it cannot be read.
+    """
+    text = attempt(lambda: read() if bmt.rank() == 0 else "", everyone(), InputError)
     if world.is_initialized():
         text = broadcast_object(text, 0, world.current().mesh.world)
     return text

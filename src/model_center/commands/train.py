@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import bmtrain as bmt
+from bmtrain.plan.measured import Foreseen
 from model_center.arguments import (
     add_model_config_args,
     add_run_args,
@@ -19,6 +20,7 @@ from model_center.arguments import (
     problem_of,
     share,
 )
+from model_center.commands.plan import words_of
 from model_center.dataset.chat import PLAIN, Writer
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
@@ -39,6 +41,7 @@ from model_center.training import Run, class_of, make_loader, pretrained, save_m
 from model_center.training import untrained as from_scratch
 from model_center.training.adapters import ALL, ATTENTION, Lora
 from model_center.training.flops import flops_per_token
+from model_center.training.listener import OnStep
 from model_center.training.quantization import quantize
 
 Batch = dict[str, torch.Tensor]
@@ -67,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin with random weights: of --model-config only configuration and tokenizer count",
     )
-    data = parser.add_argument_group("data: JSON lines, see docs/model_center.md")
+    data = parser.add_argument_group("data: JSON lines; docs/site/en/guides/fine-tuning.md")
     data.add_argument(
         "--data",
         nargs="+",
@@ -115,8 +118,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_args(parser)
 
 
-def run(args: argparse.Namespace) -> None:
+def train(arguments: Sequence[str], on_step: OnStep | None = None) -> None:
+    """Train as the command line would, from a program of others; errors are raised.
+
+    Args:
+        arguments: of the command.
+        on_step: is handed the figures of each step; see `Listener`.
+    """
+    parser = argparse.ArgumentParser(prog="python -m model_center train")
+    add_arguments(parser)
+    run(parser.parse_args(arguments), on_step)
+
+
+def run(args: argparse.Namespace, on_step: OnStep | None = None) -> None:
     """Train as the arguments say; the result is in --save.
+
+    Args:
+        args: the arguments.
+        on_step: is handed the figures of each step; see `Listener`.
 
     Raises:
         ConfigError, DataError, IdentifierError, WeightsError: before the first step.
@@ -140,15 +159,17 @@ def run(args: argparse.Namespace) -> None:
     # It is saved with the model, which then is asked as it was taught.
     tokenizer.chat_template = tokenizer.chat_template or PLAIN
     learnt, measured = _parts(args, tokenizer)
-    train = make_loader(_packed(learnt, args), args, shuffle=True)
+    rows = make_loader(_packed(learnt, args), args, shuffle=True)
     model = (from_scratch if args.from_scratch else pretrained)(kind, args)
     lora = _lora(model, args)
     judge = Judge(model, tokenizer, measured, args) if measured else None
-    with Run(model, train, args, flops_per_token(model, args.max_length)) as training:
+    flops = flops_per_token(model, args.max_length)
+    with Foreseen(words_of(args)) as foreseen, Run(model, rows, args, flops, on_step) as training:
         for _ in training.epochs():
             for batches in training.steps():
                 mean = bmt.loss.TokenMean(batch["targets"] for batch in batches)
                 training.update(mean(loss_sum(model, batch)) for batch in batches)
+                foreseen.tell(training.log.say)
                 if judge is not None and args.eval_iters and training.step % args.eval_iters == 0:
                     judge.report(training)
             if judge is not None and not args.eval_iters:

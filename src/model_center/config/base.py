@@ -12,9 +12,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from bmtrain.checkpoint.files import read_object
 from bmtrain.distributed.agreement import attempt, everyone
+from bmtrain.errors import CheckpointError
 from bmtrain.runtime.log import warn
 from model_center.config.positional import Positional
+from model_center.config.rules import check_fields
 from model_center.errors import ConfigError, with_nearest
 from model_center.hub.resolving import resolve
 
@@ -22,10 +25,6 @@ Self = TypeVar("Self", bound="Config")
 
 CONFIG_FILE = "config.json"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SIZES = {
-    *("vocab_size", "dim_model", "num_heads", "dim_head", "dim_ff"),
-    *("num_layers", "num_encoder_layers", "num_decoder_layers"),
-}
 # Of these the model knows nothing, but who generates with transformers does.
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # How a run computes, not what the model is: not written to files.
@@ -345,20 +344,12 @@ class TransformerConfig(Config):
     def __post_init__(self) -> None:
         """As in Config; sizes are checked too."""
         super().__post_init__()
+        check_fields(self)
         self.att_mask_value = float(self.att_mask_value)
         if self.pos_bias_type != type(self).pos_bias_type:
             raise ConfigError(
                 f"pos_bias_type is {self.pos_bias_type!r}: this model has "
                 f"{type(self).pos_bias_type!r}. Leave it out."
-            )
-        for name in sorted({field.name for field in dataclasses.fields(self)} & SIZES):
-            if not _is_positive(getattr(self, name)):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}: expected a positive integer."
-                )
-        if self.cls_head and not _is_positive(self.cls_head):
-            raise ConfigError(
-                f"cls_head is {self.cls_head!r}: expected the number of classes, or None."
             )
 
     def stack(self, num_layers: int) -> dict[str, Any]:
@@ -455,13 +446,6 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"there is no {path.name} in {path.parent}.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}: expected an object.")
-    return content
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+        return read_object(path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error

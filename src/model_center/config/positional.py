@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from bmtrain.runtime.arguments import unknown
+from model_center.errors import ArgumentError
+
 
 class Positional(type):
     """The type of a class whose `arguments()` are the names of its first arguments, in order."""
@@ -14,6 +17,7 @@ class Positional(type):
 
         Raises:
             TypeError: for too many arguments by position, or one that is given by name as well.
+            ArgumentError: for one that is not known.
         """
         names = cls.arguments() if args else ()
         if len(args) > len(names):
@@ -24,6 +28,9 @@ class Positional(type):
         twice = sorted(by_position.keys() & given.keys())
         if twice:
             raise TypeError(f"{cls.__name__} got {', '.join(twice)} by position and by name.")
+        problem = unknown(cls.__name__, given, inspect.signature(cls.__init__).parameters)  # type: ignore[misc]  # not of an object
+        if problem is not None:
+            raise ArgumentError(problem)
         return super().__call__(**by_position, **given)
 
     def arguments(cls) -> tuple[str, ...]:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bmtrain.checkpoint.files import check_file, inside, read_text
+from bmtrain.errors import CheckpointError
 from model_center.errors import DataError
 
 META, OLD_META = "meta.json", "meta.bin"
@@ -144,20 +146,35 @@ def lock(path: str) -> Iterator[None]:
 
 def _parse(path: Path) -> Meta:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
         if content["version"] != VERSION:
             raise DataError(f"{path} has version {content['version']}: expected {VERSION}.")
-        return Meta(int(content["block_size"]), tuple(_file(**file) for file in content["files"]))
-    except (KeyError, TypeError, ValueError) as error:
+        return Meta(
+            int(content["block_size"]), tuple(_file(path, **file) for file in content["files"])
+        )
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path} is damaged: {error}.") from error
 
 
 def _file(
-    file_name: str, block_begin: int, block_end: int, nbytes: int, nlines: int, mask: bool
+    path: Path,
+    file_name: str,
+    block_begin: int,
+    block_end: int,
+    nbytes: int,
+    nlines: int,
+    mask: bool,
 ) -> FileInfo:
-    """What a meta file says of a file, in the types it must have; names are the file's."""
+    """What a meta file says of a file, in the types it must have; names are the file's.
+
+    Raises:
+        CheckpointError: for a file outside of the meta file's folder.
+    """
+    inside(path.parent, str(file_name))
     return FileInfo(
         str(file_name), int(block_begin), int(block_end), int(nbytes), int(nlines), bool(mask)
     )
@@ -199,7 +216,11 @@ def _loader_of(kind: type[_OldFileInfo], name: str) -> Callable[..., _OldFileInf
 
 def _unpickle(path: Path) -> list[FileInfo]:
     try:
-        return [_file(*file.fields) for file in _OldUnpickler(io.BytesIO(path.read_bytes())).load()]
+        check_file(path)
+        content = _OldUnpickler(io.BytesIO(path.read_bytes())).load()
+        return [_file(path, *file.fields) for file in content]
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
     except (
         pickle.UnpicklingError,
         EOFError,

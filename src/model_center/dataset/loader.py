@@ -151,6 +151,22 @@ class DistributedDataLoader:
         """
         return {"epoch": self._place.epoch, **self._source.state(self._place)}
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The epoch, and the rows of it that were handed out on all ranks together."""
+        return self._place.epoch, self._place.row
+
+    def rows_since(self, place: tuple[int, int]) -> list[list[int]] | None:
+        """Row numbers of this rank's batches between an earlier `place` and now.
+
+        Returns:
+            A list for each batch; None for a stream, or where that was another epoch.
+        """
+        epoch, row = self.place
+        if (epoch, row) == (place[0] + 1, 0):  # the batch was the last one
+            return self._source.rows_between(place, None)
+        return self._source.rows_between(place, row) if epoch == place[0] else None
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next pass goes on from that place.
 
@@ -231,6 +247,11 @@ class _Rows:
     def state(self, place: _Place) -> dict[str, Any]:
         return {"row": place.row, **self._facts}
 
+    def rows_between(self, place: tuple[int, int], end: int | None) -> list[list[int]] | None:
+        """The rows of an epoch from a place on, up to `end` or the last one."""
+        end = self._num_rows if end is None else end
+        return self._batches.between(self._cut(), bmt.rank(), *place, end)
+
     def load_state(self, state: Mapping[str, Any]) -> int:
         """The row to go on from."""
         wrong = [
@@ -270,6 +291,10 @@ class _Stream:
 
     def state(self, place: _Place) -> dict[str, Any]:
         return {"dataset": self._stateful().state_dict()}
+
+    def rows_between(self, place: tuple[int, int], end: int | None) -> list[list[int]] | None:
+        """None: only the dataset knows what its rows are."""
+        return None
 
     def load_state(self, state: Mapping[str, Any]) -> int:
         self._stateful().load_state_dict(state["dataset"])

@@ -14,6 +14,7 @@ A *global batch* is the rows that all ranks read in one step: a contiguous run o
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -115,6 +116,14 @@ class RankBatches:
                 "RankBatches has no pass to iterate: it is started by the loader that owns it."
             )
         cut, rank, epoch, row = self._next
+        return self._batches(cut, rank, epoch, row)
+
+    def between(self, cut: Cut, rank: int, epoch: int, first: int, end: int) -> list[list[int]]:
+        """The batches of `rank` that are made of the rows [first, end) of the epoch's order."""
+        count = sum(1 for start, _ in cut.starts(first, self._num_rows) if start < end)
+        return list(itertools.islice(self._batches(cut, rank, epoch, first), count))
+
+    def _batches(self, cut: Cut, rank: int, epoch: int, row: int) -> Iterator[list[int]]:
         order = self.order(epoch)
         for start, stop in cut.starts(row, self._num_rows):
             first, last = cut.share(start, stop, rank)

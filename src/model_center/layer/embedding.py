@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from model_center.config.rules import check_values
 from model_center.errors import InputError
 from model_center.layer.conv import Conv2d
 from model_center.layer.parameter import Initializer, normal, parameter
@@ -38,6 +39,8 @@ class Embedding(bmt.DistributedModule):
         padding_idx: int | None = None,
     ) -> None:
         super().__init__()
+        sizes = {"vocab_size": vocab_size, "embedding_size": embedding_size}
+        check_values("Embedding", {**sizes, "init_mean": init_mean, "init_std": init_std})
         if padding_idx is not None and padding_idx < 0:
             padding_idx += vocab_size
         self.dim_model, self.length_scale, self.padding_idx = (

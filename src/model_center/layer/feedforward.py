@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from model_center.config.rules import check_values
 from model_center.errors import ConfigError
 from model_center.layer.linear import Linear
 
@@ -107,7 +108,7 @@ class FeedForward(torch.nn.Module):
         int8: accepted; it does nothing, as in ModelCenter.
         init_mean, init_std: of the first weights.
         bias: whether the linear maps have one.
-        activate_fn: relu, gelu, gelu_new or silu, or gated_ and one of them.
+        activate_fn: relu, gelu, gelu_new or silu, or `gated_` and one of them.
         length_scale: divide products by the square root of their length, as in `Linear`.
         dropout_p: of the inner activations.
     """
@@ -127,6 +128,7 @@ class FeedForward(torch.nn.Module):
         dropout_p: float = 0,
     ) -> None:
         super().__init__()
+        check_values("FeedForward", {"dim_in": dim_in, "dim_ff": dim_ff, "dropout_p": dropout_p})
         kind = DenseGatedACT if activate_fn.startswith(GATED) else DenseACT
         act, maps = activate_fn.removeprefix(GATED), (dtype, int8, init_mean, init_std, bias)
         self.w_in = kind(dim_in, dim_ff, act, *maps, length_scale)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from model_center.config.rules import check_values
 from model_center.layer.parameter import constant, parameter
 
 
@@ -39,6 +40,7 @@ class LayerNorm(bmt.DistributedModule):
         init_var: float = 1.0,
     ) -> None:
         super().__init__()
+        check_values("LayerNorm", {"dim_norm": dim_norm, "eps": eps, "init_var": init_var})
         self.dim_norm, self.eps = dim_norm, eps
         self.weight = parameter((dim_norm,), dtype, constant(init_var))
         if bias:

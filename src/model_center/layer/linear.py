@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from model_center.config.rules import check_values
 from model_center.layer.parameter import constant, normal, parameter
 
 
@@ -40,6 +41,8 @@ class Linear(bmt.DistributedModule, torch.nn.Linear):
     ) -> None:
         # not that of nn.Linear, which would make parameters of its own
         torch.nn.Module.__init__(self)
+        sizes = {"dim_in": dim_in, "dim_out": dim_out}
+        check_values("Linear", {**sizes, "init_mean": init_mean, "init_std": init_std})
         self.dim_in = self.in_features = dim_in
         self.dim_out = self.out_features = dim_out
         self.length_scale, self.length_scale_before = length_scale, length_scale_before

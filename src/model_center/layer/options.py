@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from bmtrain.runtime.arguments import unknown
+from model_center.config.rules import check_fields
+from model_center.errors import ArgumentError
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.linear import Linear
 from model_center.layer.stack import ShardingPolicy
@@ -64,6 +67,10 @@ class AttentionOptions:
     num_heads_kv: int = -1
     variant: LayerVariant = PLAIN
     attention_window: int = 512
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that cannot be."""
+        check_fields(self)
 
     def linear(self, dim_in: int, dim_out: int, bias: bool | None = None) -> Linear:
         """One of the maps."""
@@ -134,6 +141,10 @@ class LayerOptions:
     mask_ffn: bool = False
     num_heads_kv: int = -1
     variant: LayerVariant = PLAIN
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that cannot be; sizes are checked by those that use them."""
+        check_fields(self, leave_out=("dim_model", "dim_ff", "num_heads", "dim_head"))
 
     def norm(self) -> LayerNorm:
         """A LayerNorm of hidden states."""
@@ -221,6 +232,9 @@ def takes(
         def constructor(self: Any, *args: Any, **given: Any) -> None:
             if len(args) == 1 and not given and isinstance(args[0], READY):
                 return init(self, args[0])
+            problem = unknown(type(self).__name__, given, own.parameters)
+            if problem is not None:
+                raise ArgumentError(problem)
             try:
                 values = own.bind(*args, **given).arguments
             except TypeError as error:

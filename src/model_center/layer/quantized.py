@@ -5,7 +5,6 @@ Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (2023).
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch
 import bmtrain as bmt
 from model_center.errors import ConfigError
 from model_center.layer.linear import Linear
+from model_center.optional import package
 
 BLOCK_SIZE = 64  # elements that share a scale
 KIND = "nf4"  # 4-bit NormalFloat
@@ -22,7 +22,7 @@ class QuantizedLinear(Linear):
     """A frozen linear layer with the values of another, the weight rounded to 4-bit NormalFloat.
 
     For a product the weight is made in the other layer's dtype, in forward and again in backward.
-    Every rank holds all of it, 4 bits per element and 4 bytes per `BLOCK_SIZE` elements.
+    Every rank holds all 4 bits of each element; the scales are sharded as other parameters are.
 
     Args:
         layer: whose weight and bias are taken. Collective if it is sharded.
@@ -54,6 +54,7 @@ class QuantizedLinear(Linear):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`x W^T + bias`, not scaled."""
+        # Made anew: backward reads the one of its forward pass, with the scales gathered for that.
         state = library().functional.QuantState(
             absmax=self.scales,
             shape=torch.Size((self.dim_out, self.dim_in)),
@@ -75,12 +76,12 @@ def whole(param: torch.Tensor) -> torch.Tensor:
 
 def library() -> Any:
     """The package bitsandbytes, or ConfigError."""
-    try:
-        return importlib.import_module("bitsandbytes")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "weights in 4 bits need the package bitsandbytes: pip install bitsandbytes."
-        ) from error
+    return package(
+        "bitsandbytes",
+        "a linear layer in 4 bits",
+        ConfigError,
+        instead="keep its weights in 16 bits",
+    )
 
 
 def frozen(values: torch.Tensor) -> torch.nn.Parameter:

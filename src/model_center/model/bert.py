@@ -80,8 +80,9 @@ class Bert(MaskedModel):
     ) -> Any:
         """Encode sequences.
 
-        Args: as in `TokenModel`, but all valid tokens see each other.
+        As in `TokenModel`, but all valid tokens see each other.
 
+        Args:
             token_type_ids, position_ids: (batch, seq); zeros, and the places of the tokens, if
                 None.
             output_logits: scores of the language model's head, or with `cls_head` of the classes,

@@ -81,7 +81,7 @@ class GLMConfig(TransformerConfig):
 
     @classmethod
     def from_hugging_face(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Our values for those of THUDM's repositories glm-*, which bring their own code.
+        """Our values for those of THUDM's repositories `glm-*`, which bring their own code.
 
         Their special tokens are not there: those of the English models are to be given beside.
 
@@ -286,7 +286,7 @@ class GLM(CausalModel):
 
     @classmethod
     def key_map(cls, config: GLMConfig) -> KeyMap:
-        """Where each tensor is in a checkpoint of THUDM's repositories glm-*."""
+        """Where each tensor is in a checkpoint of THUDM's repositories `glm-*`."""
         pieces = {
             "input_embedding.weight": Piece("word_embeddings.weight"),
             "position_embedding.weight": Piece("transformer.position_embeddings.weight"),

@@ -207,21 +207,23 @@ def masked_key_map(
     pieces = _encoder_pieces(config, prefix, global_attention)
     pieces |= both("lm_head.dense", head["dense"]) | both("lm_head.layer_norm", head["layer_norm"])
     ignored: tuple[str, ...] = (r"embeddings\.position_ids$", r"^cls\.seq_relationship\.")
-    decoder = head["decoder"]
+    decoder, substitutes = head["decoder"], {}
     if config.tied:
         pieces["lm_head.decoder.bias"] = Piece(head["bias"])
         tied = {
             f"{decoder}.bias": head["bias"],
             f"{decoder}.weight": prefix + "embeddings.word_embeddings.weight",
         }
-    else:  # `bias` is another tensor then, which nothing adds
+    else:  # `bias` is another tensor then, which nothing adds; transformers 4 has that one alone
         pieces |= both("lm_head.decoder", decoder)
+        substitutes = {f"{decoder}.bias": head["bias"]}
         tied, ignored = {}, (*ignored, f"^{re.escape(head['bias'])}$")
     return KeyMap(
         pieces,
         prefix=prefix,
         ignored=ignored,
         tied=tied,
+        substitutes=substitutes,
         new=(r"cls_projection\.", r"pooler\.", r"lm_head\."),
     )
 

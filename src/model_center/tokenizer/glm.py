@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizer
 
 from model_center.errors import DataError
+from model_center.optional import package
 from model_center.tokenizer.identified import Identified
-from model_center.tokenizer.optional import package
 
 # Special tokens by their distance from the first id after the pieces; in the published vocabulary
 # that is 50000.
@@ -45,7 +45,8 @@ class GLMTokenizer(Identified, PreTrainedTokenizer):
         self.vocab_file = os.fspath(vocab_file)
         if not pathlib.Path(vocab_file).is_file():
             raise DataError(f"there is no vocabulary {vocab_file}: expected a SentencePiece model.")
-        self.pieces = package("sentencepiece").SentencePieceProcessor(model_file=self.vocab_file)
+        sentencepiece = package("sentencepiece", "this tokenizer")
+        self.pieces = sentencepiece.SentencePieceProcessor(model_file=self.vocab_file)
         if self.vocab_size > first_special_id:
             raise DataError(
                 f"{vocab_file} has {self.vocab_size} pieces: expected at most "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from model_center.errors import DataError
 from model_center.hub.resolving import resolve
+from model_center.tokenizer.serialized import settings
 
 Found = TypeVar("Found", bound="Identified")
 
@@ -50,8 +50,7 @@ def _older_names(folder: str | os.PathLike[str]) -> dict[str, Any]:
     that name.
     """
     file = pathlib.Path(folder, "tokenizer_config.json")
-    settings = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    extra = settings.get("extra_special_tokens")
+    extra = settings(file).get("extra_special_tokens") if file.is_file() else None
     if not isinstance(extra, list):
         return {}
     return {"extra_special_tokens": {}, "additional_special_tokens": extra}

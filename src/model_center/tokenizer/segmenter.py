@@ -6,12 +6,12 @@ import functools
 import logging
 from typing import Any
 
-from model_center.tokenizer.optional import package
+from model_center.optional import package
 
 
 @functools.cache
 def _jieba() -> Any:
-    jieba = package("jieba")
+    jieba = package("jieba", "this tokenizer")
     # else it tells stderr about its dictionary, which it reads when the first text comes
     jieba.setLogLevel(logging.WARNING)
     return jieba

@@ -10,6 +10,8 @@ from typing import Any
 import tokenizers
 from tokenizers import Tokenizer
 
+from bmtrain.checkpoint.files import read_object
+from bmtrain.errors import CheckpointError
 from model_center.errors import DataError
 
 # What older versions do not know, and read over without a word, with what they do instead.
@@ -20,9 +22,22 @@ def read(file: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a `tokenizer.json`.
 
     Raises:
-        DataError: for one that the installed `tokenizers` cannot read, or not all of.
+        DataError: for one that is damaged, or that the installed `tokenizers` cannot read, or not
+            all of.
     """
-    return parsed(json.loads(pathlib.Path(file).read_text(encoding="utf-8")), os.fspath(file))
+    return parsed(settings(pathlib.Path(file)), os.fspath(file))
+
+
+def settings(file: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file of a tokenizer.
+
+    Raises:
+        DataError: if it holds none.
+    """
+    try:
+        return read_object(file)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
 
 
 def with_steps(backend: Tokenizer, **steps: Any) -> Tokenizer:

@@ -7,6 +7,8 @@ import pathlib
 from collections import OrderedDict
 from collections.abc import Container, Mapping
 
+from bmtrain.checkpoint.files import read_text
+from bmtrain.errors import CheckpointError
 from model_center.errors import DataError
 from model_center.tokenizer import segmenter
 
@@ -23,14 +25,17 @@ def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
     """The tokens of a vocabulary file, one a line: its number, from 0, is the id.
 
     Raises:
-        DataError: for a file that is missing.
+        DataError: for a file that is missing or no text.
     """
     file = pathlib.Path(path)
     if not file.is_file():
         raise DataError(
             f"there is no vocabulary {file}: expected a text file with a token on each line."
         )
-    return file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    try:
+        return read_text(file).removesuffix("\n").split("\n")
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
 
 
 def mark_blanks(text: str, space_token: str, line_token: str) -> str:
@@ -96,7 +101,7 @@ def load_vocab(vocab_file: str | os.PathLike[str]) -> OrderedDict[str, int]:
     Of a token that is there twice the last id counts, at the place of the first.
 
     Raises:
-        DataError: for a file that is missing.
+        DataError: for a file that is missing or no text.
     """
     lines = read_vocabulary(vocab_file)
     return OrderedDict((line.strip(), number) for number, line in enumerate(lines))

@@ -4,7 +4,6 @@ transformers.
 
 from __future__ import annotations
 
-import importlib
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,18 +12,23 @@ import safetensors.torch
 import torch
 
 import bmtrain as bmt
+from bmtrain.checkpoint.files import check_file
 from bmtrain.distributed.agreement import attempt, everyone
-from model_center.errors import ConfigError, with_nearest
+from bmtrain.errors import CheckpointError
+from model_center.errors import ConfigError, WeightsError, with_nearest
 from model_center.layer.linear import Linear
 from model_center.model.base import BaseModel
+from model_center.optional import package
 from model_center.weights.keymap import Piece
+from model_center.weights.staging import Staging, writing
+from model_center.weights.tokenizers import save_tokenizer
 
 # Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), adapt the projections of
 # attention.
 ATTENTION = ("project_q", "project_k", "project_v", "attention_out")
 ALL = "all-linear"
 OURS, THEIRS = ".weight", "base_model.model."
-FILE = "adapter_model.safetensors"
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SHOWN = 5  # names in a message
 
 
@@ -69,7 +73,7 @@ class Lora:
         names, and the tokenizer that they were trained with. Collective.
 
         Raises:
-            CheckpointError: on every rank, if that cannot be written.
+            WeightsError: on every rank, if that cannot be written.
         """
         tensors: Mapping[str, torch.Tensor] = self._peft.get_peft_model_state_dict(self._model)
         content = {}
@@ -78,15 +82,13 @@ class Lora:
             content[THEIRS + self._names[module] + found + rest] = (
                 tensor.detach().cpu().contiguous()
             )
-        attempt(lambda: self._write(folder, content, tokenizer), everyone())
+        attempt(lambda: self._write(folder, content, tokenizer), everyone(), WeightsError)
 
     def _write(
         self, folder: pathlib.Path, content: dict[str, torch.Tensor], tokenizer: Any
     ) -> None:
         if bmt.rank() != 0:
             return
-        folder.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(content, folder / FILE, {"format": "pt"})
         facts = {
             "target_modules": sorted({name.rpartition(".")[2] for name in self._names.values()}),
             "base_model_name_or_path": self._base,
@@ -94,8 +96,16 @@ class Lora:
             "inference_mode": True,
         }
         written = self._peft.LoraConfig(**{**self._config.to_dict(), **facts})
-        written.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
+        staging = Staging(folder, weights=("adapter_model.*",), config=CONFIG)
+        try:
+            with writing(folder):
+                safetensors.torch.save_file(content, staging.path(FILE), {"format": "pt"})
+                written.save_pretrained(str(staging.path()))
+                save_tokenizer(tokenizer, staging.path())
+                staging.commit()
+        except BaseException:
+            staging.abandon()
+            raise
 
 
 def add_adapters(model: BaseModel, folder: pathlib.Path) -> None:
@@ -140,19 +150,16 @@ def add_adapters(model: BaseModel, folder: pathlib.Path) -> None:
 def _read(peft: Any, folder: pathlib.Path) -> tuple[Any, dict[str, torch.Tensor]]:
     """The configuration of adapters, and their tensors by peft's names."""
     try:
+        check_file(folder / CONFIG)
+        check_file(folder / FILE)
         config = peft.LoraConfig.from_pretrained(str(folder))
         return config, safetensors.torch.load_file(folder / FILE)
-    except (OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
+    except (CheckpointError, OSError, TypeError, ValueError, safetensors.SafetensorError) as error:
         raise ConfigError(f"{folder} holds no LoRA adapters of peft: {error}") from error
 
 
 def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "adapters need the package peft: pip install peft, or train all weights."
-        ) from error
+    return package("peft", "LoRA", ConfigError, instead="use all weights, without adapters")
 
 
 def _chosen(model: BaseModel, targets: Sequence[str], pieces: Mapping[str, Piece]) -> list[str]:

@@ -7,7 +7,6 @@ of each parameter, and holds those that were written to.
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,8 +18,8 @@ from bmtrain.checkpoint.entries import Entry, entries
 from bmtrain.checkpoint.saving import visit
 from bmtrain.distributed.agreement import attempt, everyone
 from model_center.errors import ResumeError
+from model_center.training.resuming import model_path, read_facts
 
-MODEL_FILE, BASE_FILE = "model.pt", "base.json"
 SHOWN = 5  # names in a message
 _CHUNK = 2**22  # elements of which a checksum is taken at once, 8 bytes each
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -48,38 +47,36 @@ class BaseWeights:
         now = _checksums(self.model, self.checksums.keys())
         return {name: value for name, value in self.checksums.items() if now[name] == value}
 
-    def save(self, folder: pathlib.Path) -> None:
-        """Write `model.pt`, the tensors that the base has not, and `base.json`. Collective.
+    def split(self) -> tuple[dict[str, Any], set[str]]:
+        """What a checkpoint says of the base, and the names of the tensors that it must hold.
 
-        Raises:
-            CheckpointError: on every rank, if that cannot be done on one of them.
+        Collective.
         """
         unchanged = self.unchanged()
         kept = {entry.name for entry in entries(self.model)} - unchanged.keys()
-        bmt.save(self.model, str(folder / MODEL_FILE), only=kept)
-        text = json.dumps({"name": self.name, "checksums": unchanged}, indent=2) + "\n"
-        attempt(lambda: _write(folder / BASE_FILE, text), everyone())
+        return {"name": self.name, "checksums": unchanged}, kept
 
-    def load(self, folder: pathlib.Path) -> None:
-        """Read `model.pt` of a checkpoint onto the base. Collective.
+    def load(self, checkpoint: pathlib.Path) -> None:
+        """Read the model of a checkpoint onto the base. Collective.
 
         Raises:
             ResumeError: on every rank, if weights that the checkpoint leaves to its base are others
                 here; the model is unchanged.
-            CheckpointError: if `model.pt` does not fit the model.
+            CheckpointError: if it is damaged or does not fit the model.
         """
-        facts = attempt(lambda: _read(folder / BASE_FILE), everyone(), ResumeError)
-        before: dict[str, int] = facts["checksums"]
+        facts = attempt(lambda: read_facts(checkpoint), everyone())
+        about: dict[str, Any] = facts.get("base") or {"name": "", "checksums": {}}
+        before: dict[str, int] = about["checksums"]
         differing = [name for name, value in before.items() if self.checksums.get(name) != value]
         if differing:
             raise ResumeError(
-                f"{folder} holds what was trained on top of the frozen weights of "
-                f"{facts['name']!r}. Those of this run, from {self.name!r}, are others: "
+                f"{checkpoint} holds what was trained on top of the frozen weights of "
+                f"{about['name']!r}. Those of this run, from {self.name!r}, are others: "
                 f"{_listed(differing)}. Remedy: make the model from the same weights, or give "
                 "another --save."
             )
         kept = {entry.name for entry in entries(self.model)} - before.keys()
-        bmt.load(self.model, str(folder / MODEL_FILE), only=kept)
+        bmt.load(self.model, model_path(checkpoint), only=kept)
 
 
 def _is_frozen(entry: Entry) -> bool:
@@ -123,19 +120,6 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
     """
     x = x * _MIX
     return x ^ ((x >> 32) & 0xFFFFFFFF)
-
-
-def _write(path: pathlib.Path, text: str) -> None:
-    if bmt.rank() == 0:
-        path.write_text(text, encoding="utf-8")
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    """An earlier version wrote all tensors into `model.pt`, and no such file."""
-    if not path.exists():
-        return {"name": "", "checksums": {}}
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return facts
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import pathlib
 
+from bmtrain.checkpoint.files import make_new
+
 PARTIAL = ".partial"
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Replace a file so that a reader, or a crash, meets the old text or the new one."""
     beside = path.with_name(path.name + PARTIAL)
+    make_new(beside)
     with beside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

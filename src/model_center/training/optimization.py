@@ -87,6 +87,7 @@ def make_manager(
 ) -> bmt.optim.OptimManager:
     """What drives both; the loss is scaled for fp16, whose small gradients would vanish."""
     scale = args.loss_scale if args.dtype == "fp16" and args.loss_scale > 0 else None
-    manager = bmt.optim.OptimManager(loss_scale=scale)
+    # A Run has a limit of its own, and says more than the manager could.
+    manager = bmt.optim.OptimManager(loss_scale=scale, max_skipped_steps=None)
     manager.add_optimizer(optimizer, scheduler)
     return manager

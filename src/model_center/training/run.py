@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import math
 import pathlib
@@ -14,20 +15,46 @@ import torch
 
 import bmtrain as bmt
 from bmtrain.checkpoint.entries import entries
+from bmtrain.checkpoint.finite import check_finite
 from bmtrain.distributed.agreement import attempt, everyone
+from bmtrain.runtime import exits
 from model_center.dataset.loader import DistributedDataLoader
-from model_center.errors import ConfigError, ResumeError
+from model_center.errors import ConfigError, DivergenceError, ResumeError
 from model_center.training.base_weights import BaseWeights
-from model_center.training.batches import grouped, num_tokens
-from model_center.training.checkpoints import Checkpoints, check_same_run, load_state, read_facts
-from model_center.training.flops import peak_flops
+from model_center.training.batches import num_tokens
+from model_center.training.checkpoints import Checkpoints
+from model_center.training.curves import asked_curves
+from model_center.training.flops import FlopsMeter, peak_flops
+from model_center.training.kept_step import KeptStep, Losses
+from model_center.training.listener import OnStep
 from model_center.training.optimization import make_manager, make_optimizer, make_scheduler
-from model_center.training.run_log import RunLog, StepReport
+from model_center.training.replay import Measured, Replay, gradient_checksums
+from model_center.training.resuming import check_same_run, load_state, read_facts
+from model_center.training.run_log import METRICS, RunLog, StepReport
+from model_center.training.second_look import error_of, look, sentences
+from model_center.training.spikes import Spikes
 from model_center.training.stop import StopRequest
 
 
 class Stopped(Exception):
     """The run was asked to stop, and has saved a checkpoint; `Run` catches it."""
+
+
+class Replayed(Stopped):
+    """A step was computed again, as `--replay-step` asks, and the run has nothing more to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What all ranks say of a step: means of losses and of tokens, the norm of the gradients.
+
+    `wish` is above 0 if a rank was asked to stop.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: float
+    wish: float
 
 
 class Run:
@@ -44,18 +71,28 @@ class Run:
     step's mean: see `bmtrain.loss.TokenMean`.
 
     With `--save` there is a checkpoint every `--save-iters` steps, at the end, and when the program
-    is asked to stop by Ctrl-C or SIGTERM, which ends the `with` block after the step at hand. With
+    is asked to stop by Ctrl-C, SIGTERM or `request_stop`, which ends the `with` block after the
+    step at hand. SIGUSR1 ends the program there, with an exit code for schedulers: 75. With
     `--resume` the run goes on from the newest one, as if it had not stopped, also on another number
     of ranks, where steps are of another size.
+
+    A step whose loss or gradients are not finite on any rank is skipped; after `--max-bad-steps` in
+    a row the program is handed the batches of the last one once more, and the run ends with a
+    NonFiniteError that names module, rank and rows. `--on-spike` says what becomes of losses far
+    above the last ones, `--replay-step` computes one step twice. See
+    docs/site/en/reference/model_center.md.
 
     Args:
         model: with its parameters sharded and their first values.
         loader: of the training data.
         args: from `model_center.get_args`.
-        flops_per_token: of a step, for the model FLOPs utilisation in the log; see `flops`.
+        flops_per_token: of a step, for the model FLOPs utilisation in the log; None for what a
+            `flops.FlopsMeter` counts in the model.
+        on_step: is handed the figures of each step, and what `record` gets, on every rank; see
+            `Listener`. What it raises is told once, and does not end the run.
 
     Attributes:
-        step: the number of optimizer steps done.
+        step: the number of steps done, skipped ones too.
         optimizer, scheduler, manager, log: what does it.
         total_steps: the last step, as far as can be said now: `--epochs` passes, but at most
             `--train-iters` steps.
@@ -73,22 +110,44 @@ class Run:
         loader: DistributedDataLoader,
         args: argparse.Namespace,
         flops_per_token: float | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
         self.model, self.loader, self.args = model, loader, args
-        self.checkpoints = (
-            Checkpoints(pathlib.Path(args.save), args.save_keep) if args.save else None
-        )
+        self.checkpoints = _checkpoints(args)
+        self._on_step = on_step
+        try:
+            self._begin(model, loader, args, flops_per_token)
+        except BaseException:
+            if self.checkpoints is not None:  # else the program could not try again
+                self.checkpoints.abandon()
+            raise
+
+    def _begin(
+        self,
+        model: torch.nn.Module,
+        loader: DistributedDataLoader,
+        args: argparse.Namespace,
+        flops_per_token: float | None,
+    ) -> None:
         self.base = BaseWeights(model, args.load or args.model_config) if args.save else None
         self.made_with = _made_with(model, args)
-        peak = peak_flops()
-        # the highest number of tokens a second and rank
-        self._limit = peak / flops_per_token if peak and flops_per_token else None
+        self.spikes = Spikes(args.spike_factor)
+        self._kept = KeptStep(loader, args.gradient_accumulation)
+        self._replay = (
+            Replay(args.replay_step, pathlib.Path(args.log_dir or args.save, METRICS))
+            if args.replay_step
+            else None
+        )
+        self._peak = peak_flops(args.peak_tflops)
+        self._flops_per_token = flops_per_token
+        self._meter = FlopsMeter(model) if self._peak and not flops_per_token else None
         self.step: int = args.start_step
         # the step at which the first pass would have begun with steps of this size
         self._origin: int = args.start_step
         self._recorded = False  # whether something was recorded after the last step
         self._tokens, self._clock = 0, time.perf_counter()
-        checkpoint = attempt(self._to_go_on_from, everyone(), ResumeError)
+        newest = self._latest()
+        checkpoint = attempt(lambda: self._to_go_on_from(newest), everyone(), ResumeError)
         if checkpoint is not None:
             self._go_to(checkpoint)
         # the step of the last checkpoint
@@ -96,6 +155,11 @@ class Run:
         self.total_steps: int = min(
             self._origin + args.epochs * self._steps_per_epoch(), args.train_iters
         )
+        if self._replay is not None and not self.step < self._replay.step <= self.total_steps:
+            raise ResumeError(
+                f"--replay-step is {self._replay.step}: expected a step of this run, "
+                f"{self.step + 1} to {self.total_steps}."
+            )
         self.optimizer = make_optimizer(model, args)
         self.scheduler = make_scheduler(self.optimizer, args, self.total_steps)
         self.manager = make_manager(self.optimizer, self.scheduler, args)
@@ -105,8 +169,9 @@ class Run:
             self._restore(checkpoint)
         # rank 0 alone writes: the others would go on without it
         self.log = attempt(self._open_log, everyone(), ConfigError)
+        self.log.heard_by(self._on_step)
         self.log.say(self._greeting(checkpoint))
-        self._stop = StopRequest()
+        self._stop = StopRequest(args.stop_patience or "auto")
 
     def __enter__(self) -> Run:
         self.log.__enter__()
@@ -116,17 +181,28 @@ class Run:
         error = raised[1]
         if error is None:
             self._save()
-        self._stop.restore()
+        if self.checkpoints is not None:
+            if error is None or isinstance(error, Stopped):
+                self.checkpoints.close()
+            else:
+                self.checkpoints.abandon()
+        is_requeue = isinstance(error, Stopped) and self._stop.is_requeue()
         self.log.__exit__(*raised)
+        if isinstance(error, Replayed):
+            return True
         if isinstance(error, Stopped):
             self.log.say(
                 f"stopped after step {self.step}: "
                 + ("--resume goes on." if self.checkpoints else "nothing was kept.")
             )
-            return True
         if error is None:
             self.log.say(f"finished after step {self.step}.")
-        return False
+        # last, because a rank without its launcher ends here
+        self._stop.restore()
+        if is_requeue:
+            bmt.synchronize()  # the first rank to go has the launcher end the others
+            raise SystemExit(exits.REQUEUE)
+        return isinstance(error, Stopped)
 
     def epochs(self) -> Iterator[int]:
         """Numbers of the passes that are left, from 0 on, the one at hand first."""
@@ -135,75 +211,222 @@ class Run:
 
     def steps(self) -> Iterator[list[Any]]:
         """For each step that is left of this pass, its micro-batches."""
-        groups = grouped(self.loader, self.args.gradient_accumulation)
         self._clock = time.perf_counter()
-        for batches in groups:
+        for batches in self._kept.steps():
             self._tokens = sum(map(num_tokens, batches))
             yield batches
-            if self.step >= self.args.train_iters:
+            if self.step >= self.args.train_iters and not self._kept.is_asked_for:
                 return
 
     def update(self, losses: Iterable[torch.Tensor]) -> float:
-        """One optimizer step on the sum of the losses; returns it, averaged over ranks."""
+        """One step on the sum of the losses, unless it is skipped; their mean over ranks.
+
+        Raises:
+            NonFiniteError, DivergenceError: on all ranks, when `--max-bad-steps` steps in a row
+                were skipped.
+            CheckpointError: on all ranks, for a checkpoint that cannot be written or would hold
+                what is not finite.
+        """
+        again = self._kept.take_look()
+        if again is not None:
+            return again(losses)
+        if self._replay is not None and self.step + 1 == self._replay.step:
+            return self._begin_replay(losses)
         lr, loss_scale = float(self.optimizer.param_groups[0]["lr"]), self.manager.loss_scale
+        total, grad_norm = self._backward(losses, self.args.clip_grad or math.inf)
+        self.step += 1
+        # before the optimizer's step, which may use gradients up
+        if self.step % self.args.inspect_iters == 0:
+            self.log.say(bmt.inspect.format_summary(bmt.inspect.inspect_model(self.model, "*")))
+        skipped = self.manager.skipped_steps
+        # A spike that is only told need not be known before the step: the device goes on meanwhile.
+        is_left_out = False
+        if self.args.on_spike == "warn":
+            self.manager.step()
+            figures = self._figures(total, grad_norm)
+        else:
+            figures = self._figures(total, grad_norm)
+            is_left_out = self.spikes.is_spike(figures.loss)
+            if is_left_out:
+                self._leave_out(figures.loss)
+            else:
+                self.manager.step()
+        self._recorded = False
+        bad = is_left_out or self.manager.skipped_steps > skipped
+        self._report(figures, lr, loss_scale, bad)
+        if not is_left_out:
+            self._look_at(figures.loss)
+        if figures.wish > 0 or self.step % self.args.save_iters == 0:
+            self._save()
+        if figures.wish > 0:
+            raise Stopped
+        self._end_if_lost()
+        return figures.loss
+
+    def _backward(self, losses: Losses, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of a step; the sum of its losses on this rank, and the gradients' norm."""
         total = torch.zeros((), device=bmt.device())
         self.manager.zero_grad()
         for loss in losses:
             self.manager.backward(loss)
             total += loss.detach().float()
-        grad_norm = self.manager.clip_grad_norm(
-            self.optimizer.param_groups, max_norm=self.args.clip_grad or math.inf
-        )
-        self.step += 1
-        # before the optimizer's step, which may use gradients up
-        if self.step % self.args.inspect_iters == 0:
-            self.log.say(bmt.inspect.format_summary(bmt.inspect.inspect_model(self.model, "*")))
-        self.manager.step()
-        self._recorded = False
-        mean_loss, stopping = self._report(total, grad_norm, lr, loss_scale)
-        if stopping or self.step % self.args.save_iters == 0:
-            self._save()
-        if stopping:
-            raise Stopped
-        return mean_loss
+        return total, self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=max_norm)
+
+    def _look_at(self, loss: float) -> None:
+        """Tell of a spike; remember the loss."""
+        limit = self.spikes.limit()
+        if self.args.on_spike == "warn" and self.spikes.is_spike(loss):
+            self.log.say(f"step {self.step}: loss {loss:.4f} is above {limit:.4f}, a spike.")
+        self.spikes.keep(loss)
+
+    def _leave_out(self, loss: float) -> None:
+        """Skip the step of a spike; with `--on-spike back`, after the last checkpoint."""
+        self.manager.zero_grad()
+        limit = self.spikes.limit()
+        text = f"step {self.step}: loss {loss:.4f} is above {limit:.4f}, a spike: the step is "
+        before = self._go_back() if self.args.on_spike == "back" else None
+        if before is None:
+            self.log.say(f"{text}skipped.")
+        else:
+            self.log.say(
+                f"{text}skipped, weights and optimizer are those of step {before} again, and the "
+                f"batches of steps {before + 1} to {self.step} are left out."
+            )
+
+    def _go_back(self) -> int | None:
+        """Weights, optimizer and schedule of the last checkpoint, from the next batch on.
+
+        Returns its step; None where there is none.
+
+        Source: Chowdhery et al., "PaLM" (2022), section 5.1: the batches before a spike are left
+        out too, since a run that sees them again comes to the same weights.
+        """
+        checkpoint = self._latest()
+        if checkpoint is None:
+            return None
+        done, origin, recorded = self.step, self._origin, self._recorded
+        place, spikes = self.loader.state_dict(), self.spikes.state_dict()
+        self._go_to(checkpoint)
+        before = self.step
+        self._restore(checkpoint)
+        self.step, self._origin, self._recorded = done, origin, recorded
+        self.loader.load_state_dict(place)
+        self.spikes.load_state_dict(spikes)
+        self._kept.moved()
+        return before
+
+    def _latest(self) -> pathlib.Path | None:
+        """The newest checkpoint, of a replay the newest before its step. Collective."""
+        before = self._replay.step if self._replay is not None else None
+        return self.checkpoints.latest(before) if self.checkpoints else None
+
+    def _end_if_lost(self) -> None:
+        """Look at the step again, or raise, after too many that were skipped."""
+        if self.manager.skipped_in_a_row >= self.args.max_bad_steps:
+            if not self._kept.is_kept:
+                raise error_of(self.step, self.manager.skipped_in_a_row, [])
+            self._kept.look_again(self._name_cause)
+        elif self.spikes.in_a_row >= self.args.max_bad_steps:
+            raise DivergenceError(
+                f"the losses of {self.spikes.in_a_row} steps in a row, up to step {self.step}, are "
+                f"above {self.spikes.limit():.4f}: no single batch is their cause. Remedy: resume "
+                "from a checkpoint before them with a lower learning rate, or with --on-spike warn "
+                "if the data have changed."
+            )
+
+    def _name_cause(self, losses: Losses) -> float:
+        found = look(self.model, self.manager, losses, self._kept.rows())
+        raise error_of(self.step, self.manager.skipped_in_a_row, sentences(found))
+
+    def _begin_replay(self, losses: Losses) -> float:
+        if not self._kept.is_kept:
+            raise ResumeError("--replay-step needs a program that takes batches from Run.steps.")
+        first = self._measure(losses)
+
+        def compare(losses: Losses) -> float:
+            second = self._measure(losses)
+            for line in self._compared(first, second):
+                self.log.say(line)
+            if first.is_finite and second.is_finite:
+                raise Replayed
+            self._kept.look_again(self._say_cause)
+            return second.loss
+
+        self._kept.look_again(compare)
+        return first.loss
+
+    def _compared(self, first: Measured, second: Measured) -> list[str]:
+        return [] if self._replay is None else self._replay.compare(first, second)
+
+    def _say_cause(self, losses: Losses) -> float:
+        for line in sentences(look(self.model, self.manager, losses, self._kept.rows())):
+            self.log.say(f"  {line}")
+        raise Replayed
+
+    def _measure(self, losses: Losses) -> Measured:
+        seen: list[float] = []
+        total, grad_norm = self._backward(_noted(losses, seen), math.inf)
+        figures = self._figures(total, grad_norm)
+        gradients = gradient_checksums(self.model)
+        return Measured(seen, figures.loss, figures.grad_norm, gradients)
+
+    def request_stop(self, *, requeue: bool = False) -> None:
+        """End the `with` block on all ranks after the step at hand, as a signal does.
+
+        It can be called by any thread of any rank; with `requeue` as SIGUSR1.
+        """
+        self._stop.request_stop(requeue=requeue)
 
     def record(self, **values: Any) -> None:
         """Show and log what was found out about the model as it is after this step."""
         self.log.record(self.step, **values)
         self._recorded = True
 
-    def _report(
-        self, total: torch.Tensor, grad_norm: torch.Tensor, lr: float, loss_scale: float
-    ) -> tuple[float, bool]:
-        """Log a step; its loss, and whether any rank was asked to stop."""
+    def _figures(self, total: torch.Tensor, grad_norm: torch.Tensor) -> Figures:
+        """What all ranks say of the step at hand. Waits for the device."""
         own = (total, grad_norm, float(self._tokens), float(self._stop.asked))
         # One message, and one moment of waiting for the device, for all of it.
         together = bmt.sum_loss(
             torch.stack([torch.as_tensor(value, device=total.device) for value in own])
         )
-        mean_loss, norm, mean_tokens, wish = together.tolist()
+        return Figures(*together.tolist())
+
+    def _report(self, figures: Figures, lr: float, loss_scale: float, skipped: bool) -> None:
+        """Log a step."""
         now = time.perf_counter()
-        rate = mean_tokens / (now - self._clock)
+        seconds = now - self._clock
+        rate = figures.tokens / seconds
         report = StepReport(
             step=self.step,
-            loss=mean_loss,
-            grad_norm=norm,
+            loss=figures.loss,
+            grad_norm=figures.grad_norm,
             lr=lr,
             loss_scale=float(loss_scale),
             tokens_per_second=rate * bmt.world_size(),
             memory=bmt.utils.peak_memory(),
-            mfu=rate / self._limit if self._limit else None,
+            seconds=seconds,
+            mfu=self._mfu(rate, figures.tokens),
+            skipped=True if skipped else None,
         )
         self._clock = now
         self.log.step(report)
-        return mean_loss, wish > 0
+        if self._replay is not None:
+            self._replay.see(self.step, figures.loss)
 
-    def _to_go_on_from(self) -> pathlib.Path | None:
+    def _mfu(self, rate: float, tokens: float) -> float | None:
+        """Of a step with so many tokens, and tokens a second, on this rank; None if not known."""
+        if not self._peak:
+            return None
+        if self._flops_per_token:
+            return rate * self._flops_per_token / self._peak
+        counted = self._meter.take() if self._meter else 0.0
+        return rate * counted / tokens / self._peak if counted and tokens else None
+
+    def _to_go_on_from(self, checkpoint: pathlib.Path | None) -> pathlib.Path | None:
         """The checkpoint to resume; ResumeError if that was not asked for, or for another run's."""
-        checkpoint = self.checkpoints.latest() if self.checkpoints else None
         if checkpoint is None:
             return None
-        if not self.args.resume:
+        if not self.args.resume and self._replay is None:
             raise ResumeError(
                 f"{checkpoint} is there: go on from it by --resume, or give another --save."
             )
@@ -216,13 +439,14 @@ class Run:
         """The model, and the place in the data."""
         if self.base is not None:
             self.base.load(checkpoint)
-        progress = read_facts(checkpoint)
+        progress = read_facts(checkpoint)["progress"]
         self.loader.load_state_dict(progress["loader"])
         self.step, self._origin, self._recorded = (
             progress["step"],
             progress["origin"],
             progress["recorded"],
         )
+        self.spikes.load_state_dict(progress.get("spikes", {}))
         if progress["steps_per_epoch"] != self._steps_per_epoch():
             self._origin = round(self.step - _passes(progress["loader"]) * self._steps_per_epoch())
 
@@ -232,22 +456,24 @@ class Run:
         How that runs on is said by this run's flags.
         """
         planned = self.scheduler.state_dict()
-        load_state(checkpoint, self.manager)
+        _, own = load_state(checkpoint, self.manager)
+        if own is not None:
+            self.loader.load_state_dict(own["loader"])
         self.scheduler.load_state_dict({**planned, "num_iter": self.scheduler.num_iter})
 
     def _steps_per_epoch(self) -> int:
         return -(-len(self.loader) // self.args.gradient_accumulation)
 
     def _open_log(self) -> RunLog:
-        folder = self.args.log_dir or self.args.save
+        # A replay adds nothing to the run, and takes nothing of its log back.
+        folder = None if self._replay else self.args.log_dir or self.args.save
         return RunLog(
             pathlib.Path(folder) if folder else None,
             first_step=self.step,
             num_steps=self.total_steps,
             log_every=self.args.log_iters,
             is_kept=self._is_kept,
-            tensorboard=self.args.tensorboard,
-            wandb=self.args.wandb,
+            curves=asked_curves(self.args),
         )
 
     def _greeting(self, checkpoint: pathlib.Path | None) -> str:
@@ -263,14 +489,19 @@ class Run:
     def _save(self) -> None:
         if self.checkpoints is None or self.base is None or self._saved == self.step:
             return
+        if self._replay is not None:
+            return
+        check_finite(self.model, self.manager.optimizers)
         progress = {
             "step": self.step,
             "origin": self._origin,
             "steps_per_epoch": self._steps_per_epoch(),
             "recorded": self._recorded,
+            "spikes": self.spikes.state_dict(),
             "loader": self.loader.state_dict(),
         }
-        self.checkpoints.save(progress, self.base, self.manager, self.made_with)
+        own = {"loader": self.loader.state_dict()}
+        self.checkpoints.save(progress, self.base, self.manager, self.made_with, own)
         self._saved, self._clock = self.step, time.perf_counter()
 
     def _is_kept(self, record: dict[str, Any]) -> bool:
@@ -278,6 +509,21 @@ class Run:
         return record["step"] < self.step or (
             record["step"] == self.step and (self._recorded or "loss" in record)
         )
+
+
+def _checkpoints(args: argparse.Namespace) -> Checkpoints | None:
+    if not args.save:
+        return None
+    return Checkpoints(
+        pathlib.Path(args.save), args.save_keep, args.save_keep_every, not args.save_blocking
+    )
+
+
+def _noted(losses: Losses, seen: list[float]) -> Iterator[torch.Tensor]:
+    """The losses, each written down."""
+    for loss in losses:
+        seen.append(loss.item())
+        yield loss
 
 
 def _made_with(model: torch.nn.Module, args: argparse.Namespace) -> dict[str, Any]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import bmtrain as bmt
-from model_center.training.curves import Curves, TensorBoard, Wandb
+from model_center.training.curves import Curves, open_curves
+from model_center.training.listener import Listener, OnStep
 from model_center.training.metrics_file import MetricsFile, Record
 
 METRICS = "metrics.jsonl"
@@ -21,7 +23,7 @@ METRICS = "metrics.jsonl"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One optimizer step.
+    """One optimizer step. `metrics_file.FIELDS` says what is written of it, with units.
 
     Attributes:
         step: its number, from 1 on.
@@ -30,7 +32,9 @@ class StepReport:
         lr, loss_scale: those used in this step; a scale of 1 where there is none.
         tokens_per_second: of all ranks together.
         memory: peak bytes of rank 0, on its device (on a CPU: of its process).
+        seconds: from the beginning of the step to its end; None where it was not measured.
         mfu: model FLOPs utilisation, 0 to 1; None where it is not known.
+        skipped: True for a step that was skipped, else None.
     """
 
     step: int
@@ -40,24 +44,26 @@ class StepReport:
     loss_scale: float
     tokens_per_second: float
     memory: int
+    seconds: float | None = None
     mfu: float | None = None
+    skipped: bool | None = None
 
 
 class RunLog:
     """Progress on a terminal, elsewhere lines every `log_every` steps; on rank 0 only.
 
     Args:
-        folder: where `metrics.jsonl` and the curves go; None to keep nothing.
+        folder: where `metrics.jsonl`, `metrics.fields.json` and the curves go; None to keep
+            nothing.
         first_step: the last step done before.
         num_steps: the step that the run ends with.
         log_every: steps between plain lines.
         is_kept: which records of an earlier part of the run stay; by default those up to
             `first_step`.
-        tensorboard: whether to write for TensorBoard too.
-        wandb: the project in Weights & Biases to send to; None for none.
+        curves: where curves go too: "tensorboard", "wandb", "wandb:PROJECT".
 
     Raises:
-        ConfigError: for curves whose package is missing.
+        ConfigError: for curves of another name, or whose package is missing.
     """
 
     def __init__(
@@ -68,24 +74,22 @@ class RunLog:
         num_steps: int,
         log_every: int,
         is_kept: Callable[[Record], bool] | None = None,
-        tensorboard: bool = False,
-        wandb: str | None = None,
+        curves: Sequence[str] = (),
     ) -> None:
         self.enabled = bmt.rank() == 0
         self.first_step = first_step
         self.num_steps = num_steps
         self.log_every = log_every
         self.console = Console(highlight=False, soft_wrap=True)
+        self._listener = Listener()
         self.terminal = self.enabled and self.console.is_terminal
         kept = is_kept or (lambda record: record["step"] <= first_step)
         self.metrics = (
             MetricsFile(folder / METRICS, kept) if self.enabled and folder is not None else None
         )
-        self.curves: list[Curves] = []
-        if self.enabled and folder is not None and tensorboard:
-            self.curves.append(TensorBoard(folder, first_step))
-        if self.enabled and folder is not None and wandb is not None:
-            self.curves.append(Wandb(folder, wandb))
+        self.curves: list[Curves] = (
+            open_curves(curves, folder, first_step) if self.enabled and folder is not None else []
+        )
         self._started = time.monotonic()
         # The bar comes last: what does not fit into a narrow terminal is cut off.
         columns = (MofNCompleteColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20))
@@ -101,31 +105,36 @@ class RunLog:
         for curves in self.curves:
             curves.close()
 
+    def heard_by(self, call: OnStep | None) -> RunLog:
+        """Hand steps and records to a callable too, on every rank; see `Listener`. Returns self."""
+        self._listener = Listener(call)
+        return self
+
     def step(self, report: StepReport) -> None:
         """Show and record one step."""
+        self._listener.hear(dataclasses.asdict(report))
         if not self.enabled:
             return
         values = dataclasses.asdict(report)
         self._keep({name: value for name, value in values.items() if value is not None})
-        speed = f"{report.tokens_per_second:,.0f} tokens/s  {report.memory / 2**30:.2f} GiB"
-        speed += "" if report.mfu is None else f"  MFU {report.mfu:.1%}"
-        words = (
-            f"loss {report.loss:.4f}  grad norm {report.grad_norm:.2f}  {speed}  "
-            f"{self._time_left(report.step)} left"
+        words = "  ".join(
+            [*_parts(report), f"{self._time_left(report.step)} left"]
+            + (["SKIPPED"] if report.skipped else [])
         )
         self._bar.update(self._task, completed=report.step, description=words)
         last = report.step == self.num_steps
         if not self.terminal and (
             report.step % self.log_every == 0 or last or report.step == self.first_step + 1
         ):
-            self.say(f"step {report.step:>5}/{self.num_steps}  {words}")
+            self._line(report.step, words)
 
     def record(self, step: int, **values: Any) -> None:
         """Show and record what was found out after a step."""
+        self._listener.hear({"step": step, **values})
         if self.enabled:
             self._keep({"step": step, **values})
             words = "  ".join(f"{_words(name)} {_number(value)}" for name, value in values.items())
-            self.say(f"step {step:>5}/{self.num_steps}  {words}")
+            self._line(step, words)
 
     def say(self, text: str) -> None:
         """A line for the user."""
@@ -133,9 +142,14 @@ class RunLog:
             self.console.print(text, markup=False)
             sys.stdout.flush()
 
+    def _line(self, step: int, words: str) -> None:
+        now = datetime.datetime.now().strftime("%H:%M:%S")
+        self.say(f"{now}  step {step:>5}/{self.num_steps}  {words}")
+
     def _keep(self, record: Record) -> None:
         if self.metrics is not None:
-            self.metrics.add(record)
+            now = datetime.datetime.now(datetime.timezone.utc)
+            self.metrics.add({**record, "time": now.isoformat(timespec="milliseconds")})
         values = {name: value for name, value in record.items() if name != "step"}
         for curves in self.curves:
             curves.add(record["step"], values)
@@ -148,6 +162,25 @@ class RunLog:
         )
         hours, minutes = divmod(seconds // 60, 60)
         return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
+
+
+def _parts(report: StepReport) -> list[str]:
+    """What a line says of a step, in the order in which a narrow terminal cuts it off."""
+    parts = [
+        f"loss {report.loss:.4f}",
+        f"lr {report.lr:.2e}",
+        f"grad norm {report.grad_norm:.2f}",
+        f"{report.tokens_per_second:,.0f} tokens/s",
+    ]
+    if report.mfu is not None:
+        parts.append(f"MFU {report.mfu:.1%}")
+    if report.seconds is not None:
+        parts.append(f"{_duration(report.seconds)}/step")
+    return [*parts, f"{report.memory / 2**30:.2f} GiB"]
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _words(name: str) -> str:

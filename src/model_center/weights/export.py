@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from bmtrain.checkpoint.entries import Entry
-from bmtrain.checkpoint.sources import Header
+from bmtrain.checkpoint.source import Header
 from model_center.errors import WeightsError
 from model_center.weights.keymap import KeyMap, Piece
 from model_center.weights.origin import NOTHING, Origin
 from model_center.weights.safetensors_writer import SafetensorsWriter
-from model_center.weights.staging import writing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +125,6 @@ class Exporter:
         self._key_map, self._targets, self._writer = key_map, targets, writer
         self._origin = origin
         self._begun: dict[str, _Assembly] = {}
-
-    def take(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """`put`, for `bmtrain.checkpoint.saving.visit`."""
-        with writing(self._writer.folder.parent):
-            self.put(entry.names, tensor)
 
     def put(self, names: Sequence[str], tensor: torch.Tensor) -> None:
         """Our tensor of these names, whole, on any device.

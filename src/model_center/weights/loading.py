@@ -13,7 +13,8 @@ import torch
 import bmtrain as bmt
 from bmtrain.checkpoint.entries import entries
 from bmtrain.checkpoint.loading import fill, make_plan
-from bmtrain.checkpoint.sources import Source, open_source, without_prefix
+from bmtrain.checkpoint.source import Source
+from bmtrain.checkpoint.sources import open_source, without_prefix
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
 from model_center.errors import WeightsError

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from bmtrain.checkpoint.sources import Header, Source, without_prefix
+from bmtrain.checkpoint.source import Header, Source
+from bmtrain.checkpoint.sources import without_prefix
 from bmtrain.shard.layout import round_up
 from model_center.errors import WeightsError
 from model_center.weights.keymap import KeyMap, Piece

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 
 import torch
 
-from bmtrain.checkpoint.sources import SAFETENSORS_DTYPES, Header
+from bmtrain.checkpoint.source import Header
+from bmtrain.checkpoint.sources import SAFETENSORS_DTYPES
 from model_center.errors import WeightsError
 
 NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 import bmtrain as bmt
-from bmtrain.checkpoint.entries import entries
+from bmtrain.checkpoint.entries import Entry, entries
 from bmtrain.checkpoint.saving import collect, visit
-from bmtrain.checkpoint.sources import Header
+from bmtrain.checkpoint.source import Header
 from bmtrain.checkpoint.writer import write_file
 from bmtrain.distributed.agreement import attempt, everyone
 from bmtrain.runtime import log
@@ -23,6 +23,7 @@ from model_center.weights.keymap import KeyMap
 from model_center.weights.origin import NOTHING, Origin
 from model_center.weights.safetensors_writer import SafetensorsWriter, parse_size
 from model_center.weights.staging import CONFIG, MODEL_CENTER_FILE, Staging, writing
+from model_center.weights.tokenizers import save_tokenizer
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def save_hugging_face(
         exporter = _on_writer(
             staging, lambda staging: _exporter(staging, key_map, headers, max_shard_size, origin)
         )
-        visit(model, exporter.take if exporter else None, WeightsError)
+        visit(model, _taking(exporter, pathlib.Path(folder)) if exporter else None, WeightsError)
     extra = [name for name in headers if name not in key_map.pieces]
     if extra and bmt.rank() == 0:
         log.warn(
@@ -85,6 +86,14 @@ def save_model_center(
     with _staged(folder, config, tokenizer, origin) as staging:
         tensors = collect(model, keep=staging is not None)
         _on_writer(staging, lambda staging: write_file(staging.path(MODEL_CENTER_FILE), tensors))
+
+
+def _taking(exporter: Exporter, folder: pathlib.Path) -> Callable[[Entry, torch.Tensor], None]:
+    def take(entry: Entry, tensor: torch.Tensor) -> None:
+        with writing(folder):
+            exporter.put(entry.names, tensor)
+
+    return take
 
 
 def _exporter(
@@ -160,7 +169,7 @@ def _begin(
             for name, content in origin.files.items():
                 staging.path(name).write_bytes(content)
             if tokenizer is not None:
-                tokenizer.save_pretrained(staging.path())
+                save_tokenizer(tokenizer, staging.path())
     except BaseException:
         staging.abandon()
         raise

@@ -7,13 +7,15 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from model_center.errors import WeightsError
+from model_center.weights.exchange import exchange
 
 CONFIG = "config.json"
 MODEL_CENTER_FILE = "pytorch_model.pt"
+INCOMING = ".incoming"
 # Weights that a reader would take, perhaps before the new ones.
 WEIGHTS = (
     "model.safetensors",
@@ -27,22 +29,53 @@ WEIGHTS = (
 
 
 class Staging:
-    """Files on their way into `folder`: written into a folder inside it, then moved.
+    """Files on their way into `folder`: written into another folder, which then takes its place.
 
-    While files move, the folder has no config.json: it comes last, and tells that the rest is
-    there. The weights that were there before are removed, other files stay.
+    The weights that were there before are removed, other files stay. Where the system can exchange
+    two folders, a kill at any moment leaves the old files or the new ones. Where it cannot (NFS),
+    and where `folder` has folders inside, is a mount point, the working directory or another
+    user's, files move one by one: while they do, the folder has no `config`, which comes last
+    and tells that the rest is there.
+
+    Args:
+        weights: patterns of the files that are removed.
+        config: the file that comes last.
 
     Raises:
         WeightsError: if files cannot be made there.
     """
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder, self._incoming = folder, folder / ".incoming"
+    def __init__(
+        self, folder: pathlib.Path, weights: Sequence[str] = WEIGHTS, config: str = CONFIG
+    ) -> None:
+        self.folder = folder
+        self._weights, self._config = weights, config
+        self._place = pathlib.Path(os.path.realpath(folder))  # a link stays one
         self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(self._incoming, ignore_errors=True)  # of a program that was killed
+            # of a program that was killed
+            for left in (self._place / INCOMING, self._beside):
+                shutil.rmtree(left, ignore_errors=True)
+            self._incoming = self._beside if self._is_movable() else self._place / INCOMING
             self._incoming.mkdir()
+
+    @property
+    def _beside(self) -> pathlib.Path:
+        return self._place.with_name(f".{self._place.name}{INCOMING}")
+
+    def _is_movable(self) -> bool:
+        """Whether another folder may take its place."""
+        place, parent = self._place.stat(), self._place.parent.stat()
+        with os.scandir(self._place) as entries:
+            is_flat = all(entry.is_file(follow_symlinks=False) for entry in entries)
+        return (
+            is_flat
+            and place.st_dev == parent.st_dev
+            and place.st_uid == os.geteuid()
+            and os.access(self._place.parent, os.W_OK | os.X_OK)
+            and not os.path.samefile(self._place, os.getcwd())
+        )
 
     def path(self, name: str = "") -> pathlib.Path:
         """Where to write the file `name`; the folder of all without one."""
@@ -55,20 +88,53 @@ class Staging:
         )
 
     def commit(self) -> None:
-        """Move everything into place."""
-        arriving = sorted(os.listdir(self._incoming), key=lambda name: name == CONFIG)
-        (self.folder / CONFIG).unlink(missing_ok=True)
-        for pattern in WEIGHTS:
-            for old in self.folder.glob(pattern):
-                old.unlink()
-        for name in arriving:
+        """Put everything into place."""
+        for name in os.listdir(self._incoming):
             _flush(self._incoming / name)
-            target = self.folder / name
+        if self._incoming == self._beside:
+            try:
+                self._exchange()
+            except OSError:  # this file system cannot
+                self._move()
+            else:
+                _flush(self._place.parent)
+        else:
+            self._move()
+        shutil.rmtree(self._incoming, ignore_errors=True)
+
+    def _exchange(self) -> None:
+        """Let the new folder, with the old one's other files, take its place."""
+        removed = set(self._old_weights())
+        arriving = set(os.listdir(self._incoming))
+        staying = [path for path in self._place.iterdir() if path not in removed]
+        shutil.copystat(self._place, self._incoming)
+        try:
+            for path in staying:
+                if path.name not in arriving:
+                    os.link(path, self._incoming / path.name, follow_symlinks=False)
+            _flush(self._incoming)
+            exchange(self._incoming, self._place)
+        except OSError:
+            for path in staying:
+                if path.name not in arriving:
+                    (self._incoming / path.name).unlink(missing_ok=True)
+            raise
+
+    def _move(self) -> None:
+        """Move the files one by one."""
+        arriving = sorted(os.listdir(self._incoming), key=lambda name: name == self._config)
+        (self._place / self._config).unlink(missing_ok=True)
+        for old in self._old_weights():
+            old.unlink()
+        for name in arriving:
+            target = self._place / name
             if target.is_dir():
                 shutil.rmtree(target)
-            os.replace(self._incoming / name, target)
-        self._incoming.rmdir()
-        _flush(self.folder)
+            shutil.move(self._incoming / name, target)  # copies out of a mount point's parent
+        _flush(self._place)
+
+    def _old_weights(self) -> list[pathlib.Path]:
+        return [old for pattern in self._weights for old in self._place.glob(pattern)]
 
     def abandon(self) -> None:
         """Leave the folder as it was found."""

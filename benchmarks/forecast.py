@@ -1,0 +1,201 @@
+"""What `bmtrain.plan` forecasts for every setting that was measured, beside the measurement.
+
+python benchmarks/forecast.py [--out benchmarks/results/forecast] reads the records of this library
+in benchmarks/results/, forecasts each from its settings alone, and writes JSON and a table. It
+needs no GPU. A forecast sees the model, the settings and the machine; what was measured is put
+beside it afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import subprocess
+from typing import Any
+
+import torch
+from backends import fused_loss
+
+import bmtrain.plan as bp
+from bmtrain.plan.step import Memory
+from models import SHAPES, projected_cross_entropy
+
+RESULTS = pathlib.Path(__file__).with_name("results")
+FILES = (
+    "13b-4gpu.json",
+    "13b-two-gpus-2gpu.json",
+    "13b-tp-4gpu.json",
+    "2.7b-offload-1gpu.json",
+    "gpt2-1gpu.json",
+    "llama-8b-4gpu.json",
+    "scaling-4gpu.json",
+)
+# Measured before the memory of cleared gradients was freed in forward (commit f73b332).
+OLDER = ("13b-two-gpus-2gpu.json", "13b-tp-4gpu.json", "2.7b-offload-1gpu.json")
+GIB = 2**30
+AIM = 0.05
+RECOMPUTE = {"none": "nothing", "all": "block", "auto": "auto", False: "nothing", True: "block"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A measured setting.
+
+    gib: what was in use on the GPU, or where that was not recorded what torch had reserved.
+    """
+
+    file: str
+    what: str
+    record: dict[str, Any]
+    measure: str
+    gib: float
+    tokens: float
+
+
+def rows() -> list[Row]:
+    """Of all files: medians where a setting was measured several times."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for name in FILES:
+        for record in json.loads((RESULTS / name).read_text())["records"]:
+            if record["backend"] == "bmtrain" and "failure" not in record:
+                found.setdefault((name, described(record)), []).append(record)
+    out = []
+    for (name, what), records in found.items():
+        measure = "device_gib" if "device_gib" in records[0] else "reserved_gib"
+        sizes = statistics.median(record[measure] for record in records)
+        rate = statistics.median(record["tokens_per_second_per_gpu"] for record in records)
+        out.append(Row(name, what, records[0], measure, sizes, rate))
+    return out
+
+
+def described(record: dict[str, Any]) -> str:
+    """A setting in words."""
+    flags = [
+        name.replace("_", " ")
+        for name in ("offload", "fp8", "cuda_graph", "fused_head")
+        if record.get(name)
+    ]
+    flags += [f"recompute {RECOMPUTE[record['recompute']]}"]
+    flags += [f"tp {record['tp']}"] if record.get("tp", 1) > 1 else []
+    limit = record.get("memory_limit")
+    flags += [f"at most {limit:g} GiB"] if limit else []
+    size = f"{record['gpus']} x {record['batch']} x {record['seq']}"
+    return f"{record['shape']}, {size}: {', '.join(flags)}"
+
+
+class Kept(Memory):
+    """The memory of versions that kept the memory of gradients from step to step."""
+
+    def gradients_behind(self, gone: int, *, is_forward: bool) -> int:
+        return self.gradients
+
+
+@functools.cache
+def forecaster(shape: str, fused: bool, older: bool) -> bp.Forecaster:
+    """Of a model of benchmarks/models.py, sharded as benchmarks/backends.py does."""
+    geometry = SHAPES[shape]
+
+    def loss(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
+        ids, targets = (torch.zeros(batch, seq, dtype=torch.long) for _ in range(2))
+        out: torch.Tensor = model(ids, targets)
+        return out
+
+    head = fused_loss() if fused else projected_cross_entropy
+    return bp.Forecaster(
+        bp.Source(
+            name=shape, build=functools.partial(geometry.model, head), loss=loss, whole=("head",)
+        ),
+        every_level=False,
+        memory=Kept if older else Memory,
+    )
+
+
+def forecast(row: Row) -> dict[str, Any]:
+    """The forecast and the measurement of a row."""
+    record = row.record
+    settings = bp.Settings(
+        batch=record["batch"],
+        seq=record["seq"],
+        zero_level=record.get("zero_level", 3),
+        tp_size=record.get("tp", 1),
+        recompute=RECOMPUTE[record["recompute"]],
+        optimizer="offload" if record["offload"] else "adam",
+        compiled=record["compile"],
+        fp8=record.get("fp8", False),
+        memory_limit=record.get("memory_limit"),
+    )
+    machine = bp.Machine(gpu="h200", gpus=record["gpus"])
+    found = forecaster(record["shape"], record.get("fused_head", False), row.file in OLDER)(
+        settings, machine
+    )
+    parts = dict(found.peak.parts)
+    if row.measure == "reserved_gib":
+        # These runs kept shards in torch's allocator: all but what is outside of it.
+        parts = {k: v for k, v in parts.items() if k not in ("CUDA context", "communication")}
+    gib = sum(parts.values()) / GIB
+    rate = (found.tokens_per_second or 0.0) / record["gpus"]
+    return {
+        "file": row.file,
+        "setting": row.what,
+        "measure": row.measure,
+        "forecast_gib": round(gib, 1),
+        "measured_gib": row.gib,
+        "difference": round(gib / row.gib - 1, 4),
+        "peak_at": found.peak.name,
+        "recompute": found.recompute,
+        "parts_gib": {name: round(size / GIB, 2) for name, size in parts.items()},
+        "forecast_tokens_per_second_per_gpu": round(rate),
+        "measured_tokens_per_second_per_gpu": row.tokens,
+        "difference_in_speed": round(rate / row.tokens - 1, 3),
+    }
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| setting | source | measured as | forecast, GiB | measured, GiB | difference | "
+        "tokens/s a GPU: forecast | measured | difference |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        name = "GPU in use" if row["measure"] == "device_gib" else "reserved"
+        name += ", gradients kept" if row["file"] in OLDER else ""
+        lines.append(
+            f"| {row['setting']} | `{row['file']}` | {name} | {row['forecast_gib']} | "
+            f"{row['measured_gib']} | {row['difference']:+.1%} | "
+            f"{row['forecast_tokens_per_second_per_gpu']} | "
+            f"{row['measured_tokens_per_second_per_gpu']:.0f} | {row['difference_in_speed']:+.0%} |"
+        )
+    within = sum(abs(row["difference"]) <= AIM for row in found)
+    lines += ["", f"{within} of {len(found)} settings within {AIM:.0%} of the measured memory."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write both files."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=pathlib.Path, default=RESULTS / "forecast")
+    parser.add_argument("--only", default="", help="settings whose words hold this")
+    args = parser.parse_args()
+    found = []
+    for row in rows():
+        if args.only in f"{row.file} {row.what}":
+            found.append(forecast(row))
+            print(json.dumps({k: v for k, v in found[-1].items() if k != "parts_gib"}), flush=True)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    record = {"commit": commit, "torch": torch.__version__, "records": found}
+    args.out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(table(found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,444 @@
+"""The cells of the matrix: which fault comes at which moment, what is expected, and the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from scripts.fault_matrix.faulty import FAULT, Fault
+from scripts.fault_matrix.jobs import Job, Left
+from scripts.fault_matrix.programs import (
+    SAVE_EVERY,
+    Program,
+    damaged,
+    records,
+    resumed_step,
+    steps_done,
+)
+
+from bmtrain.checkpoint.manifest import NAME
+from bmtrain.snapshot import folder as folders
+
+LIMIT_S = 60.0  # from a fault to the end of the job
+STEP, SAVED = 5, 6  # a step between checkpoints; one that is saved
+NOT_ZERO, ANY = "not 0", "any"
+RULE = f"""A cell is green if all of this holds:
+
+* launcher and ranks have ended by themselves within {LIMIT_S:.0f} s of the fault, with an exit code
+  that is expected: 0 for a stop that was asked for and for what a run survives, 75 for SIGUSR1 to a
+  rank, otherwise another than 0 (what the launcher itself is sent may end it with any);
+* every checkpoint with a manifest is whole, as `python -m bmtrain check` sees it, after the fault
+  and after the resumed run;
+* the resumed run ends with 0, and its record, with losses, gradient norms and validation, is
+  bitwise that of the run without a fault;
+* no more steps are lost than expected: the last step done less the step of the checkpoint that the
+  resumed run went on from is at most {SAVE_EVERY - 1} where checkpoints come every {SAVE_EVERY}
+  steps and the one before was written, {2 * SAVE_EVERY} where that one is hit, 0 where the run was
+  asked to stop;
+* where one rank is the cause, it is named, and no other alone; where two ranks cannot tell which
+  of them is wrong, both are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A fault of a program.
+
+    Attributes:
+        kind, moment: of the fault.
+        step: see `faulty.Fault`.
+        rank: to whom; None for both.
+        codes: exit codes that are expected: a number, NOT_ZERO or ANY.
+        lost: the most steps that may be lost.
+        names: the ranks of which one of the sets must be named; empty for nobody.
+        words: a pattern that must be in what is printed.
+        start: what the folder holds before: "" nothing, "stopped" a run stopped after step 7,
+            "finished" a whole one.
+        is_warm: see `jobs`.
+        is_equal: whether the record is that of the run without a fault; else it is so before
+            the fault, and one loss is not finite.
+        seconds: watchdog of the job.
+    """
+
+    kind: str
+    moment: str
+    step: int = STEP
+    rank: int | None = 1
+    codes: int | str = NOT_ZERO
+    lost: int = SAVE_EVERY - 1
+    names: tuple[frozenset[int], ...] = (frozenset({1}),)
+    words: str = ""
+    start: str = ""
+    is_warm: bool = True
+    is_equal: bool = True
+    programs: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        """What tells it from the others: as that of its result, without the program."""
+        return self.kind, self.moment, None if self.kind in DAMAGES else self.rank
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of a cell; `wrong` says what is not as expected."""
+
+    program: str
+    kind: str
+    moment: str
+    rank: int | None
+    code: int | None
+    seconds: float | None
+    lost: int | None
+    equal: bool
+    named: list[int]
+    wrong: list[str]
+
+    @property
+    def key(self) -> tuple[str, str, str, int | None]:
+        """What tells it from the others."""
+        return self.program, self.kind, self.moment, self.rank
+
+    @property
+    def is_green(self) -> bool:
+        """The verdict."""
+        return not self.wrong
+
+
+def hit(moment: str, one: frozenset[int]) -> dict[str, Any]:
+    """What is expected of a job that a fault ends at this moment."""
+    own: dict[str, Any] = {"moment": moment, "names": (one,) if one else ()}
+    if moment == "import":
+        own |= {"step": 0, "lost": 0, "is_warm": False}
+    elif moment == "loading":
+        own |= {"step": 0, "lost": 0, "start": "stopped"}
+    elif moment in ("saving", "before the manifest", "pruning"):
+        own |= {"step": SAVED, "lost": 2 * SAVE_EVERY}
+    elif moment == "ending":
+        own |= {"step": 0, "lost": 2 * SAVE_EVERY}
+    return own
+
+
+IN_STEP = ("forward", "backward", "optimizer")
+WRITING = ("saving", "before the manifest")
+AROUND = ("import", "loading", *IN_STEP, *WRITING, "ending")
+NOBODY, ONE, ZERO, EITHER = frozenset[int](), frozenset({1}), frozenset({0}), frozenset({0, 1})
+LEFT_OUT = {
+    "exceptions, sys.exit, sleeps while files are written": "the writer is a thread of the library "
+    "that calls nothing of the program; an error of the disk stands for what it can meet",
+    "signals that ask for a stop at import, loading": "nothing has begun, and Python does with "
+    "them what it does: the kills at these moments stand for them",
+    "NaN outside of forward, backward, optimizer": "numbers are computed there only",
+    "damaged checkpoints at other moments than before resuming": "they are read then only",
+    "fewer batches in examples/gpt2": "it has no loader: an early return is the same there",
+    "exporting, in examples/gpt2": "it writes no model beside its checkpoints",
+    "a real read-only mount": "it needs another user's rights: opening and making files fail as "
+    "they would",
+}
+
+
+def cells() -> Iterator[Cell]:
+    """The matrix."""
+    for moment in AROUND:
+        yield Cell("SIGKILL of a rank", **hit(moment, ONE))
+    for moment in ("forward", *WRITING, "pruning"):
+        yield Cell("SIGKILL of a rank", rank=0, **hit(moment, ZERO))
+    for moment in ("import", "optimizer", *WRITING):
+        yield Cell("SIGKILL of both ranks", rank=0, **hit(moment, NOBODY))
+    for moment in ("import", "loading", "backward", *WRITING, "ending"):
+        # ranks that load go on until they notice
+        lost = {"lost": max(hit(moment, NOBODY).get("lost", 0), SAVE_EVERY - 1)}
+        yield Cell("SIGKILL of the launcher", codes=ANY, **hit(moment, NOBODY) | lost)
+    for kind in ("segmentation fault", "abort"):
+        for moment in ("import", "forward", "backward"):
+            yield Cell(kind, **hit(moment, ONE))
+    yield Cell("abort", **hit("saving", ONE))
+    for kind in ("exception", "sys.exit(3)", "early return"):
+        for moment in ("import", "loading", *IN_STEP, "ending"):
+            if moment not in ("backward", "optimizer") or kind == "exception":
+                yield Cell(kind, **hit(moment, ONE))
+    for moment in ("import", "loading", *IN_STEP, *WRITING):
+        yield Cell("SIGSTOP of a rank", **hit(moment, ONE))
+    for moment in ("forward", "backward", "ending"):
+        yield Cell("endless sleep", **hit(moment, ONE))
+    yield Cell("endless sleep", rank=0, **hit("forward", ZERO))
+    yield Cell("call that holds Python's lock", **hit("optimizer", ONE))
+    yield from _stops()
+    yield from _numbers()
+    yield from _disks()
+
+
+def _stops() -> Iterator[Cell]:
+    stop: dict[str, Any] = {"lost": 0, "names": ()}
+    for moment in ("forward", "optimizer", "saving"):
+        after: dict[str, Any] = hit(moment, NOBODY) | stop
+        yield Cell("SIGTERM to a rank", codes=0, **after)
+        yield Cell("SIGINT to a rank", codes=0, **after)
+        yield Cell("SIGUSR1 to a rank", codes=75, **after)
+        yield Cell("SIGTERM to the launcher", codes=ANY, **after)
+        yield Cell("SIGINT to the launcher", codes=ANY, **after)
+        yield Cell("SIGUSR1 to the launcher", codes=ANY, **after)
+
+
+def _numbers() -> Iterator[Cell]:
+    culprit: dict[str, Any] = {"step": 4, "lost": SAVE_EVERY, "names": (ONE,)}
+    yield Cell("NaN in the losses of a rank", "forward", **culprit)
+    yield Cell("NaN in the gradients of a rank", "backward", **culprit)
+    # the rank's part of a weight is all ranks' weight
+    yield Cell("NaN in a weight", "optimizer", **{**culprit, "names": ()}, words="not finite")
+    yield Cell(
+        "NaN in one loss of a rank", "forward", codes=0, names=(), is_equal=False, words="step"
+    )
+    both: dict[str, Any] = {"names": (EITHER, ONE)}
+    yield Cell("skipped step", "optimizer", **both)
+    yield Cell("one collective more", "backward", **both)
+
+
+def _disks() -> Iterator[Cell]:
+    at: dict[str, Any] = {"step": SAVED, "lost": 2 * SAVE_EVERY, "names": ()}
+    yield Cell("full disk", "saving", words="No space left on device", **at)
+    yield Cell("full disk", "saving", rank=0, words="No space left on device", **at)
+    yield Cell("limit of file sizes", "saving", rank=None, words="File too large", **at)
+    yield Cell("read-only file system", "saving", rank=None, words="Read-only file system", **at)
+    for kind, words in DAMAGES.items():
+        yield Cell(
+            kind, "before resuming", codes=0, lost=2 * SAVE_EVERY, names=(), words=words[1],
+            start="stopped",
+        )  # fmt: skip
+    yield Cell("two runs in one folder", "forward", codes=0, lost=0, names=())
+    for kind in ("SIGKILL of a rank", "SIGKILL of the launcher"):
+        yield Cell(
+            kind, "exporting", rank=0, step=0, codes=ANY, lost=SAVE_EVERY, names=(),
+            start="finished", programs="finetune_bert",
+        )  # fmt: skip
+
+
+def _of_rank(path: pathlib.Path, suffix: str = "bin") -> pathlib.Path:
+    return next(path.glob(f"rank-00001-*.{suffix}"))
+
+
+def _flip(path: pathlib.Path) -> None:
+    file = _of_rank(path)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def _cut(path: pathlib.Path) -> None:
+    file = _of_rank(path)
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size // 2)
+
+
+def _garble(path: pathlib.Path) -> None:
+    (path / NAME).write_bytes(random.Random(0).randbytes(500))
+
+
+# What is done to the newest checkpoint, and what is to be printed of it.
+DAMAGES: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    "flipped bit": (_flip, r"rank-00001-\S+\.bin"),
+    "truncated file": (_cut, r"rank-00001-\S+\.bin"),
+    "missing file": (lambda path: _of_rank(path, "pt").unlink(), r"rank-00001-\S+\.pt"),
+    "garbage in the manifest": (_garble, "manifest"),
+    "empty manifest": (lambda path: (path / NAME).write_bytes(b""), "manifest"),
+    "no manifest": (lambda path: (path / NAME).unlink(), "going on"),
+}
+
+
+class Bench:
+    """Runs cells of one program.
+
+    Args:
+        folder: for the runs.
+        whole, stopped: folders of a finished run without a fault, and of one that was asked to stop
+            after step 7.
+    """
+
+    def __init__(self, program: Program, folder: pathlib.Path) -> None:
+        self.program, self.folder = program, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.whole, self.stopped = folder / "whole", folder / "stopped"
+        self._run(self.whole, None, is_warm=True)
+        self._run(self.stopped, Fault("SIGTERM to a rank", "forward", 1, 7, str(folder / "mark")))
+        self.truth = records(self.whole)
+        if self.truth[-1]["step"] != 14 or steps_done(self.stopped) != 7:
+            raise RuntimeError(f"{program.name} does not run without a fault: see {folder}")
+
+    def _run(
+        self,
+        folder: pathlib.Path,
+        fault: Fault | None,
+        *,
+        resume: bool = False,
+        is_warm: bool = True,
+        more: tuple[str, ...] = (),
+    ) -> Left:
+        environment = {} if fault is None else {FAULT: fault.dumped()}
+        command = self.program.command(folder, *more, resume=resume)
+        job = Job(folder.with_name(folder.name + "-job"), command, environment, is_warm=is_warm)
+        left = job.left(240, None if fault is None else pathlib.Path(fault.mark))
+        said = folder.with_name(folder.name + "-job") / f"said-{job.launcher}"
+        said.write_text(left.printed, encoding="utf-8")
+        return left
+
+    def result(self, cell: Cell, number: int) -> Result:
+        """Run the cell: the fault, and the resumed run."""
+        folder = self.folder / f"cell-{number}"
+        if cell.start:
+            shutil.copytree(self.whole if cell.start == "finished" else self.stopped, folder)
+        if cell.kind in DAMAGES:
+            return self._damaged(cell, folder)
+        if cell.kind == "two runs in one folder":
+            return self._two(cell, folder)
+        mark = folder.with_name(folder.name + "-mark")
+        timeout = 10.0 if cell.moment == "import" else 20.0
+        fault = Fault(cell.kind, cell.moment, cell.rank, cell.step, str(mark), timeout=timeout)
+        left = self._run(folder, fault, resume=bool(cell.start), is_warm=cell.is_warm)
+        when = float(mark.read_text()) if mark.exists() else None
+        wrong = [] if when is not None else ["the fault did not come"]
+        seconds = None if when is None else left.ended - when
+        if left.code is None:
+            wrong.append("had to be killed")
+        elif seconds is not None and seconds > LIMIT_S:
+            wrong.append(f"ended {seconds:.0f} s after the fault")
+        if left.code is not None and not _fits(left.code, cell.codes):
+            wrong.append(f"exit code {left.code}, expected {cell.codes}")
+        named = sorted(blamed(left.printed))
+        if cell.names and frozenset(named) not in cell.names:
+            wrong.append(f"named {named}, expected {[sorted(one) for one in cell.names]}")
+        if cell.words and not re.search(cell.words, left.printed):
+            wrong.append(f"does not say {cell.words!r}")
+        return self._resumed(cell, folder, (left.code, seconds, named), wrong)
+
+    def _resumed(
+        self,
+        cell: Cell,
+        folder: pathlib.Path,
+        ended: tuple[int | None, float | None, list[int]],
+        wrong: list[str],
+    ) -> Result:
+        """Go on, and compare."""
+        wrong += damaged(folder)
+        done = steps_done(folder)
+        again = self._run(folder, None, resume=True)
+        step = resumed_step(again.printed)
+        lost = None if step is None else done - step
+        if again.code != 0:
+            wrong.append(f"the resumed run ended with {again.code}")
+        if lost is None or not 0 <= lost <= cell.lost:
+            wrong.append(f"lost {lost} steps, expected at most {cell.lost}")
+        found = records(folder)
+        if cell.is_equal:
+            equal = found == self.truth
+        else:
+            equal = found[: cell.step - 1] == self.truth[: cell.step - 1]
+            equal &= [one["step"] for one in found] == [one["step"] for one in self.truth]
+            # json writes NaN, which is unequal to itself
+            equal &= sum(one.get("loss", 0.0) != one.get("loss", 0.0) for one in found) == 1
+        if not equal:
+            wrong.append("the record differs from that of the run without a fault")
+        wrong += damaged(folder) + (self._exported(folder) if cell.is_equal else [])
+        if not wrong:
+            shutil.rmtree(folder)
+        code, seconds, named = ended
+        return Result(
+            self.program.name, cell.kind, cell.moment, cell.rank, code, seconds, lost, equal,
+            named, wrong,
+        )  # fmt: skip
+
+    def _exported(self, folder: pathlib.Path) -> list[str]:
+        """What of the finished model is not that of the run without a fault."""
+        if self.program.exports is None:
+            return []
+        want = contents(self.whole / self.program.exports)
+        found = contents(folder / self.program.exports)
+        differing = [name for name in want if found.get(name) != want[name]]
+        return [f"the model's file {name} differs" for name in differing]
+
+    def _damaged(self, cell: Cell, folder: pathlib.Path) -> Result:
+        newest = folders.complete(folder)[-1]
+        DAMAGES[cell.kind][0](newest)
+        copy = folder.with_name(folder.name + "-first")
+        shutil.copytree(folder, copy)
+        first = self._run(copy, None, resume=True)
+        wrong = [] if first.code == 0 else [f"exit code {first.code}, expected 0"]
+        if not re.search(cell.words, first.printed.replace("\n", "")):
+            wrong.append(f"does not say {cell.words!r}")
+        step, done = resumed_step(first.printed), steps_done(folder)
+        lost = None if step is None else done - step
+        if lost is None or not 0 < lost <= cell.lost:
+            wrong.append(f"lost {lost} steps, expected 1 to {cell.lost}")
+        equal = records(copy) == self.truth
+        if not equal:
+            wrong.append("the record differs from that of the run without a fault")
+        wrong += damaged(copy)
+        ended = first.ended - first.began
+        return Result(
+            self.program.name, cell.kind, cell.moment, None, first.code, ended, lost, equal, [],
+            wrong,
+        )  # fmt: skip
+
+    def _two(self, cell: Cell, folder: pathlib.Path) -> Result:
+        """The second is refused, and the first goes on to its end."""
+        mark = folder.with_name(folder.name + "-mark")
+        fault = Fault("pause", "forward", 0, STEP, str(mark), watchdog=90, timeout=90)
+        command = self.program.command(folder)
+        job = Job(
+            folder.with_name(folder.name + "-job"), command, {FAULT: fault.dumped()}, is_warm=True
+        )
+        while not mark.exists():
+            if job.has_ended():
+                break
+        second = self._run(folder, None, resume=True)
+        first = job.left(120)
+        wrong = [] if first.code == 0 else [f"the first ended with {first.code}"]
+        if second.code in (0, None):
+            wrong.append(f"the second ended with {second.code}")
+        if "belongs to another run" not in second.printed.replace("\n", " "):
+            wrong.append("the second does not say 'belongs to another run'")
+        result = self._resumed(cell, folder, (second.code, second.ended - second.began, []), wrong)
+        return dataclasses.replace(result, moment=cell.moment)
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """All files of a folder; none if there is none."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _fits(code: int, codes: int | str) -> bool:
+    if codes == ANY:
+        return True
+    return code != 0 if codes == NOT_ZERO else code == codes
+
+
+# Most certain first: where an error was that all ranks have raised, who is missing or has failed,
+# who did something else, torchrun's own words.
+_ABSENT = (
+    r"rank (\d+) (?:did not come|has ended|has left|has failed|is stopped|has not come|does not "
+    r"wait for the others, which|does not answer|runs, but Python)",
+    r"\[rank (\d+)\] this rank failed; the run ends\.(?! rank \d)(?! bmtrain\.errors)",
+)
+_BLAMES = (
+    (r"\(on rank (\d+)\)", r"In the last one: rank (\d+):"),
+    _ABSENT,
+    (r"rank (\d+) did number",),
+    (r"failed \(exitcode: -?\d+\) local_rank: (\d+)",),
+)
+
+
+def blamed(printed: str) -> set[int]:
+    """The ranks that are named as the cause."""
+    text = " ".join(printed.split())
+    for patterns in _BLAMES:
+        found = {int(match) for pattern in patterns for match in re.findall(pattern, text)}
+        if found:
+            return found
+    return set()

@@ -1,0 +1,315 @@
+"""The moments of a run at which a fault can come, and the faults that change what a rank computes
+or writes. They replace functions of the library in this process.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pathlib
+import resource
+import shutil
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from scripts.fault_matrix.faulty import Fault
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import bmtrain as bmt
+from bmtrain.checkpoint import writer
+from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.distributed.board import Board
+from bmtrain.snapshot import writing
+from model_center.training.checkpoints import Checkpoints
+
+Deed = Callable[[], object]
+
+
+class Clock:
+    """Counts the optimizer steps of this rank, and lets a deed happen once, in its step."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.steps = fault, 0
+        self._once = threading.Lock()
+        step = bmt.optim.OptimManager.step
+
+        def counted(manager: Any) -> None:
+            step(manager)
+            self.steps += 1
+
+        replace(bmt.optim.OptimManager, "step", counted)
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the step of the fault is computed here; what has no gradient is not of a step."""
+        return self.steps + 1 == self.fault.step
+
+    @property
+    def is_after_step(self) -> bool:
+        """Whether the step of the fault is done."""
+        return self.steps >= self.fault.step
+
+    def strike(self) -> None:
+        """The fault, once."""
+        if self._once.acquire(blocking=False):
+            self.fault.happen()
+
+
+def replace(owner: Any, name: str, value: object) -> None:
+    """In the place of a function or method of the library."""
+    setattr(owner, name, value)
+
+
+def before(owner: Any, name: str, deed: Deed) -> None:
+    """Let `deed` come before each call."""
+    original = getattr(owner, name)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        deed()
+        return original(*args, **kwargs)
+
+    replace(owner, name, replaced)
+
+
+def _loading(clock: Clock) -> None:
+    before(ShardedCheckpoint, "__init__", clock.strike)
+
+
+def _forward(clock: Clock) -> None:
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        if clock.is_in_step and torch.is_grad_enabled() and not list(module.children()):
+            clock.strike()
+
+    torch.nn.modules.module.register_module_forward_pre_hook(hook)
+
+
+def _backward(clock: Clock) -> None:
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        is_tensor = isinstance(output, torch.Tensor) and output.requires_grad
+        if clock.is_in_step and is_tensor and isinstance(module, torch.nn.LayerNorm | bmt.Block):
+            output.register_hook(lambda gradient: clock.strike())
+
+    torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def _optimizer(clock: Clock) -> None:
+    def hook(*args: Any) -> None:
+        if clock.is_in_step:
+            clock.strike()
+
+    register_optimizer_step_pre_hook(hook)
+
+
+def _saving(clock: Clock) -> None:
+    write_at = writing._write_at  # noqa: SLF001
+
+    def half(descriptor: int, memory: memoryview, offset: int) -> None:
+        if clock.is_after_step:
+            write_at(descriptor, memory[: len(memory) // 2], offset)
+            clock.strike()
+        write_at(descriptor, memory, offset)
+
+    replace(writing, "_write_at", half)
+
+
+def _manifest(clock: Clock) -> None:
+    """The files of this rank are written, and nobody knows yet."""
+    before(Board, "gather", lambda: clock.strike() if clock.is_after_step else None)
+
+
+def _pruning(clock: Clock) -> None:
+    """An old checkpoint has lost its manifest, and its files are there."""
+    before(shutil, "rmtree", lambda: clock.strike() if clock.is_after_step else None)
+
+
+def _ending(clock: Clock) -> None:
+    before(Checkpoints, "close", clock.strike)
+
+
+def _exporting(clock: Clock) -> None:
+    """The new file is beside the old one, half of it."""
+
+    def cut(temporary: Any, *args: Any) -> None:
+        os.truncate(temporary, os.path.getsize(temporary) // 2)
+        clock.strike()
+
+    for name in ("_write_torch", "_write_safetensors"):
+        original = getattr(writer, name)
+
+        def replaced(temporary: Any, *args: Any, original: Callable[..., Any] = original) -> None:
+            original(temporary, *args)
+            cut(temporary)
+
+        replace(writer, name, replaced)
+
+
+MOMENTS: dict[str, Callable[[Clock], None]] = {
+    "loading": _loading,
+    "forward": _forward,
+    "backward": _backward,
+    "optimizer": _optimizer,
+    "saving": _saving,
+    "before the manifest": _manifest,
+    "pruning": _pruning,
+    "ending": _ending,
+    "exporting": _exporting,
+}
+
+
+def _bad_loss(clock: Clock) -> None:
+    forward = bmt.loss.FusedCrossEntropy.forward
+
+    def replaced(self: Any, *args: Any) -> torch.Tensor:
+        loss: torch.Tensor = forward(self, *args)
+        if clock.steps + 1 < clock.fault.step or not torch.is_grad_enabled():
+            return loss
+        clock.fault.note()
+        return loss * float("nan")
+
+    replace(bmt.loss.FusedCrossEntropy, "forward", replaced)
+
+
+def _bad_loss_once(clock: Clock) -> None:
+    forward = bmt.loss.FusedCrossEntropy.forward
+
+    def replaced(self: Any, *args: Any) -> torch.Tensor:
+        loss: torch.Tensor = forward(self, *args)
+        if not clock.is_in_step or not torch.is_grad_enabled():
+            return loss
+        clock.fault.note()
+        return loss * float("nan")
+
+    replace(bmt.loss.FusedCrossEntropy, "forward", replaced)
+
+
+def _bad_gradient(clock: Clock) -> None:
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        clock.fault.note()
+        return gradient * float("nan")
+
+    def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+        is_tensor = isinstance(output, torch.Tensor) and output.requires_grad
+        is_now = clock.steps + 1 >= clock.fault.step
+        if is_now and is_tensor and isinstance(module, torch.nn.LayerNorm | bmt.Block):
+            output.register_hook(spoil)
+
+    torch.nn.modules.module.register_module_forward_hook(hook)
+
+
+def _bad_weight(clock: Clock) -> None:
+    step = bmt.optim.OptimManager.step
+
+    def replaced(manager: Any) -> None:
+        step(manager)
+        if clock.steps == clock.fault.step:
+            clock.fault.note()
+            sharded = manager.optimizers[0].param_groups[0]["params"][0]
+            sharded.local.detach().view(-1)[0] = float("nan")
+
+    replace(bmt.optim.OptimManager, "step", replaced)
+
+
+def _skipped(clock: Clock) -> None:
+    step = bmt.optim.OptimManager.step
+
+    def replaced(manager: Any) -> None:
+        if clock.is_in_step:
+            clock.fault.note()
+            clock.steps += 1
+            return
+        step(manager)
+
+    replace(bmt.optim.OptimManager, "step", replaced)
+
+
+def _one_more(clock: Clock) -> None:
+    def further() -> None:
+        if clock.is_in_step:
+            clock.fault.note()
+            bmt.synchronize()
+
+    before(bmt.optim.OptimManager, "backward", further)
+
+
+def _full_disk(clock: Clock) -> None:
+    write_at = writing._write_at  # noqa: SLF001
+
+    def replaced(descriptor: int, memory: memoryview, offset: int) -> None:
+        if clock.is_after_step:
+            write_at(descriptor, memory[: len(memory) // 2], offset)
+            clock.fault.note()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_at(descriptor, memory, offset)
+
+    replace(writing, "_write_at", replaced)
+
+
+def _size_limit(clock: Clock) -> None:
+    """The system refuses what makes a file longer than 16 KiB."""
+
+    def limit() -> None:
+        if clock.is_after_step:
+            clock.fault.note()
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16 * 1024, hard))
+
+    before(Checkpoints, "save", limit)
+
+
+def _read_only(clock: Clock) -> None:
+    """No file below the folder of the run can be opened for writing, no folder made."""
+    folder = str(pathlib.Path(clock.fault.mark).parent)
+    opened, made, io_open = os.open, os.mkdir, io.open
+
+    def refuse(path: Any) -> None:
+        name = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        if clock.is_after_step and name.startswith(folder) and name != clock.fault.mark:
+            clock.fault.note()
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), name)
+
+    def open_(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            refuse(path)
+        return opened(path, flags, *args, **kwargs)
+
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        refuse(path)
+        made(path, *args, **kwargs)
+
+    def open_file(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if set(mode) & set("wax+"):
+            refuse(path)
+        return io_open(path, mode, *args, **kwargs)
+
+    replace(os, "open", open_)
+    replace(os, "mkdir", mkdir)
+    replace(io, "open", open_file)
+
+
+CHANGES: dict[str, Callable[[Clock], None]] = {
+    "NaN in the losses of a rank": _bad_loss,
+    "NaN in one loss of a rank": _bad_loss_once,
+    "NaN in the gradients of a rank": _bad_gradient,
+    "NaN in a weight": _bad_weight,
+    "skipped step": _skipped,
+    "one collective more": _one_more,
+    "full disk": _full_disk,
+    "limit of file sizes": _size_limit,
+    "read-only file system": _read_only,
+}
+
+
+def install(fault: Fault) -> None:
+    """Prepare this process."""
+    initialise = bmt.init_distributed
+
+    def with_limits(*args: Any, **kwargs: Any) -> None:
+        initialise(*args, **{**kwargs, "watchdog": fault.watchdog, "timeout": fault.timeout})
+
+    replace(bmt, "init_distributed", with_limits)
+    if fault.is_here and fault.moment != "import":
+        change = CHANGES.get(fault.kind) or MOMENTS[fault.moment]
+        change(Clock(fault))

@@ -1,0 +1,62 @@
+"""An opened checkpoint: headers when it is opened, then full tensors or parts of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """The shape and dtype of one tensor in a file, known before its values are read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(ABC):
+    """An opened checkpoint.
+
+    Attributes:
+        path: the file or folder.
+        headers: the tensors' headers by name.
+        others: the type names of the values that are not tensors, by name.
+    """
+
+    def __init__(
+        self, path: pathlib.Path, headers: Mapping[str, Header], others: Mapping[str, str]
+    ) -> None:
+        self.path = path
+        self.headers = headers
+        self.others = others
+
+    def file_of(self, name: str) -> pathlib.Path:
+        """The file that holds `name`."""
+        return self.path
+
+    @abstractmethod
+    def part(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, 1-D, on the CPU, in the file's dtype."""
+
+    @abstractmethod
+    def mapped(self, name: str) -> torch.Tensor:
+        """The tensor as a memory-mapped view of the file: pages are read on first access."""
+
+    def read(self, name: str, start: int, stop: int, scratch: torch.Tensor) -> torch.Tensor:
+        """Elements [start, stop) of the flattened tensor, in memory, in any shape.
+
+        Args:
+            scratch: uint8, 1-D, on the CPU: memory that the result may use, large enough for all
+                rows that the elements touch.
+        """
+        values = self.part(name, start, stop)
+        return scratch[: values.nbytes].view(values.dtype).copy_(values)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The full tensor, in its own shape."""
+        shape = self.headers[name].shape
+        return self.part(name, 0, torch.Size(shape).numel()).view(shape)

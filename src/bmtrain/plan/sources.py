@@ -1,0 +1,139 @@
+"""What MODEL of `python -m bmtrain plan` stands for: a function, a folder or a name, sizes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from bmtrain.errors import ConfigurationError
+from bmtrain.plan.forecast import Source
+from bmtrain.plan.reference import Sizes
+
+CONFIG = "config.json"
+
+
+def of_sizes(sizes: Sizes, fused_head: bool = False) -> Source:
+    """A built-in decoder of these sizes."""
+    kind = "gated decoder" if sizes.gated else "decoder"
+    name = f"{kind} of {sizes.layers} layers, {sizes.hidden} wide"
+    return Source(name=name, build=functools.partial(sizes.build, fused_head), loss=loss_of)
+
+
+def of_function(name: str) -> Source:
+    """What `module:function` returns: a module, or a Source.
+
+    Raises:
+        ConfigurationError: if there is no such function, it fails, or it returns something else.
+    """
+    path, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(path), attribute, None)
+    except ImportError as error:
+        raise ConfigurationError(f"plan: {name} cannot be imported: {error}.") from error
+    if not callable(function):
+        raise ConfigurationError(f"plan: {path} has no function {attribute!r}.")
+    with torch.device("meta"):
+        made = _called(name, function)
+    if isinstance(made, Source):
+        return made
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigurationError(
+            f"plan: {name} returned {type(made).__name__}: expected a torch.nn.Module or a "
+            "bmtrain.plan.Source."
+        )
+    return Source(name=name, build=functools.partial(_called, name, function), loss=loss_of)
+
+
+def _called(name: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise ConfigurationError(
+            f"plan: {name} failed on the meta device: {type(error).__name__}: {error}"
+        ) from error
+
+
+def of_transformers(name: str) -> Source:
+    """A folder with a config.json of transformers, or a name that transformers knows.
+
+    Raises:
+        ConfigurationError: if there is no such model, or transformers is not installed.
+    """
+    folder = pathlib.Path(name)
+    is_path = folder.exists() or name.startswith((".", "/", "~"))
+    if is_path and not (folder / CONFIG).is_file():
+        raise ConfigurationError(f"plan: there is no {folder / CONFIG}.")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"plan {name} needs the package transformers ({error}): pip install transformers, or "
+            "give sizes (--layers, --hidden, --heads, --vocab) or module:function."
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigurationError(f"plan: transformers knows no model {name}: {reason}") from error
+
+    def build() -> torch.nn.Module:
+        kinds = getattr(config, "architectures", None) or [""]
+        kind = getattr(transformers, kinds[0], None)
+        make = transformers.AutoModelForCausalLM.from_config if kind is None else kind
+        model: torch.nn.Module = make(config)
+        return model
+
+    return Source(name=name, build=build, loss=loss_of)
+
+
+def loss_of(model: torch.nn.Module, batch: int, seq: int) -> torch.Tensor:
+    """The loss of a language model on rows of token ids, as far as its forward says how to get it.
+
+    With an argument `labels` or `targets` it gets both; otherwise a result that is no scalar is
+    taken for logits. transformers' `use_cache` is off, as in training.
+
+    Raises:
+        ConfigurationError: if the model cannot be called so.
+    """
+    ids, labels = (torch.zeros(batch, seq, dtype=torch.long) for _ in range(2))
+    names = list(inspect.signature(model.forward).parameters)
+    extra: dict[str, Any] = {"use_cache": False} if "use_cache" in names else {}
+    target = next((name for name in ("labels", "targets") if name in names), None)
+    if target is not None:
+        extra[target] = labels
+    try:
+        out = model(ids, **extra)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+        raise ConfigurationError(
+            f"plan: {type(model).__name__} cannot be run on token ids ({batch}, {seq}): "
+            f"{type(error).__name__}: {error}. Let module:function return a bmtrain.plan.Source "
+            "with a loss of its own."
+        ) from error
+    return scalar_of(out, labels)
+
+
+def scalar_of(out: Any, labels: torch.Tensor) -> torch.Tensor:
+    """The loss in what a model returns, or that of its logits (..., classes)."""
+    first = getattr(out, "loss", None)
+    if first is None:
+        first = getattr(out, "logits", None)
+    if first is None:
+        first = out[0] if isinstance(out, tuple | list) else out
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        raise ConfigurationError(
+            f"plan: the model returned {type(out).__name__}: expected a loss or logits."
+        )
+    if first.dim() == 0:
+        return first
+    flat = first.flatten(0, -2)
+    if flat.shape[0] == labels.numel():
+        return F.cross_entropy(flat.float(), labels.flatten())
+    return first.float().mean()

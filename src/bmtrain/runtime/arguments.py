@@ -1,0 +1,114 @@
+"""What arguments may be: rules with names, checked alike everywhere; keywords that nobody knows."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from bmtrain.errors import ArgumentError, ConfigurationError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value must be.
+
+    Attributes:
+        expected: in words, for a message: "a whole number above 0".
+        holds: whether a value is that.
+    """
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+def _number(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A real number, of Python, numpy or a tensor of one element, that is not NaN."""
+
+    def check(value: Any) -> bool:
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            value = value.item()
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        return is_number and not math.isnan(value) and holds(value)
+
+    return check
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: (
+        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
+    )
+
+
+NUMBER = Rule("a finite number", _number(math.isfinite))
+AMOUNT = Rule("a finite number from 0 on", _number(lambda x: 0 <= x < math.inf))
+POSITIVE = Rule("a finite number above 0", _number(lambda x: 0 < x < math.inf))
+BOUND = Rule("a positive number or inf", _number(lambda x: x > 0))
+SHARE = Rule("a number from 0 to 1", _number(lambda x: 0 <= x <= 1))
+PART = Rule("a number from 0 to below 1", _number(lambda x: 0 <= x < 1))
+SIZE = Rule("a whole number above 0", _whole(1))
+COUNT = Rule("a whole number from 0 on", _whole(0))
+WHOLE = Rule(
+    "a whole number", lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool)
+)
+FLAG = Rule("True or False", lambda value: isinstance(value, bool | int) and value in (0, 1))
+
+
+def check(
+    owner: str, kind: type[Exception] = ConfigurationError, /, **given: tuple[Any, Rule]
+) -> None:
+    """Refuse the first argument that breaks its rule.
+
+    Args:
+        owner: whose arguments these are, for the message.
+        kind: of the error. Instead of ConfigurationError, ArgumentError is raised for values of
+            another type, which is a TypeError too.
+        given: values and rules, by the arguments' names.
+
+    Raises:
+        kind: naming owner, argument, value and what was expected.
+    """
+    for name, (value, rule) in given.items():
+        if not rule.holds(value):
+            is_type = kind is ConfigurationError and not isinstance(value, numbers.Real)
+            error = ArgumentError if is_type else kind
+            raise error(f"{owner}: {name} is {value!r}: expected {rule.expected}.")
+
+
+def unknown(owner: str, names: Iterable[str], known: Iterable[str]) -> str | None:
+    """The message about names that are not known, with the nearest that are; None if all are."""
+    known = list(known)
+    parts = []
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            parts.append(f"{name!r}" + (f" (nearest: {near[0]!r})" if near else ""))
+    return f"{owner} does not know {', '.join(parts)}." if parts else None
+
+
+def known_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that refuses unknown keywords by an ArgumentError, with the nearest known one.
+
+    For a constructor the message names the class.
+    """
+    signature = inspect.signature(function)
+    names = [name for name in signature.parameters if name != "self"]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **given: P.kwargs) -> T:
+        if not given.keys() <= signature.parameters.keys():
+            owner = type(args[0]).__name__ if "self" in signature.parameters else function.__name__
+            raise ArgumentError(unknown(owner, given, names))
+        return function(*args, **given)
+
+    return checked

@@ -1,0 +1,77 @@
+"""`python -m bmtrain check FOLDER` and `consolidate CHECKPOINT FILE`: in one process."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Callable
+
+from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.checkpoint.writer import write_file
+from bmtrain.errors import CheckpointError
+from bmtrain.snapshot import folder as folders
+
+# Exit statuses. argparse exits with 2 for bad arguments, as BAD_INPUT does.
+WHOLE, DAMAGED, BAD_INPUT = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: what it takes and what it does; the latter returns the exit status."""
+
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit status: 0 all are whole, 1 one is damaged, 2 there is none."
+    parser.add_argument(
+        "folder", type=pathlib.Path, help="a checkpoint, or a folder of checkpoints"
+    )
+
+
+def _check(args: argparse.Namespace) -> int:
+    folder: pathlib.Path = args.folder
+    found = [folder] if folders.is_complete(folder) else folders.complete(folder)
+    if not found:
+        print(f"error: {folder} holds no checkpoint with a manifest", file=sys.stderr)
+        return BAD_INPUT
+    status = WHOLE
+    for path in found:
+        try:
+            manifest = folders.check(path)
+        except CheckpointError as error:
+            status = DAMAGED
+            print(f"damaged: {error}", flush=True)
+        else:
+            size = sum(facts.size for facts in manifest.files.values())
+            ranks = manifest.world["world_size"]
+            print(
+                f"whole: {path}, step {manifest.step}, {ranks} rank(s), {size:,} bytes", flush=True
+            )
+    return status
+
+
+def _add_consolidate(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "Exit status: 0 written, 1 the checkpoint is damaged or the file not writable."
+    parser.add_argument("checkpoint", type=pathlib.Path, help="a folder step-...")
+    parser.add_argument(
+        "file", type=pathlib.Path, help="to write; .safetensors selects that format, else torch's"
+    )
+
+
+def _consolidate(args: argparse.Namespace) -> int:
+    try:
+        folders.check(args.checkpoint)
+        source = ShardedCheckpoint(args.checkpoint)
+        write_file(args.file, source.all())
+    except (CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return DAMAGED
+    return WHOLE
+
+
+CHECK = Command(_add_check, _check)
+CONSOLIDATE = Command(_add_consolidate, _consolidate)

@@ -1,0 +1,101 @@
+"""The batches of the step at hand, kept so that the program can compute it once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from bmtrain.runtime.random_states import random_states, set_random_states
+from bmtrain.torch_internals import tree_map
+from model_center.dataset.loader import DistributedDataLoader
+from model_center.training.batches import grouped
+
+Losses = Iterable[torch.Tensor]
+Look = Callable[[Losses], float]
+
+
+class KeptStep:
+    """Hands out the micro-batches of each step, and again when that was asked for.
+
+    The program's loop runs once more with equal batches and random states, so that what it computes
+    can be looked at.
+
+    Args:
+        loader: of the training data.
+        size: micro-batches of a step.
+    """
+
+    def __init__(self, loader: DistributedDataLoader, size: int) -> None:
+        self._loader, self._size = loader, size
+        self._batches: list[Any] | None = None
+        self._look: Look | None = None
+        self._is_moved = False
+        self._place: tuple[int, int] | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the program took its batches from here, so that they can be handed out again."""
+        return self._batches is not None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the step will be handed out again."""
+        return self._look is not None
+
+    def steps(self) -> Iterator[list[Any]]:
+        """The micro-batches of each step that is left of a pass."""
+        self._is_moved = True
+        while self._is_moved:
+            self._is_moved = False
+            yield from self._pass()
+        self._batches = None
+
+    def _pass(self) -> Iterator[list[Any]]:
+        batches = iter(self._loader)
+        for group in grouped(self._placed(batches), self._size):
+            states = random_states()
+            self._batches = _copies(group)
+            yield group
+            while self._look is not None:
+                look = self._look
+                set_random_states(states)
+                yield _copies(self._batches)
+                if self._look is look:  # the program did not want to compute it again
+                    self._look = None
+            self._place = self._batches = None
+            if self._is_moved:
+                return
+
+    def _placed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches; remembers where the loader was before the first of a step."""
+        while True:
+            self._place = self._place or self._loader.place
+            try:
+                yield next(batches)
+            except StopIteration:
+                return
+
+    def look_again(self, look: Look) -> None:
+        """Hand out the step once more; its losses go to `look`."""
+        self._look = look
+
+    def take_look(self) -> Look | None:
+        """What the losses of a step that is handed out again are for; None for a new step."""
+        look, self._look = self._look, None
+        return look
+
+    def moved(self) -> None:
+        """Go on from where the loader is now."""
+        self._is_moved = True
+
+    def rows(self) -> list[list[int]] | None:
+        """The row numbers of this rank's micro-batches in the data set; None if nobody knows."""
+        return None if self._place is None else self._loader.rows_since(self._place)
+
+
+def _copies(batches: list[Any]) -> list[Any]:
+    """The same tensors in containers of their own, which a program may change."""
+    copies: list[Any] = tree_map(lambda leaf: leaf, batches)
+    return copies

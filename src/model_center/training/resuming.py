@@ -1,0 +1,67 @@
+"""Going on from a checkpoint of a run, of this version or an earlier one."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import bmtrain as bmt
+from bmtrain.snapshot.manager import facts_of, load_rest
+from model_center.errors import ResumeError
+from model_center.training import old_checkpoints
+
+
+def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """The `progress` and `made_with` of a checkpoint, and the `base` of its model.
+
+    Raises:
+        CheckpointError: if it is damaged.
+    """
+    if old_checkpoints.is_old(checkpoint):
+        return old_checkpoints.read_facts(checkpoint)
+    return facts_of(checkpoint)
+
+
+def model_path(checkpoint: pathlib.Path) -> pathlib.Path:
+    """What `bmt.load` reads the model's weights from."""
+    if old_checkpoints.is_old(checkpoint):
+        return checkpoint / old_checkpoints.MODEL_FILE
+    return checkpoint
+
+
+def check_same_run(
+    checkpoint: pathlib.Path,
+    made_with: Mapping[str, Any],
+    remedy: str = "give the same arguments to go on, or another folder",
+) -> None:
+    """Compare this run with the one that wrote the checkpoint.
+
+    Raises:
+        ResumeError: naming all that differs, and the remedy.
+    """
+    before = read_facts(checkpoint)["made_with"]
+    names = sorted({*before, *made_with})
+    differing = [
+        f"{name} was {before.get(name)} and is {made_with.get(name)}"
+        for name in names
+        if before.get(name) != made_with.get(name)
+    ]
+    if differing:
+        raise ResumeError(
+            f"{checkpoint} belongs to another run: {'; '.join(differing)}. Remedy: {remedy}."
+        )
+
+
+def load_state(
+    checkpoint: pathlib.Path, optim_manager: bmt.optim.OptimManager
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Put back all but the model: optimizers, schedules, scale, random states. Collective.
+
+    Returns the progress that the checkpoint was saved with, and this rank's state. On another
+    number of ranks the random states stay as they are, and there is no state of a rank.
+    """
+    if old_checkpoints.is_old(checkpoint):
+        return old_checkpoints.load_state(checkpoint, optim_manager), None
+    restored = load_rest(checkpoint, optim_manager)
+    return restored.facts["progress"], restored.state

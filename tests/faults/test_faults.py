@@ -1,0 +1,161 @@
+"""One rank meets with a fault: who is named, how soon, and with which exit codes all end."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import signal
+import sys
+import time
+
+import pytest
+from tests.faults import program
+from tests.faults.ranks import Left, run
+
+import bmtrain as bmt
+from bmtrain.errors import RanksPartedError
+from bmtrain.runtime import exits
+
+WATCHDOG_S = 2.0
+# Of the fault: what some rank must have said of rank 1, a pattern; exit codes of ranks 0 and 1.
+TABLE: dict[str, tuple[str, int, int | None]] = {
+    "exception": ("it has failed: KeyError: 'the culprit'", exits.PARTED, exits.FAILED),
+    "exit": ("rank 1 did not come to the next: it has left the run", exits.PARTED, 3),
+    "return": ("rank 1 did not come to the next: it has left the run", exits.PARTED, 0),
+    "save": (r"rank 1 did number \d+: exchange of objects", exits.PARTED, exits.PARTED),
+    "skip": (r"rank 1 did number \d+: all_reduce \(sum\)", exits.PARTED, exits.PARTED),
+    "batches": (r"rank 1 did number \d+: barrier", exits.PARTED, exits.PARTED),
+    "sigkill": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGKILL),
+    "segfault": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGSEGV),
+    "abort": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGABRT),
+    "sigstop": (r"rank 1 is stopped \(SIGSTOP\)", exits.HUNG, None),
+    "sleep": ("rank 1 has not come to gather of storage 0", exits.HUNG, exits.HUNG),
+    "lock": ("rank 1 runs, but Python does not", exits.HUNG, None),
+}
+HANGS = ("sigstop", "sleep", "lock")
+
+
+def faulty(fault: str, culprit: int = 1) -> None:
+    """The program of a rank."""
+    program.train(fault, culprit, WATCHDOG_S)
+
+
+@pytest.mark.parametrize("fault", TABLE)
+def test_the_culprit_is_named(fault: str, tmp_path: pathlib.Path) -> None:
+    """Rank 1, in the first line of the first who speaks, and by nobody else's name."""
+    words, first, second = TABLE[fault]
+    left = run(faulty, fault, folder=tmp_path)
+    said = "\n".join(left.printed)
+    assert re.search(words, said), said
+    assert left.codes == [first, second], said
+    assert "gloo" not in said and "frame #" not in said, "noise of the transport"
+    if fault in HANGS:
+        report = next(text for text in left.printed if "stands still" in text)
+        head = report.splitlines()[:2]
+        assert "stands still" in head[0] and re.search(words, head[1]), "the cause comes first"
+        assert WATCHDOG_S < left.seconds < 60
+        assert said.count("stands still") == 1, "one report for all"
+        assert "in step: loss = self.model(" in report, "where rank 0 waits, in the program"
+    else:
+        assert left.seconds < 20
+    if fault in {"segfault", "abort"}:
+        assert "program.py" in left.printed[1] and "Fatal Python error" in left.printed[1]
+
+
+def faulty_without_waiting(fault: str) -> None:
+    """As on GPUs, where the host goes ahead of its device."""
+    program.train(fault, 1, WATCHDOG_S, is_immediate=False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("save", r"\nrank(s 0, 2| 1) did number \d+: .*\nrank(s 0, 2| 1) did number \d+: "),
+        ("sleep", r"\nrank 1 has not come to gather of storage 0 .*in which ranks 0, 2 wait"),
+    ],
+    ids=["save", "sleep"],
+)
+def test_the_culprit_is_named_where_the_host_does_not_wait(
+    fault: str, words: str, tmp_path: pathlib.Path
+) -> None:
+    """The watchdog says what the ledger would have said."""
+    left = run(faulty_without_waiting, fault, ranks=3, folder=tmp_path)
+    said = "".join(left.printed)
+    assert left.codes == [exits.HUNG] * 3 and re.search(words, said), said
+    assert said.count("stands still") == 1
+
+
+@pytest.mark.parametrize("fault", ["exception", "return", "sleep"])
+def test_rank_0_is_named(fault: str, tmp_path: pathlib.Path) -> None:
+    """Also where it takes the store with it."""
+    words, second, first = TABLE[fault]
+    left = run(faulty, fault, 0, folder=tmp_path, hosted=True)
+    said = "\n".join(left.printed)
+    assert left.codes == [first, second] and "frame #" not in said, said
+    assert re.search(words.replace("rank 1", "rank 0"), said), said
+
+
+def test_nothing_is_said_of_a_run_without_fault(tmp_path: pathlib.Path) -> None:
+    """Steps, evaluation and end, also where rank 0 hosts the store."""
+    for hosted in (False, True):
+        folder = tmp_path / str(hosted)
+        folder.mkdir()
+        assert run(faulty, "none", folder=folder, hosted=hosted).codes == [0, 0]
+        assert [path.read_text() for path in folder.iterdir()] == ["", ""]
+
+
+def test_the_host_of_the_store_is_stopped(tmp_path: pathlib.Path) -> None:
+    """Nothing can be exchanged: each rank says what it knows, and ends."""
+    left = run(faulty, "sigstop", 0, folder=tmp_path, hosted=True)
+    assert left.codes == [None, exits.HUNG], left.printed
+    assert "rank 0 is stopped (SIGSTOP)" in left.printed[1]
+    assert left.seconds < 60
+
+
+def slow_but_alive() -> None:
+    """Twice the limit, in a step's middle and beside the steps, said to be long."""
+    bmt.init_distributed(device="cpu", timeout=60, watchdog=1.0)
+    time.sleep(1.5)  # nothing has been trained
+    training = program.Training()
+    for number in range(3):
+        training.step(number)
+        for _ in range(4):
+            time.sleep(0.4)
+            bmt.synchronize()  # progress
+    with bmt.unwatched():
+        time.sleep(1.5)
+    training.step(4)
+
+
+def test_what_takes_long_is_no_alarm(tmp_path: pathlib.Path) -> None:
+    left = run(slow_but_alive, folder=tmp_path)
+    assert left.codes == [0, 0], left.printed
+
+
+def never_comes() -> None:
+    """Before the first step, with and without a communicator of its own."""
+    bmt.init_distributed(device="cpu", timeout=10, watchdog=None)
+    if bmt.rank() == 1:
+        time.sleep(600)
+    begin = time.monotonic()
+    with pytest.raises(RanksPartedError, match="rank 1 did not come"):
+        bmt.synchronize()
+    sys.exit(20 if 9 < time.monotonic() - begin < 30 else 21)
+
+
+def test_a_rank_that_never_comes_ends_the_others(tmp_path: pathlib.Path) -> None:
+    """After `timeout`, without the watchdog."""
+    left = run(never_comes, folder=tmp_path)
+    assert left.codes[0] == 20, left.printed
+
+
+def one_rank_stands_still() -> None:
+    bmt.init_distributed(device="cpu", watchdog=1.0)
+    training = program.Training()
+    training.step(0)
+    time.sleep(600)
+
+
+def test_one_rank_is_watched_when_asked(tmp_path: pathlib.Path) -> None:
+    left: Left = run(one_rank_stands_still, ranks=1, folder=tmp_path)
+    assert left.codes == [exits.HUNG] and "time.sleep(600)" in left.printed[0]

@@ -1,0 +1,18 @@
+"""What differs between the versions of transformers that the tests of models run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+IS_4 = transformers.__version__.startswith("4.")
+since_5 = pytest.mark.skipif(IS_4, reason="asks for what transformers 5 does otherwise than 4")
+
+
+def rope(rope_theta: float, **scaling: Any) -> dict[str, Any]:
+    """Arguments of a configuration that say how positions are rotated."""
+    if IS_4:
+        return {"rope_theta": rope_theta, "rope_scaling": scaling}
+    return {"rope_parameters": {"rope_theta": rope_theta, **scaling}}

@@ -1,0 +1,392 @@
+"""Forecasts against what real models keep, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.ranks.runner import run_ranks
+from torch import nn
+
+import bmtrain as bmt
+import bmtrain.plan as bp
+from bmtrain.__main__ import COMMANDS, main
+from bmtrain.errors import ConfigurationError
+from bmtrain.optim.adam import AdamOptimizer
+from bmtrain.plan.blocks import costs
+from bmtrain.plan.environment import collect, masked
+from bmtrain.plan.measured import Comparison, line
+from bmtrain.plan.outline import groups_of, without_values
+from bmtrain.plan.reference import Decoder, Layer, Sizes
+from bmtrain.plan.settings import Settings
+from bmtrain.plan.sources import of_function, of_sizes, of_transformers
+from bmtrain.plan.step import Memory, shard_of
+from bmtrain.recompute.level import Level, Selective
+from bmtrain.recompute.runner import call
+from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.slices import local_of
+from bmtrain.torch_internals import without_memory
+from model_center.__main__ import main as model_center_main
+from model_center.commands import plan as model_center_plan
+from model_center.commands import train as train_command
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+SIZES = Sizes(layers=3, hidden=64, heads=4, kv_heads=2, vocab=160, ff=96)
+GPT = Sizes(layers=2, hidden=48, heads=4, vocab=96, gated=False)
+MACHINE = bp.Machine(gpu="h200")
+EAGER = Settings(batch=2, seq=16, compiled=False, recompute="nothing")
+
+
+class Counter(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that autograd saves of real tensors: each address once, without some."""
+
+    def __init__(self, spare: list[torch.Tensor]) -> None:
+        super().__init__(self.pack, lambda saved: saved)
+        self.seen = {x.untyped_storage().data_ptr() for x in spare}
+        self.num_bytes = 0
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        address = x.untyped_storage().data_ptr()
+        if address not in self.seen:
+            self.seen.add(address)
+            self.num_bytes += x.untyped_storage().nbytes()
+        return x
+
+
+@pytest.mark.parametrize("sizes", [SIZES, GPT], ids=["gated", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_those_of_a_real_run(sizes: Sizes, dtype: torch.dtype) -> None:
+    """At NOTHING what autograd saves, at CHEAP what the engine's own code keeps, to the byte."""
+    torch.manual_seed(0)
+    layer = Layer(sizes).to(dtype)
+    half = sizes.hidden // sizes.heads // 2
+    x, turns = torch.randn(2, 16, sizes.hidden, dtype=dtype), torch.randn(2, 16, half)
+    x.requires_grad_()
+    counter = Counter([*layer.parameters(), turns])
+    with counter:
+        layer(x, turns)
+    cheap = Selective(call)
+    with torch.no_grad():
+        cheap(layer, (x, turns), {})
+    with without_memory():
+        other = without_values(Layer(sizes), dtype)
+        fake = torch.empty(2, 16, sizes.hidden, dtype=dtype, requires_grad=True)
+        shared = torch.empty(2, 16, half)
+        found = costs(other, (fake, shared), {}, [shared], compiled=False, in_fp8=False)
+    assert found.levels[Level.NOTHING].kept == counter.num_bytes
+    assert found.levels[Level.CHEAP].kept == x.nbytes + cheap.num_bytes()
+    assert found.levels[Level.BLOCK].kept == x.nbytes
+    assert found.levels[Level.OFFLOADED].kept == 0
+
+
+def test_compiled_keeps_what_the_compiler_splits_off() -> None:
+    """A gated block: no more than eager, no less than its products need; forward is cheaper."""
+    with without_memory():
+        layer = without_values(Layer(SIZES), torch.bfloat16)
+        x = torch.empty(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        turns = torch.empty(2, 16, 8)
+        found = costs(layer, (x, turns), {}, [turns], compiled=True, in_fp8=False)
+        eager = costs(layer, (x, turns), {}, [turns], compiled=False, in_fp8=False)
+    assert found.reason == ""
+    kept = {level: cost.kept for level, cost in found.levels.items()}
+    assert kept[Level.BLOCK] < kept[Level.CHEAP] < kept[Level.NOTHING]
+    assert kept[Level.NOTHING] < eager.levels[Level.NOTHING].kept
+    # Operands of the seven products: norms, attention's, gate, up and their product.
+    assert kept[Level.NOTHING] >= 2 * 16 * 2 * (64 * 3 + 64 * 2 + 96 * 3)
+
+
+def built(dtype: torch.dtype) -> dict[str, int]:
+    """Bytes of a really sharded model on this rank: shards, gradients, states."""
+    torch.manual_seed(0)
+    model = bmt.BMTrainModelWrapper(Decoder(SIZES, False).to(dtype))
+    optimizer = AdamOptimizer(model.parameters(), lr=1e-3)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    manager.backward(model(ids, ids))
+    manager.step()
+    storages = {p.storage_of for p in model.parameters() if isinstance(p, DistributedParameter)}
+    flat = [storage.gradient.flat for storage in storages]
+    # Views of flat tensors: the states of a run lie in one.
+    states = {
+        local_of(x).untyped_storage().data_ptr(): local_of(x).untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for x in state.values()
+        if isinstance(x, torch.Tensor)
+    }
+    return {
+        "weights": sum(storage.shard.nbytes for storage in storages),
+        "gradients": sum(x.nbytes for x in flat if x is not None),
+        "states": sum(states.values()),
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_shards_gradients_and_states_are_those_of_a_real_model(ranks: int, dtype: str) -> None:
+    """To the byte, on each number of ranks: here those of the first rank."""
+    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    real = run_ranks(built, ranks, kind)[0]
+    traced, _ = bp.Forecaster(of_sizes(SIZES)).outline(
+        Settings(batch=2, seq=16, compiled=False, dtype=dtype)
+    )
+    memory = Memory(traced, Settings(dtype=dtype), bp.Machine(gpu="h200", gpus=ranks))
+    assert memory.weights == real["weights"]
+    assert memory.gradients == real["gradients"]
+    assert memory.states == real["states"]
+
+
+def test_memory_grows_with_what_takes_it() -> None:
+    """More rows, less recomputation, fewer ranks: each takes more; ZeRO-2 more than ZeRO-3."""
+    forecaster = bp.Forecaster(of_sizes(SIZES))
+    two = bp.Machine(gpu="h200", gpus=2)
+
+    def total(machine: bp.Machine = two, **changes: Any) -> int:
+        wide = {"batch": 32, "seq": 64}
+        settings = Settings(**{**vars(EAGER), **wide, **changes})
+        return forecaster(settings, machine).peak.tensors
+
+    assert total(batch=64) > total()
+    assert total(recompute="block") < total(recompute="cheap") <= total()
+    assert total(MACHINE) != total()
+    assert total(zero_level=2) >= total()
+
+
+def test_auto_takes_what_fits() -> None:
+    """With room everything is kept; with less, what is chosen fits as long as anything does."""
+    forecaster = bp.Forecaster(of_sizes(Sizes(layers=6, hidden=512, heads=8, vocab=512)))
+    settings = Settings(batch=8, seq=512, compiled=False)
+    free = forecaster(settings, MACHINE)
+    assert free.fits and set(free.recompute) == {"nothing"}
+    least = forecaster(Settings(**{**vars(settings), "recompute": "block"}), MACHINE)
+    between = (free.peak.total + least.peak.total) / 2 / 0.97 / 2**30
+    tight = forecaster(settings, bp.Machine(gpu_memory=between))
+    assert tight.fits and len(tight.recompute) > 1
+    assert tight.tokens_per_second is None  # the speed of a GPU that has only a size is not known
+    assert not forecaster(settings, bp.Machine(gpu_memory=1.0)).fits
+
+
+def test_lora_trains_the_adapters_alone() -> None:
+    """Elements by hand: rank times the sum of both sides of the seven linear layers, per block."""
+    found = bp.Forecaster(of_sizes(SIZES))(Settings(**{**vars(EAGER), "lora": 4}), MACHINE)
+    sides = [(64, 64), (64, 32), (64, 32), (64, 64), (64, 96), (64, 96), (96, 64)]
+    assert found.trained == 3 * 4 * sum(a + b for a, b in sides)
+    assert found.peak.parts["optimizer states"] < 12 * found.parameters
+
+
+class Plain(nn.Module):
+    """A user's model: ids to logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x).relu()
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def model() -> nn.Module:
+    """For `module:function`."""
+    return Plain()
+
+
+def number() -> int:
+    """No module."""
+    return 3
+
+
+def test_a_function_of_the_users() -> None:
+    """Its blocks are the members of the list."""
+    forecaster = bp.Forecaster(of_function(f"{__name__}:model"))
+    traced, notes = forecaster.outline(EAGER)
+    assert len(traced.calls) == 3 and not notes
+    params = list(Plain().layers[0].named_parameters())
+    assert shard_of(groups_of(params)[0], 1).numel >= 32 * 33
+
+
+def test_models_by_their_folder(tmp_path: pathlib.Path) -> None:
+    """A folder of transformers, as the model of transformers and as ours: the same elements."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=96,
+        vocab_size=128,
+        tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(tmp_path)
+    real = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    for source in (of_transformers(str(tmp_path)), model_center_plan.source_of(str(tmp_path))):
+        forecaster = bp.Forecaster(source, every_level=False)
+        found = forecaster(EAGER, MACHINE)
+        assert found.parameters == real
+        assert found.recompute == {"nothing": 2}
+        assert found.activations["nothing"] > 2 * 2 * 16 * 64 * 2
+
+
+REFUSED = {
+    "no model": ["--gpu", "h200"],
+    "no gpu": [f"{__name__}:model"],
+    "no such module": ["nowhere_at_all:model", "--gpu", "h200"],
+    "no such function": [f"{__name__}:nothing", "--gpu", "h200"],
+    "no module returned": [f"{__name__}:number", "--gpu", "h200"],
+    "no such folder": ["./no/such/folder", "--gpu", "h200"],
+    "sizes missing": ["--layers", "3", "--gpu", "h200"],
+    "negative": ["--layers=-3", "--hidden=64", "--heads=4", "--vocab=10", "--gpu", "h200"],
+    "heads": ["--layers=3", "--hidden=64", "--heads=5", "--vocab=10", "--gpu", "h200"],
+    "batch": [f"{__name__}:model", "--gpu", "h200", "--batch", "0"],
+    "tokens": [f"{__name__}:model", "--gpu", "h200", "--tokens=-1"],
+    "tp": [f"{__name__}:model", "--gpu", "h200", "--tp-size", "2"],
+    "memory": [f"{__name__}:model", "--gpu-memory=-2"],
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_ends_in_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 2, and a line that says what is wrong."""
+    assert main(["plan", *REFUSED[case]]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+
+
+def test_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of theirs needs the package, and the line says so."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["plan", str(tmp_path), "--gpu", "h200"]) == 2
+    assert "needs the package transformers" in capsys.readouterr().err
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text and JSON, for what fits and what does not, which has another exit status."""
+    words = ["plan", f"{__name__}:model", "--no-compile", "--tokens", "1e9"]
+    assert main([*words, "--gpu", "h200"]) == 0
+    said = capsys.readouterr().out
+    assert "fits." in said and "hours for 1,000,000,000 tokens" in said
+    assert main([*words, "--gpu-memory", "0.5", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False and found["peak_bytes"] == sum(found["parts"].values())
+
+
+def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line each; of an unknown one, the nearest."""
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"\n  {name} " in listed for name in COMMANDS)
+    assert main(["pln"]) == 2
+    assert "'plan'" in capsys.readouterr().err
+
+
+def test_env_masks_secrets_and_survives_what_it_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Values of tokens and keys are not shown; items that fail say why."""
+    monkeypatch.setenv("HF_TOKEN", "geheim1")
+    monkeypatch.setenv("WANDB_API_KEY", "geheim2")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("PATH", "")  # no compiler, no nvidia-smi
+    found = collect()
+    assert found["variables"]["NCCL_DEBUG"] == "INFO"
+    assert found["topology"].startswith("not known (")
+    assert main(["env", "--json"]) == 0
+    shown = capsys.readouterr().out
+    assert "geheim" not in shown and json.loads(shown)["packages"]["torch"]
+    assert masked({"HF_ENDPOINT": "https://me:pw@host"}) == {"HF_ENDPOINT": "https://***@host"}
+
+
+def test_forecast_beside_measured() -> None:
+    """The line that training prints once."""
+    assert line(int(61.2 * 2**30), 62 * 2**30) == "memory: 61.2 GiB forecast, 62.0 measured (+1.3%)"
+
+
+def waited(words: list[str]) -> str:
+    """What a comparison says; it says so once."""
+    comparison, said = Comparison(words), None
+    while said is None:
+        said = comparison.said(2 * 2**30)
+        time.sleep(0.05)
+    assert comparison.said(2 * 2**30) is None
+    return said
+
+
+def test_a_run_compares_itself(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what a process of its own prints; if that fails, the reason. It can be ended early."""
+    (tmp_path / "forecasting.py").write_text("print('{\"peak_bytes\": 1073741824}')")
+    (tmp_path / "endless.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert waited(["forecasting"]) == "memory: 1.0 GiB forecast, 2.0 measured (+100.0%)"
+    assert "2.0 GiB in use; no forecast: " in waited(["missing_module_of_this_test"])
+    comparison = Comparison(["endless"])
+    assert comparison.said(1) is None
+    comparison.close()
+
+
+def test_programs_ask_for_their_own_forecast(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The words that the GPT-2 example has for it are understood, and describe its model."""
+    folder = ROOT / "examples" / "gpt2"
+    monkeypatch.syspath_prepend(str(folder))
+    for name in {path.stem for path in folder.iterdir()} & set(sys.modules):
+        monkeypatch.delitem(sys.modules, name)
+    train, options = importlib.import_module("train"), importlib.import_module("options")
+    chosen = options.parse_options(["--preset", "gpt2", "--layers", "2", "--compile"], "cuda")
+    package, *words = train.forecast_words(chosen)
+    machine = [
+        "--gpu-memory",
+        "80",
+        "--gpus",
+        "2",
+        "--hosts",
+        "1",
+        "--brief",
+        "--json",
+        "--no-compile",
+    ]
+    assert package == "bmtrain" and main([*words, *machine]) == 0
+    width, layers = 768, 2
+    table = chosen.vocab_size * width  # the reference has none of positions
+    assert json.loads(capsys.readouterr().out)["parameters"] == pytest.approx(
+        table + layers * (12 * width**2 + 13 * width) + 2 * width, rel=0.001
+    )
+    parser = argparse.ArgumentParser()
+    train_command.add_arguments(parser)
+    args = parser.parse_args(["--model-config", "folder", "--data", "x", "--lora-rank", "8"])
+    package, *words = model_center_plan.words_of(args)
+    assert package == "model_center" and model_center_main([*words, *machine]) != 0
+    assert "unrecognized" not in (said := capsys.readouterr().err) and "folder" in said
+    for name, module in list(sys.modules.items()):  # other tests have modules of these names
+        if str(folder) in str(getattr(module, "__file__", "")):
+            monkeypatch.delitem(sys.modules, name)
+
+
+def test_the_function() -> None:
+    """`bmtrain.plan.forecast` of a model and a loss."""
+
+    def loss(module: nn.Module, batch: int, seq: int) -> torch.Tensor:
+        out: torch.Tensor = module(torch.zeros(batch, seq, dtype=torch.long))
+        return out.float().mean()
+
+    found = bp.forecast(Plain, loss, EAGER)
+    assert found.fits and found.parameters == sum(p.numel() for p in Plain().parameters())
+    with pytest.raises(ConfigurationError, match="nearest: 'h100'"):
+        bp.Machine(gpu="h10")

@@ -1,0 +1,331 @@
+"""What a run does about numbers that go wrong: skip, name, go back, end; and a step on replay."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pathlib
+import re
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+from torch.utils.data import Dataset
+
+import bmtrain as bmt
+from bmtrain.checkpoint.manifest import OPTIMIZER
+from bmtrain.checkpoint.shards import ShardedCheckpoint
+from bmtrain.errors import CheckpointError, NonFiniteError
+from model_center.arguments import make_parser, parse_args
+from model_center.errors import DivergenceError, ResumeError
+from model_center.layer import Linear
+from model_center.training import Run, make_loader
+from model_center.training.metrics_file import read_metrics
+from model_center.training.spikes import LEAST, Spikes
+
+ROWS, WIDTH = 96, 6
+FLAGS = "--dtype fp32 --batch-size 2 --lr 1e-2 --lr-decay-style constant --warmup-iters 0 "
+
+
+class Points(Dataset[dict[str, torch.Tensor]]):
+    """Rows; those of `marked` say so."""
+
+    def __init__(self, marked: tuple[int, ...]) -> None:
+        self.marked = marked
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return {
+            "x": torch.randn(WIDTH, generator=generator),
+            "marked": torch.tensor(index in self.marked),
+        }
+
+
+class Break(torch.autograd.Function):
+    """The identity, whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+class Net(torch.nn.Module):
+    """Three layers, of which the second goes wrong, forward or backward, on marked rows."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.num_marked = 0
+        self.up = bmt.Block(Linear(WIDTH, 8, dtype=torch.float32, bias=True))
+        self.middle = torch.nn.Dropout(0.25)
+        self.down = Linear(8, 1, dtype=torch.float32, bias=True)
+
+    def forward(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+        x = self.middle(torch.tanh(self.up(x)))
+        is_bad = bool(marked.any())
+        if is_bad and self.fault == "output":
+            x = x * math.inf
+        if is_bad and self.fault == "gradient":
+            x = Break.apply(x, math.nan)
+        out: torch.Tensor = self.down(x)
+        return out
+
+    def loss(self, x: torch.Tensor, marked: torch.Tensor) -> torch.Tensor:
+        """Goes wrong itself, too."""
+        loss = self(x, marked).square().mean()
+        self.num_marked += bool(marked.any())
+        if bool(marked.any()) and self.fault == "flaky" and self.num_marked % 2 == 0:
+            loss = loss * 1.001
+        if bool(marked.any()) and self.fault == "loss":
+            return Break.apply(loss * math.nan, 0.0)
+        return loss * 1000.0 if bool(marked.any()) and self.fault == "spike" else loss
+
+
+def quiet() -> contextlib.AbstractContextManager[object]:
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def train(folder: str, more: str, fault: str = "", marked: tuple[int, ...] = ()) -> tuple[Any, str]:
+    """A run on this rank, and what it printed; what it raises is returned."""
+    arguments = f"{FLAGS} {more}" + (f" --save {folder}" if folder else "")
+    args = parse_args(make_parser(), arguments.split())
+    args.dataset_name = "points"
+    torch.manual_seed(5)  # every run begins alike, as one of its own process does
+    model = Net(fault)
+    bmt.init_parameters(model)
+    loader = make_loader(Points(marked), args, shuffle=False)
+    out = io.StringIO()
+    outcome: Any = None
+    with contextlib.redirect_stdout(out):
+        try:
+            with Run(model, loader, args) as run:
+                for _ in run.epochs():
+                    for batches in run.steps():
+                        size = len(batches)
+                        run.update(model.loss(**batch) / size for batch in batches)
+                        batches.clear()  # a program may do with its list what it likes
+            weights = dict(model.state_dict())
+            outcome = (weights, run.manager.state_dict(gather_opt=True), run.step)
+        except (NonFiniteError, DivergenceError, CheckpointError, ResumeError) as error:
+            outcome = f"{type(error).__name__}: {error}"
+    return outcome, out.getvalue()
+
+
+def several(jobs: list[tuple[Any, ...]]) -> list[tuple[Any, str]]:
+    return [train(*job) for job in jobs]
+
+
+def step_rows(step: int, ranks: int = 2) -> tuple[int, ...]:
+    """Two rows that the last rank reads in a step, counted from 1, without accumulation."""
+    return tuple(range(2 * ranks * step - 2, 2 * ranks * step))
+
+
+def named(job: str, rank: int, rows: str) -> str:
+    where = {
+        "output": r"the first module whose output was not finite is down \(Linear\): (NaN|inf)",
+        "loss": "the loss is nan, and all modules' outputs are finite",
+        "gradient": r"outputs and loss are finite; backward, the first gradient that is "
+        r"not finite is that of the output of middle \(Dropout\): NaN; the first parameter whose gradient is not finite is \S+",
+    }[job]
+    return rf"In the last one: rank {rank}: {where}.* \(rows {rows} of the data set\)"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_cause_is_named(ranks: int, tmp_path: pathlib.Path) -> None:
+    """After three bad steps in a row the run ends on all ranks, and says which module, rank and
+    rows; the last checkpoint is one of finite weights.
+    """
+    marked = sum((step_rows(step, ranks) for step in (5, 6, 7)), ())
+    more = "--max-bad-steps 3 --save-iters 2 --train-iters 9"
+    faults = ("output", "loss", "gradient")
+    jobs = [(str(tmp_path / fault), more, fault, marked) for fault in faults]
+    outcomes = run_ranks(several, ranks, jobs)
+    rows = ", ".join(map(str, step_rows(7, ranks)))
+    for number, fault in enumerate(faults):
+        errors = {outcome[number][0] for outcome in outcomes}
+        assert len(errors) == 1, "all ranks say the same"
+        (error,) = errors
+        assert isinstance(error, str) and "3 steps in a row, up to step 7" in error
+        assert re.search(named(fault, ranks - 1, rows), error), error
+        assert error.count("rank ") == 1, f"one rank is to blame: {error}"
+        assert max(path.name for path in (tmp_path / fault).glob("step-*")) == "step-00000006"
+        skipped = [
+            r["step"] for r in read_metrics(tmp_path / fault / "metrics.jsonl") if "skipped" in r
+        ]
+        assert skipped == [5, 6, 7]
+
+
+def weights_at_the_start() -> list[str]:
+    """Two runs whose weights are written after a step."""
+    said = []
+    for step in (1, 3):
+        model = Net()
+        bmt.init_parameters(model)
+        args = parse_args(make_parser(), f"{FLAGS} --max-bad-steps 2".split())
+        args.dataset_name = "points"
+        loader = make_loader(Points(()), args, shuffle=False)
+        with quiet(), pytest.raises(NonFiniteError) as raised, Run(model, loader, args) as run:
+            for batches in run.steps():
+                run.update(model.loss(**batch) for batch in batches)
+                if run.step == step:
+                    model.down.weight.data.fill_(math.nan)
+        said.append(str(raised.value))
+    return said
+
+
+def test_weights_are_named() -> None:
+    """What was not finite before the step, by whatever wrote it."""
+    for errors in run_ranks(weights_at_the_start, 2):
+        for error in errors:
+            assert "In the last one: rank 0: before the step, parameter down.weight: NaN" in error
+
+
+def overflowing(folder: str) -> str:
+    """The states of Adam overflow by a finite gradient, in step 3; checkpoints every other step."""
+    args = parse_args(make_parser(), f"{FLAGS} --save-iters 2 --save {folder}".split())
+    args.dataset_name, args.clip_grad = "points", 0
+    model = Net()
+    bmt.init_parameters(model)
+    run = Run(model, make_loader(Points(()), args, shuffle=False), args)
+    with quiet(), pytest.raises(CheckpointError) as raised, run:
+        for batches in run.steps():
+            factor = 1e25 if run.step == 2 else 1.0
+            run.update(model.loss(**batch) * factor for batch in batches)
+    assert run.step == 4
+    return str(raised.value)
+
+
+def test_what_is_not_finite_is_not_written(tmp_path: pathlib.Path) -> None:
+    """A state of the optimizer that has overflowed: refused by its name, and the checkpoint before
+    stays, whole.
+    """
+    for error in run_ranks(overflowing, 2, str(tmp_path)):
+        assert re.search(r"not written: state '\w+' of the optimizer for \S+ is not finite", error)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000002"]
+    moments = ShardedCheckpoint(tmp_path / "step-00000002", OPTIMIZER).all()
+    assert all(bool(moments[f"0.{n}.exp_avg"].isfinite().all()) for n in range(4))
+
+
+def test_the_rule_of_spikes() -> None:
+    """By hand: losses around 2 with a median deviation of 0.1."""
+    spikes = Spikes(5.0)
+    for number in range(LEAST):
+        assert not spikes.is_spike(1e9), "nothing to compare with"
+        spikes.keep(2.0 + (0.1, -0.1, 0.0, 0.2)[number % 4])
+    # sorted: -0.1, 0, 0.1, 0.2, four of each: the median is 0.05, deviations 0.15, 0.05, 0.05, 0.15
+    assert spikes.limit() == pytest.approx(2.05 + 5 * 1.4826 * 0.1)
+    assert not spikes.is_spike(2.79) and spikes.is_spike(2.8) and spikes.is_spike(1e30)
+    assert not spikes.is_spike(math.nan) and spikes.in_a_row == 2
+    other = Spikes(5.0)
+    other.load_state_dict(spikes.state_dict())
+    assert other.limit() == spikes.limit() and other.in_a_row == 2
+    spikes.keep(2.1)
+    assert spikes.in_a_row == 0
+    quiet = Spikes(5.0)
+    for _ in range(LEAST):
+        quiet.keep(3.0)
+    assert quiet.limit() == pytest.approx(3.0 * 1.05), "no deviation: a share of the median counts"
+
+
+def test_spikes(tmp_path: pathlib.Path) -> None:
+    """Told of; skipped; or taken back with the batches since the last checkpoint. A run that
+    stopped on the way and went on is bitwise the one that did not.
+    """
+    marked, more = step_rows(19), "--save-iters 4 --save-keep 3 --train-iters 22 --on-spike"
+    jobs = [
+        (str(tmp_path / "warn"), f"{more} warn", "spike", marked),
+        (str(tmp_path / "skip"), f"{more} skip", "spike", marked),
+        (str(tmp_path / "back"), f"{more} back", "spike", marked),
+        (str(tmp_path / "part"), f"{more} back --train-iters 20", "spike", marked),
+        (str(tmp_path / "part"), f"{more} back --resume", "spike", marked),
+        ("", f"{more} back", "spike", marked),
+        (str(tmp_path / "lost"), f"{more} skip --max-bad-steps 2", "spike", (*range(72, 96),)),
+    ]
+    (outcomes, others) = run_ranks(several, 2, jobs)
+    warned, skipped, back, _, resumed, nothing_kept, lost = outcomes
+    assert re.search(r"step 19: loss \S+ is above \S+, a spike\.", warned[1])
+    assert "a spike: the step is skipped.\n" in skipped[1]
+    assert "weights and optimizer are those of step 16 again" in back[1]
+    assert "the batches of steps 17 to 19 are left out" in back[1]
+    assert "a spike: the step is skipped.\n" in nothing_kept[1], "no checkpoint to go back to"
+    steps = [outcome[0][1]["num_steps"] for outcome in (warned, skipped, back, nothing_kept)]
+    assert steps == [22, 21, 19, 21]
+    same_state(resumed[0], back[0])
+    # killed after it went back, before the next checkpoint: it comes to the spike again
+    for step in (20, 22):
+        shutil.rmtree(tmp_path / "part" / f"step-000000{step}")
+    again, said = run_ranks(several, 2, jobs[4:5])[0][0]
+    assert "weights and optimizer are those of step 16 again" in said
+    same_state(again, back[0])
+    assert re.match("DivergenceError: the losses of 2 steps in a row, up to step 20", lost[0])
+    assert others[-1][0] == lost[0]
+    records = read_metrics(tmp_path / "back" / "metrics.jsonl")
+    assert [record["step"] for record in records if "skipped" in record] == [19]
+
+
+def same_state(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            same_state(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for left, right in zip(one, other, strict=True):
+            same_state(left, right)
+    else:
+        assert one == other
+
+
+def replayed(folder: str) -> list[str]:
+    """Of step 7, as it was; with a gradient of rank 1 that is off once; and of a bad step."""
+    said = [train(folder, f"{REPLAYED} --replay-step 7", "output", step_rows(9))[1]]
+    said.append(train(folder, f"{REPLAYED} --replay-step 9", "output", step_rows(9))[1])
+    said.append(train(folder, f"{REPLAYED} --replay-step 99", "output")[0])
+    said.append(train(folder, f"{REPLAYED} --replay-step 8", "flaky", step_rows(8))[1])
+    said.append(train(folder, f"{REPLAYED} --replay-step 8", "spike", step_rows(7))[1])
+    return said
+
+
+REPLAYED = "--save-iters 3 --save-keep 3 --train-iters 12"
+
+
+def test_replay(tmp_path: pathlib.Path) -> None:
+    """A step repeats and is what the log says; a bad one is explained; nothing of the run is
+    changed.
+    """
+    run_ranks(train, 2, str(tmp_path), REPLAYED, "output", step_rows(9))
+    before = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+    good, bad, late, flaky, other = run_ranks(replayed, 2, str(tmp_path))[0]
+    assert "replay of step 7:\n" in good and good.count("the log has the same") == 1
+    assert "both times the same bits" in good and "it repeats" in good
+    assert "replay of step 9:\n" in bad and bad.count("the log has the same") == 1
+    assert "rank 1: the first module whose output was not finite is down" in bad
+    assert "(rows 34, 35 of the data set)" in bad
+    assert late == "ResumeError: --replay-step is 99: expected a step of this run, 13 to 12."
+    assert re.search(r"differ on rank 1 \(\S+\): its loss, \d gradients \(up\.", flaky), flaky
+    assert "it does not repeat: look at the device of rank 1" in flaky
+    assert "from step 7 on, losses are not those of the log" in other
+    assert "it repeats here, but the log has another result" in other
+    assert "starting anew" not in good and "going on from" in good
+    assert before == {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }

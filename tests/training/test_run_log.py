@@ -1,0 +1,270 @@
+"""What a person sees of a run: lines, the file of metrics with its units, curves, pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import io
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing import event_accumulator
+from tests.ranks.runner import run_ranks
+
+from model_center.__main__ import main
+from model_center.arguments import make_parser, parse_args
+from model_center.errors import ConfigError, DataError
+from model_center.training.curves import asked_curves, open_curves
+from model_center.training.metrics_file import FIELDS, FORMAT, fields_path, read_metrics
+from model_center.training.plots import PANELS, draw_runs, points, smoothed
+from model_center.training.run_log import METRICS, RunLog, StepReport
+
+EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "gpt2"
+
+
+def report(step: int, **others: Any) -> StepReport:
+    values: dict[str, Any] = {
+        "loss": 2.0 + 1.0 / step,
+        "grad_norm": 0.5,
+        "lr": 3e-4,
+        "loss_scale": 1.0,
+        "tokens_per_second": 12345.6,
+        "memory": 3 * 2**29,
+        "seconds": 0.25,
+        "mfu": 0.4567,
+    }
+    return StepReport(step=step, **(values | others))
+
+
+def logged(folder: str) -> str:
+    """What rank 0 prints of three steps and an evaluation."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        log = RunLog(
+            pathlib.Path(folder), first_step=0, num_steps=3, log_every=1, curves=("tensorboard",)
+        )
+        with log:
+            log.step(report(1))
+            log.step(report(2, skipped=True, mfu=None, seconds=None))
+            log.step(report(3, seconds=61.5))
+            log.record(3, validation_loss=2.125, epoch=0)
+    return printed.getvalue()
+
+
+def test_a_run_is_seen(tmp_path: pathlib.Path) -> None:
+    """The step line has all that the record has; the record has its time, and its units lie
+    beside it.
+    """
+    said, nothing = run_ranks(logged, 2, str(tmp_path))
+    assert nothing == ""
+    lines = said.splitlines()
+    clock = r"\d\d:\d\d:\d\d  step     "
+    figures = r"grad norm 0\.50  12,346 tokens/s"
+    left = r"\d+m\d\ds left"
+    for line, expected in zip(
+        lines,
+        (
+            rf"1/3  loss 3\.0000  lr 3\.00e-04  {figures}  MFU 45\.7%  250 ms/step  1\.50 GiB  {left}",
+            rf"2/3  loss 2\.5000  lr 3\.00e-04  {figures}  1\.50 GiB  {left}  SKIPPED",
+            rf"3/3  loss 2\.3333  lr 3\.00e-04  {figures}  MFU 45\.7%  61\.50 s/step  1\.50 GiB  {left}",
+            r"3/3  validation loss 2\.1250  epoch 0",
+        ),
+        strict=True,
+    ):
+        assert re.fullmatch(clock + expected, line), line
+    records = read_metrics(tmp_path / METRICS)
+    assert [(record["step"], record.get("validation_loss")) for record in records] == [
+        (1, None),
+        (2, None),
+        (3, None),
+        (3, 2.125),
+    ]
+    times = [datetime.datetime.fromisoformat(record["time"]) for record in records]
+    now = datetime.datetime.now(datetime.timezone.utc)
+    assert times == sorted(times)
+    assert all(
+        datetime.timedelta() <= now - time < datetime.timedelta(minutes=10) for time in times
+    )
+    described = json.loads((tmp_path / "metrics.fields.json").read_text(encoding="utf-8"))
+    assert described["format"] == FORMAT
+    assert {name for record in records for name in record} <= described["fields"].keys()
+    assert described["fields"]["memory"]["unit"] == "bytes"
+    events = event_accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("mfu")] == [
+        (1, pytest.approx(0.4567)),
+        (3, pytest.approx(0.4567)),
+    ]
+
+
+def test_the_guide_describes_every_field() -> None:
+    """With its unit, as the file beside the metrics does."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "site" / "en" / "guides" / "watching.md").read_text(encoding="utf-8")
+    for name, (unit, _) in FIELDS.items():
+        assert re.search(rf"^\| `{name}` \| {re.escape(unit)} \|", text, re.MULTILINE), name
+
+
+def test_files_without_times_stay_readable(tmp_path: pathlib.Path) -> None:
+    """As earlier versions wrote them; they have no file of fields, and gain one."""
+    path = tmp_path / METRICS
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n', encoding="utf-8")
+    run_ranks(opened, 1, str(tmp_path))
+    assert read_metrics(path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
+    assert fields_path(path).exists()
+    assert points(read_metrics(path), "loss") == ([1, 2], [2.0, 1.0])
+
+
+def opened(folder: str) -> None:
+    RunLog(pathlib.Path(folder), first_step=2, num_steps=3, log_every=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("", ()),
+        ("--curves tensorboard,wandb", ("tensorboard", "wandb")),
+        ("--curves wandb:mine", ("wandb:mine",)),
+        ("--tensorboard --wandb mine", ("tensorboard", "wandb:mine")),
+        ("--curves wandb:mine --wandb mine", ("wandb:mine", "wandb:mine")),
+    ],
+)
+def test_curves_by_one_flag(arguments: str, expected: tuple[str, ...]) -> None:
+    args = parse_args(make_parser(), ["--save", "runs", *arguments.split()])
+    assert asked_curves(args) == expected
+
+
+@pytest.mark.parametrize("text", ["tensorbord", "tensorboard:mine", "wandb:", "wandb,,plots"])
+def test_curves_of_another_name(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(make_parser(), ["--save", "runs", "--curves", text])
+    assert "is none of tensorboard, wandb, wandb:PROJECT" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="expected 'tensorboard', 'wandb' or 'wandb:PROJECT'"):
+        open_curves(["lines"], pathlib.Path(), 0)
+
+
+def test_wandb_without_a_project(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is left to what the package is set up for; a name that is there twice counts once."""
+    started: list[dict[str, Any]] = []
+
+    class Started:
+        id = "abc"
+
+        @staticmethod
+        def init(**options: Any) -> Any:
+            started.append(options)
+            return Started
+
+        @staticmethod
+        def finish() -> None:
+            """Nothing is waiting."""
+
+    monkeypatch.setitem(sys.modules, "wandb", Started)
+    for curves in open_curves(["wandb", "wandb"], tmp_path / "run", 0):
+        curves.close()
+    assert [options["project"] for options in started] == [None]
+
+
+def test_smoothing() -> None:
+    """The weighted mean of all values so far, written out."""
+    values = np.random.default_rng(0).normal(size=40)
+    span = 7
+    expected = [
+        np.average(values[: last + 1], weights=np.exp(-np.arange(last, -1, -1) / span))
+        for last in range(40)
+    ]
+    assert smoothed(values.tolist(), span) == pytest.approx(expected)
+    assert smoothed([3.0, 3.0, 3.0], 5) == pytest.approx([3.0, 3.0, 3.0])
+
+
+def test_pictures(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one run and of two: both axes named, with units; a raw and a smoothed curve; what is not
+    finite or not there is left out.
+    """
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        records = [
+            {"step": step, "loss": 3.0 / step, "lr": 1e-3, "grad_norm": 1.0, "memory": 2**30}
+            for step in range(1, 100)
+        ]
+        records += [{"step": 100, "loss": float("nan")}, {"step": 50, "validation_loss": 0.5}]
+        text = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / name / METRICS).write_text(text, encoding="utf-8")
+    out = tmp_path / "both.svg"
+    assert main(["plot", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    picture = out.read_text(encoding="utf-8")
+    drawn = [panel for panel in PANELS if panel.field not in ("mfu", "tokens_per_second")]
+    assert picture.count(">optimizer step<") == len(drawn)
+    for panel in drawn:
+        assert f">{panel.axis}<" in picture
+    assert "model FLOPs utilisation" not in picture
+    for word in (f"{tmp_path / 'one'}, smoothed", f"{tmp_path / 'two'}, held-out text"):
+        assert word in picture
+    assert main(["plot", str(tmp_path / "one")]) == 0
+    assert (tmp_path / "one" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    draw_runs({"one": read_metrics(tmp_path / "one" / METRICS)}, tmp_path / "one.svg")
+    assert ">smoothed over 3 steps<" in (tmp_path / "one.svg").read_text(encoding="utf-8")
+
+
+def test_nothing_to_draw(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path / "none")]) == 1
+    assert f"no metrics at {tmp_path / 'none'}" in capsys.readouterr().err
+    with pytest.raises(DataError, match="no steps to draw in the metrics of empty"):
+        draw_runs({"empty": [{"step": 1, "validation_loss": 2.0}]}, tmp_path / "x.png")
+
+
+@pytest.fixture
+def example() -> Iterator[tuple[ModuleType, ModuleType]]:
+    """The example's modules `options` and `report`, forgotten afterwards."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        yield importlib.import_module("options"), importlib.import_module("report")
+    finally:
+        sys.path.remove(str(EXAMPLE))
+        for name in ("options", "report"):
+            sys.modules.pop(name, None)
+
+
+def test_samples_of_a_run_that_goes_on(
+    example: tuple[ModuleType, ModuleType], tmp_path: pathlib.Path
+) -> None:
+    """What was written after the checkpoint is taken back, as metrics are."""
+    path = tmp_path / "samples.txt"
+    parts = [f"=== after step {step}\ntext\n=== of {step}\n" for step in (2, 4, 10)]
+    path.write_text("".join(parts), encoding="utf-8")
+    example[1].keep_samples(path, 4)
+    assert path.read_text(encoding="utf-8") == "".join(parts[:2])
+    example[1].keep_samples(path, 0)
+    assert path.read_text(encoding="utf-8") == ""
+
+
+def test_flops_of_the_example(example: tuple[ModuleType, ModuleType]) -> None:
+    """6 for each element of a matrix and token, and half the square of attention."""
+    options = example[0].parse_options(["--preset", "cpu"], "cpu")
+    matrices = 4 * (4 * 128 * 128 + 2 * 128 * 512) + 4096 * 128
+    assert options.flops_per_token() == 6 * matrices + 4 * (12 * 128 * 128) // 2
+
+
+def test_the_program_of_the_guide(tmp_path: pathlib.Path) -> None:
+    """docs/site/en/guides/watching.md shows the log by itself."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    text = (root / "docs" / "site" / "en" / "guides" / "watching.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "program.py"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=120)
+    records = read_metrics(tmp_path / "run" / METRICS)
+    assert [record["step"] for record in records] == [1, 2, 3, 3]
+    assert records[-1]["accuracy"] == 0.5
