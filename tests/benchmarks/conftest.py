@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.modules import importable
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = [path.stem for path in BENCHMARKS.glob("*.py")]
 
 
 class Modules:
@@ -21,17 +20,8 @@ class Modules:
         return importlib.import_module(name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def bench() -> Iterator[Modules]:
-    """All of them on demand; forgotten afterwards, since other folders have modules of the same
-    names.
-    """
-    before = {name: sys.modules.pop(name) for name in NAMES if name in sys.modules}
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
+    """All of them on demand."""
+    with importable(BENCHMARKS):
         yield Modules()
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in NAMES:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)

@@ -6,12 +6,12 @@ import argparse
 import importlib
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 from unittest import mock
 
 from tests.docs.pages import ROOT
+from tests.modules import importable
 from torch.distributed.run import get_args_parser
 
 from model_center.arguments import make_parser, parse_args
@@ -146,8 +146,7 @@ def _launch(words: list[str]) -> None:
 
 
 def _gpt2(words: list[str]) -> None:
-    folder = str(ROOT / "examples" / "gpt2")
-    with mock.patch.object(sys, "path", [folder, *sys.path]):
+    with importable(ROOT / "examples" / "gpt2"):
         parser = importlib.import_module("options").build_parser()
     parser.parse_args(words)
 

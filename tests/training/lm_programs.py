@@ -5,16 +5,15 @@ tests/data.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import os
 import pathlib
 import runpy
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from tests.modules import importable
 from tests.ranks.runner import run_ranks
 
 from model_center.commands import train as commands_train
@@ -43,23 +42,9 @@ def module(name: str) -> ModuleType:
     )
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
-    with on_the_path():
+    with importable(PROGRAMS):
         spec.loader.exec_module(loaded)
     return loaded
-
-
-@contextlib.contextmanager
-def on_the_path() -> Iterator[None]:
-    """The modules of the examples can be imported by name."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(PROGRAMS))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(PROGRAMS))
-        for name in set(sys.modules) - before:
-            if pathlib.Path(getattr(sys.modules[name], "__file__", None) or "/").parent == PROGRAMS:
-                del sys.modules[name]
 
 
 def train(name: str, *arguments: object, ranks: int = 2, timeout: float = 120) -> None:
@@ -88,7 +73,7 @@ def main(name: str, arguments: list[str]) -> None:
         commands_train.add_arguments(parser)
         commands_train.run(parser.parse_args(arguments))
         return
-    with on_the_path():
+    with importable(PROGRAMS):
         runpy.run_path(str(PROGRAMS / f"{name}.py"), run_name="__main__")
 
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from tests.modules import importable
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt2"
 pytest.importorskip("tokenizers")
@@ -20,16 +20,9 @@ pytest.importorskip("tokenizers")
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The example's modules `corpus` and `data`, imported as its train.py does, and forgotten
-    afterwards.
-    """
-    sys.path.insert(0, str(EXAMPLE))
-    try:
+    """The example's modules `corpus` and `data`, imported as its train.py does."""
+    with importable(EXAMPLE):
         yield importlib.import_module("corpus"), importlib.import_module("data")
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("corpus", "data"):
-            sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing import event_accumulator
+from tests.modules import importable
 from tests.ranks.runner import run_ranks
 
 from model_center.__main__ import main
@@ -226,14 +227,9 @@ def test_nothing_to_draw(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[s
 
 @pytest.fixture
 def example() -> Iterator[tuple[ModuleType, ModuleType]]:
-    """The example's modules `options` and `report`, forgotten afterwards."""
-    sys.path.insert(0, str(EXAMPLE))
-    try:
+    """The example's modules `options` and `report`."""
+    with importable(EXAMPLE):
         yield importlib.import_module("options"), importlib.import_module("report")
-    finally:
-        sys.path.remove(str(EXAMPLE))
-        for name in ("options", "report"):
-            sys.modules.pop(name, None)
 
 
 def test_samples_of_a_run_that_goes_on(
