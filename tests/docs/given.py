@@ -1,6 +1,12 @@
 """What pages take for granted where they say `<!-- given: ... -->`: a small sharded model, its
-optimizer, and batches. It is run in the place of such a block's own beginning.
+optimizer, and batches, run in the place of such a block's own beginning; or, for
+`<!-- given: adapter MODEL FOLDER -->`, the adapter that a command of the page leaves.
 """
+
+from __future__ import annotations
+
+import peft
+import transformers
 
 TEXT = """
 import torch
@@ -51,3 +57,11 @@ targets = torch.arange(6)
 stage, parts, outputs, run_layers = 0, [batches[0]], [], model
 rebuild_index = list
 """
+
+
+def adapter(name: str, folder: str) -> None:
+    """A LoRA adapter of a model of the hub, with its tokenizer, in the folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(name)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(name).save_pretrained(folder)

@@ -97,7 +97,10 @@ def run_blocks(page: str, parts: list[Block], folder: str, cache: str) -> None:
             file.write_text(block.text, encoding="utf-8")
             exec(code, {"__name__": file.stem})  # as if it were imported
             continue
-        if "given" in block.remarks:
+        kind, *words = block.remarks.get("given", "nothing").split()
+        if kind == "adapter":
+            given.adapter(*words)
+        elif "given" in block.remarks:
             exec(compile(given.TEXT, "given", "exec"), names)
         if "init_distributed(" in block.text:
             world.shutdown()

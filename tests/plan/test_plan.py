@@ -266,6 +266,21 @@ def test_bad_input_ends_in_one_line(case: str, capsys: pytest.CaptureFixture[str
     assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
 
 
+def test_a_model_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name without a network, for example: what to give in its place is said."""
+
+    def refuse(name: str) -> None:
+        raise OSError(f"no connection to read {name}")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    assert main(["plan", "somebody/model", "--gpu", "h200"]) == 2
+    said = capsys.readouterr().err
+    assert "no connection to read somebody/model" in said
+    assert "Name a folder that has one, or give sizes (--layers" in said
+
+
 def test_without_transformers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

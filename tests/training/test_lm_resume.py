@@ -32,6 +32,7 @@ import bmtrain as bmt
 from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.optim import OptimManager
 from model_center.errors import ResumeError
+from model_center.training import resuming
 from model_center.training.metrics_file import read_metrics
 
 ARGUMENTS = (
@@ -181,6 +182,17 @@ def test_a_finished_run(folder: pathlib.Path) -> None:
         train("finetune_bert", *arguments(folder, "whole"), "--resume --seed 7")
     train("finetune_bert", *arguments(folder, "whole"), "--resume")
     assert (folder / "whole" / "metrics.jsonl").read_text() == before
+
+
+def test_another_model_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests of names and shapes tell a reader nothing."""
+    before = {"seed": 1, "weights": "ab22ba8a"}
+    monkeypatch.setattr(resuming, "read_facts", lambda _: {"made_with": before})
+    with pytest.raises(ResumeError, match=r"run: weights have other names or shapes \(another"):
+        resuming.check_same_run(pathlib.Path("step-1"), {"seed": 1, "weights": "31597d91"})
+    with pytest.raises(ResumeError, match="run: weights was ab22ba8a and is None"):
+        resuming.check_same_run(pathlib.Path("step-1"), {"seed": 1})
+    resuming.check_same_run(pathlib.Path("step-1"), before)
 
 
 def test_more_epochs(folder: pathlib.Path) -> None:

@@ -82,7 +82,10 @@ def of_transformers(name: str) -> Source:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError, json.JSONDecodeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigurationError(f"plan: transformers knows no model {name}: {reason}") from error
+        raise ConfigurationError(
+            f"plan: transformers has read no config.json of {name}: {reason} Name a folder that "
+            "has one, or give sizes (--layers, --hidden, --heads, --vocab)."
+        ) from error
 
     def build() -> torch.nn.Module:
         kinds = getattr(config, "architectures", None) or [""]

@@ -43,7 +43,7 @@ def check_same_run(
     before = read_facts(checkpoint)["made_with"]
     names = sorted({*before, *made_with})
     differing = [
-        f"{name} was {before.get(name)} and is {made_with.get(name)}"
+        _difference(name, before, made_with)
         for name in names
         if before.get(name) != made_with.get(name)
     ]
@@ -51,6 +51,12 @@ def check_same_run(
         raise ResumeError(
             f"{checkpoint} belongs to another run: {'; '.join(differing)}. Remedy: {remedy}."
         )
+
+
+def _difference(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if name == "weights" and name in before and name in now:  # digests, which tell a reader nothing
+        return "weights have other names or shapes (another model, or adapters on one side only)"
+    return f"{name} was {before.get(name)} and is {now.get(name)}"
 
 
 def load_state(
