@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
+from tests.waiting import wait_for
 
 import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, JoinError, NotInitializedError
@@ -81,7 +82,7 @@ def refused(**arguments: Any) -> str:
     return str(caught.value)
 
 
-def try_again() -> None:
+def try_again(given_up: str) -> None:
     """Whatever was wrong, mended it works."""
     right = dict(os.environ)
     for name, value, expected in (
@@ -116,13 +117,14 @@ def try_again() -> None:
     os.environ.update(right)
     # the other one comes too late
     if os.environ["RANK"] == "1":
-        time.sleep(4)
+        wait_for(pathlib.Path(given_up).exists, "rank 0 to give up", seconds=30)
     else:
         with pytest.raises(JoinError):
             bmt.init_distributed(device="cpu", timeout=2)
+        pathlib.Path(given_up).touch()
     bmt.init_distributed(device="cpu", timeout=30)
     assert len(trained()) == 4
 
 
-def test_a_failed_attempt_can_be_repeated() -> None:
-    run_ranks(try_again, 2, join=False)
+def test_a_failed_attempt_can_be_repeated(tmp_path: pathlib.Path) -> None:
+    run_ranks(try_again, 2, str(tmp_path / "given-up"), join=False)

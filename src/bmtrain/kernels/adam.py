@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,18 @@ class AdamTensors(NamedTuple):
     def is_exact(self) -> bool:
         """Whether the weights are their own master."""
         return self.weight is self.master
+
+    def parts(self, length: int) -> Iterator[AdamTensors]:
+        """Parts of at most `length` elements, in order, as views."""
+        for begin in range(0, self.weight.numel(), length):
+            own = slice(begin, begin + length)
+            weight = self.weight[own]
+            master = weight if self.is_exact else self.master[own]
+            yield AdamTensors(weight, self.grad[own], master, self.mean[own], self.square[own])
+
+    def beside(self, weight: torch.Tensor, grad: torch.Tensor) -> AdamTensors:
+        """With weights and gradients elsewhere."""
+        return self._replace(weight=weight, grad=grad)
 
 
 def adamw_update(

@@ -9,6 +9,27 @@ from bmtrain.kernels.chunks_triton import tensor_at
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def adamw(  # noqa: PLR0913 (as below)
+    w: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    g: tl.tensor,
+    keep: tl.tensor,
+    rate: tl.tensor,
+    beta1: tl.tensor,
+    rest1: tl.tensor,
+    beta2: tl.tensor,
+    rest2: tl.tensor,
+    eps: tl.tensor,
+    correction2: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The next master weight, mean and square, all fp32."""
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    return w * keep - rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps), m, v
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     rows: tl.tensor,
     row_of: tl.tensor,
@@ -48,9 +69,7 @@ def adamw_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argumen
     w = tl.load(master + i, mask=inside)
     m = tl.load(mean + i, mask=inside)
     v = tl.load(square + i, mask=inside)
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    w = w * keep - rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
+    w, m, v = adamw(w, m, v, g, keep, rate, beta1, rest1, beta2, rest2, eps, correction2)
     tl.store(mean + i, m, mask=inside)
     tl.store(square + i, v, mask=inside)
     tl.store(master + i, w, mask=inside)

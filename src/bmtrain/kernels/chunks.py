@@ -142,6 +142,14 @@ def _tables(
     )
 
 
+def table_of(rows: Iterable[Row], length: int, device: torch.device, *, is_aligned: bool) -> Chunks:
+    """The table of rows that hold whatever a kernel reads, the last of it numbers of elements.
+
+    Cached as those of `chunks_of` are.
+    """
+    return _cached_table(tuple(rows), length, device, _current_stream(device), is_aligned)
+
+
 def _table(
     rows: Sequence[Row], length: int, device: torch.device, stream: int, is_aligned: bool
 ) -> Chunks:
@@ -153,6 +161,9 @@ def _table(
         device="cpu",
     )
     return Chunks(_sent(table, device), _row_of(counts, device, stream), is_aligned)
+
+
+_cached_table = functools.lru_cache(maxsize=NUM_KEPT)(_table)
 
 
 @functools.lru_cache(maxsize=NUM_KEPT)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam import AdamSettings, adamw_update
-from bmtrain.kernels.chunks import Batch
+from bmtrain.kernels.adam import AdamSettings
+from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim import gathered, resharding
-from bmtrain.optim.adam_state import AdamLayout, Cohort, RunState, Update
+from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
 from bmtrain.optim.clip import parameters_of
+from bmtrain.optim.compact_state import CompactState, in_fp32
+from bmtrain.optim.form import StateForm
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
 from bmtrain.optim.saved import check_optimizer_state
@@ -52,14 +54,18 @@ class AdamBase(torch.optim.Optimizer):
         scale: float | None = None,
         scale_factor: float | None = None,
         scale_steps: int | None = None,
+        moments: str = "fp32",
+        master_weights: str = "fp32",
     ) -> None:
         current = world.current(type(self).__name__)
+        self._form = StateForm.checked(type(self).__name__, moments, master_weights)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "maximize": maximize}
         defaults |= {"weight_decay": weight_decay, "hold_steps": hold_steps}
         _check(type(self).__name__, [defaults])
         super().__init__(params, {**defaults, "betas": tuple(betas)})
         _check(type(self).__name__, self.param_groups)
         flat = parameters_of(self.param_groups)
+        self._form.check_params(type(self).__name__, flat)
         for param in flat:
             if param.device != current.device:
                 raise ParameterError(
@@ -162,7 +168,9 @@ class AdamBase(torch.optim.Optimizer):
         """Apply the updates. AdamOptimizer skips all of them if `verdict` is NaN or infinite."""
         raise NotImplementedError
 
-    def _make_state(self, run: Run) -> RunState:
+    def _make_state(self, run: Run, number: int) -> AnyState:
+        if self._form.is_compact:
+            return CompactState(run, self._state_device(), self._form, number)
         return RunState(run, self._state_device())
 
     def _state_device(self) -> torch.device:
@@ -177,15 +185,24 @@ class AdamBase(torch.optim.Optimizer):
             self._layout.follow()
             self._layout = None
         if self._layout is None:
-            self._layout = AdamLayout(self.param_groups, self.state, self._make_state)
+            self._form.check_params(type(self).__name__, parameters_of(self.param_groups))
+            self._layout = AdamLayout(self.param_groups, self.state, self._make_state, self._form)
         return self._layout
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """This rank's slices of the optimizer state, or with `gather` full tensors.
 
         With `gather` it is collective; the tensors are on the CPU and fit any world size.
+
+        Moments of 8 bits and split master weights are returned in fp32, on the CPU: any Adam can
+        load them.
         """
         state = self.sharded_state_dict()
+        if self._form.is_compact:
+            flat = parameters_of(self.param_groups)
+            state["state"] = {
+                index: in_fp32(values, flat[index]) for index, values in state["state"].items()
+            }
         if not gather:
             return {**state, "state": gathered.local_values(state["state"])}
         flat = parameters_of(self.param_groups)
@@ -194,7 +211,7 @@ class AdamBase(torch.optim.Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state itself, no copy: sharded tensors of sharded parameters."""
         self.dynamic_scale.settle()
-        self._lay_out()
+        self._lay_out().check()
         return super().state_dict()
 
     def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -204,12 +221,14 @@ class AdamBase(torch.optim.Optimizer):
         """
         self.dynamic_scale.settle()
         self._load_groups(saved["param_groups"])
+        if self._layout is not None:
+            self._layout.has_stepped = False
         self._lay_out()
         live: dict[int, dict[str, Any]] = {}
         for index, param in enumerate(parameters_of(self.param_groups)):
             live[index] = self.state[param]
             live[index]["step"] = int(saved["state"].get(index, {}).get("step", 0))
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in live[index].keys() - {"step", "master"}:
                 local_of(live[index][name]).zero_()
         return live
 
@@ -249,6 +268,12 @@ class AdamOptimizer(AdamBase):
         lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW, except that weight_decay
             defaults to 0.
         hold_steps: number of initial steps with a learning rate of 0, while the moments build up.
+        moments: "fp32", or "8bit": 2.1 instead of 8 bytes an element, in blocks of 64 elements,
+            rounded stochastically (see kernels/blockwise.py).
+        master_weights: of 16-bit parameters. "fp32": 4 bytes an element. "split", for bf16: 2
+            bytes, with which the weights are fp32 numbers; they are rounded to bf16 away from zero
+            where two numbers are as near. "none", for bf16: no bytes; weights are rounded
+            stochastically. Values depend on neither the number of ranks nor a resume.
         scale, scale_factor, scale_steps: the loss scale of 0.1.x programs (`loss_scale`, `scale`,
             `optim_step`).
 
@@ -279,7 +304,7 @@ class AdamOptimizer(AdamBase):
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         for update, settings in steps:
-            adamw_update(Batch(update.tensors), settings, verdict)
+            update_tensors(update.tensors, settings, verdict)
 
 
 def _settings(groups: Sequence[dict[str, Any]], cohort: Cohort, scale: float) -> AdamSettings:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.kernels.adam import AdamTensors
+from bmtrain.kernels.adam_compact import CompactTensors
+from bmtrain.optim.compact_state import NAMES, CompactState, cut_of
+from bmtrain.optim.form import StateForm
 from bmtrain.optim.gradients import Gradients, Parts
+from bmtrain.optim.masters import follow_weights
 from bmtrain.optim.runs import Run, contiguous_runs, local_numel
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
 
-# Names of a parameter's tensors. One whose state is exact has no master weights.
-STATES = ("master", "exp_avg", "exp_avg_sq")
+AnyTensors = AdamTensors | CompactTensors
+MakeTensors = Callable[[torch.Tensor], AnyTensors]
 
 _flat = itertools.chain.from_iterable
 _params_of = operator.itemgetter("params")
@@ -43,16 +47,17 @@ class RunState:
         if not self.is_exact:
             self.master.copy_(values)
 
-    def follow(self, run: Run) -> None:
-        """Update the master weights from weights written externally, say by a checkpoint."""
-        values = run.values.to(self.master.device)
-        # Weights equal to the rounded master are the optimizer's own: keep the master, which has
-        # more bits.
-        self.master.copy_(
-            torch.where(
-                self.master.to(values.dtype) == values, self.master, values.to(self.master.dtype)
-            )
-        )
+    @property
+    def depends_on_weights(self) -> bool:
+        """Whether a write to the weights by others is to be noticed."""
+        return not self.is_exact
+
+    def follow(self, run: Run, has_stepped: bool) -> None:
+        """Update the master weights from weights written by others."""
+        follow_weights(self.master, run.values)
+
+    def check(self, has_stepped: bool) -> None:
+        """Master weights of their own are right whatever others write."""
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
         """The tensors that an update of `piece`, a part of the run, reads and writes."""
@@ -62,10 +67,19 @@ class RunState:
         )
         return AdamTensors(weight, grad, weight if self.is_exact else state[0], *state[1:])
 
-    def views(self, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """The state of elements [begin, end) of the run."""
+    def shown(self, begin: int, end: int) -> dict[str, torch.Tensor]:
+        """The state of elements [begin, end) of the run, by name."""
         out = {"exp_avg": self.mean[begin:end], "exp_avg_sq": self.square[begin:end]}
         return out if self.is_exact else {"master": self.master[begin:end], **out}
+
+    def adopt(self, begin: int, end: int, old: Mapping[str, torch.Tensor]) -> None:
+        """Take over the state of elements [begin, end), what there is of it."""
+        for name, view in self.shown(begin, end).items():
+            if name in old:
+                view.copy_(old[name].reshape(-1))
+
+
+AnyState = RunState | CompactState
 
 
 class Cohort:
@@ -82,7 +96,7 @@ class Cohort:
         self.states: list[dict[str, Any]] = []
         self.numel = 0
         self._sharded: list[DistributedParameter] = []
-        self._members: list[tuple[int, Run, Callable[[torch.Tensor], AdamTensors]]] = []
+        self._members: list[tuple[int, Run, MakeTensors]] = []
 
     @property
     def num_steps(self) -> int:
@@ -90,8 +104,8 @@ class Cohort:
         num_steps: int = self.states[0]["step"]
         return num_steps
 
-    def add(self, place: int, piece: Run, tensors: Callable[[torch.Tensor], AdamTensors]) -> None:
-        """Add a piece of part number `place`; `tensors` maps its gradient to AdamTensors."""
+    def add(self, place: int, piece: Run, tensors: MakeTensors) -> None:
+        """Add a piece of part number `place`; `tensors` maps its gradient to what is updated."""
         self.numel += sum(local_numel(param) for param in piece.params)
         self._sharded.extend(
             param for param in piece.params if isinstance(param, DistributedParameter)
@@ -119,7 +133,7 @@ class Update(NamedTuple):
     """One step of a cohort, and the tensors that it reads and writes."""
 
     cohort: Cohort
-    tensors: list[AdamTensors]
+    tensors: list[AnyTensors]
 
 
 class AdamLayout:
@@ -128,36 +142,45 @@ class AdamLayout:
     Args:
         groups: the optimizer's parameter groups.
         states: its `state`, by parameter; filled with a step count and views of the flat tensors.
-        make_state: makes the flat tensors of a run.
+        make_state: makes the state of a run that begins with the parameter of a number, counted
+            over all groups.
+        form: of the states; compact ones are made for each parameter by itself.
     """
 
     def __init__(
         self,
         groups: Sequence[dict[str, Any]],
         states: MutableMapping[torch.Tensor, dict[str, Any]],
-        make_state: Callable[[Run], RunState],
+        make_state: Callable[[Run, int], AnyState],
+        form: StateForm,
     ) -> None:
         self._states = states
         # by id of the run: its group's index and its state
-        self._runs: dict[int, tuple[int, RunState]] = {}
+        self._runs: dict[int, tuple[int, AnyState]] = {}
         # by id of the storage or parameter: runs whose weights are rounded masters
         self._rounded: dict[int, list[Run]] = {}
         runs = [
             (number, run)
             for number, group in enumerate(groups)
-            for run in contiguous_runs(group["params"])
+            for long in contiguous_runs(group["params"])
+            for run in (long.split(id) if form.is_compact else [long])
         ]
+        flat = _flat(map(_params_of, groups))
+        place_of = {id(param): place for place, param in enumerate(flat)}
         for number, run in runs:
-            state = make_state(run)
+            state = make_state(run, place_of[id(run.params[0])])
             self._runs[id(run)] = number, state
-            if not state.is_exact:
+            if state.depends_on_weights:
                 self._rounded.setdefault(run.owner, []).append(run)
             self._show(run, state)
         self._params = [list(group["params"]) for group in groups]
         self._shown = [states[param] for params in self._params for param in params]
+        self._names = sorted({name for shown in self._shown for name in shown})
         self._views = list(self._shown_views())
         self._gradients = Gradients([run for _, run in runs])
         self._versions = self._current_versions()
+        #: whether weights and states belong together: after a load, weights may come later
+        self.has_stepped = False
         self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
 
     def is_current(
@@ -173,16 +196,29 @@ class AdamLayout:
         )
 
     def follow(self) -> None:
-        """Update master weights whose weights were written externally since `close`."""
+        """Update master weights whose weights were written by others since `close`.
+
+        Raises:
+            ParameterError: for weights whose masters cannot.
+        """
+        for run, state in self._written():
+            state.follow(run, self.has_stepped)
+
+    def check(self) -> None:
+        """Refuse to show states that do not belong to the weights, as `follow` does."""
+        for _, state in self._written():
+            state.check(self.has_stepped)
+
+    def _written(self) -> Iterator[tuple[Run, AnyState]]:
         versions = self._current_versions()
         for owner, runs in self._rounded.items():
             if versions[owner] != self._versions[owner]:
-                for run in runs:
-                    self._runs[id(run)][1].follow(run)
+                yield from ((run, self._runs[id(run)][1]) for run in runs)
 
     def close(self) -> None:
         """Record the weights' versions: the last write was the optimizer's."""
         self._versions = self._current_versions()
+        self.has_stepped = True
 
     def updates(self) -> list[Update]:
         """Updates of all parameters that have a gradient now.
@@ -199,16 +235,17 @@ class AdamLayout:
             *(cohort.update(replicated) for cohort in others),
         ]
 
-    def _show(self, run: Run, state: RunState) -> None:
+    def _show(self, run: Run, state: AnyState) -> None:
         """Replace the states of the run's parameters by views of the flat state."""
         for param in run.params:
-            old = dict(self._states[param])
-            views = state.views(*run.offset(param))
-            for name, view in views.items():
-                if name in old:
-                    view.copy_(_local(old[name], param).reshape(-1))
+            old, bounds = self._states[param], run.offset(param)
+            own = {name: _local(old[name], param) for name in NAMES if name in old}
+            state.adopt(*bounds, own)
+            views = state.shown(*bounds)
             if isinstance(param, DistributedParameter):
-                views = {name: Sharded(view, param.cut) for name, view in views.items()}
+                views = {
+                    name: Sharded(view, cut_of(name, param.cut)) for name, view in views.items()
+                }
             self._states[param] = {"step": int(old.get("step", 0)), **views}
 
     def _grouped(self, places: Sequence[tuple[Run, Run]]) -> list[Cohort]:
@@ -228,7 +265,7 @@ class AdamLayout:
 
     def _shown_views(self) -> Iterator[Any]:
         """The tensors in the states of all parameters; None where a state has none of a name."""
-        return _flat(map(dict.get, self._shown, itertools.repeat(name)) for name in STATES)
+        return _flat(map(dict.get, self._shown, itertools.repeat(name)) for name in self._names)
 
     def _current_versions(self) -> dict[int, int]:
         return {owner: runs[0].version for owner, runs in self._rounded.items()}

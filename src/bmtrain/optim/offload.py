@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_update
-from bmtrain.kernels.chunks import Batch
+from bmtrain.kernels.adam import AdamSettings
+from bmtrain.kernels.adam_compact import update_tensors
+from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam import AdamBase, Step
-from bmtrain.optim.adam_state import RunState
+from bmtrain.optim.adam_state import AnyState, AnyTensors
 from bmtrain.optim.runs import Run
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import known_keywords
+from bmtrain.shard.layout import round_up
 
 # Maximum number of elements per transfer. Launching a chunk costs the host half a millisecond, a
 # tenth of a chunk's update at this length. The first download and the last upload, which nothing
@@ -31,7 +33,8 @@ CHUNK = 1 << 25
 class Chunk:
     """A part of a run whose gradient is being downloaded; without `staging` it stays in place."""
 
-    tensors: AdamTensors
+    tensors: AnyTensors
+    master: torch.Tensor
     staging: Staging | None
     settings: AdamSettings
 
@@ -56,7 +59,8 @@ class AdamOffloadOptimizer(AdamBase):
     are downloaded, the CPU updates, weights are uploaded. Same arithmetic as AdamOptimizer.
 
     Args:
-        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*: as AdamOptimizer.
+        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*, moments: as
+            AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
     """
@@ -78,6 +82,7 @@ class AdamOffloadOptimizer(AdamBase):
         scale: float | None = None,
         scale_factor: float | None = None,
         scale_steps: int | None = None,
+        moments: str = "fp32",
     ) -> None:
         super().__init__(
             params,
@@ -90,6 +95,7 @@ class AdamOffloadOptimizer(AdamBase):
             scale=scale,
             scale_factor=scale_factor,
             scale_steps=scale_steps,
+            moments=moments,
         )
         self._record_delta = record_delta
         # count, sum and sum of squares of the weight changes in the last step
@@ -122,10 +128,10 @@ class AdamOffloadOptimizer(AdamBase):
     def _state_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def _make_state(self, run: Run) -> RunState:
-        state = super()._make_state(run)
-        if self._on_gpu:
-            _pin(state)
+    def _make_state(self, run: Run, number: int) -> AnyState:
+        state = super()._make_state(run, number)
+        if self._on_gpu and state.master is not None:
+            _pin(state, state.master)
         return state
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
@@ -136,8 +142,9 @@ class AdamOffloadOptimizer(AdamBase):
         for update, settings in steps:
             self._sums[0] += update.cohort.numel
             for tensors in (part for whole in update.tensors for part in _cut(whole)):
-                staging = next(self._stagings) if tensors.master.dtype == torch.float32 else None
-                chunk = Chunk(tensors, staging, settings)
+                master = _master_of(tensors)
+                staging = next(self._stagings) if master.dtype == torch.float32 else None
+                chunk = Chunk(tensors, master, staging, settings)
                 self._fetch(chunk)
                 self._pipeline.append(chunk)
                 if len(self._pipeline) >= self.DEPTH - 1:
@@ -163,28 +170,28 @@ class AdamOffloadOptimizer(AdamBase):
 
     def _compute(self, chunk: Chunk) -> None:
         """Wait for the gradient, update on the CPU, start uploading the weights."""
-        t, staging = chunk.tensors, chunk.staging
-        before = t.master.clone() if self._record_delta else None
+        t, master, staging = chunk.tensors, chunk.master, chunk.staging
+        before = master.clone() if self._record_delta else None
         if staging is None:  # no pipeline: the state is on the rank's device, or in fp64
             here = (
                 t
-                if t.weight.device == t.master.device
-                else t._replace(weight=t.master, grad=t.grad.to(t.master.device))
+                if t.weight.device == master.device
+                else t.beside(master, t.grad.to(master.device))
             )
-            adamw_update(Batch([here]), chunk.settings)
+            update_tensors([here], chunk.settings)
             if here is not t:
-                t.weight.copy_(t.master)
+                t.weight.copy_(master)
         else:
             staging.arrived.synchronize()  # else the CPU would read a gradient still in flight
-            here = t._replace(weight=t.master, grad=staging.host_grad[: t.grad.numel()])
+            here = t.beside(master, staging.host_grad[: t.grad.numel()])
             # the gradient was divided by `scale` on the GPU
-            adamw_update(Batch([here]), dataclasses.replace(chunk.settings, scale=1.0))
+            update_tensors([here], dataclasses.replace(chunk.settings, scale=1.0))
             with torch.cuda.stream(self._up):
                 arriving = staging.device_weight[: t.weight.numel()]
-                arriving.copy_(t.master, non_blocking=True)
+                arriving.copy_(master, non_blocking=True)
                 t.weight.copy_(arriving)
         if before is not None:
-            delta = (t.master - before).double()
+            delta = (master - before).double()
             self._sums[1:] += torch.stack([delta.sum(), delta.square().sum()])
 
     def _global_sums(self) -> tuple[float, float, float]:
@@ -194,15 +201,17 @@ class AdamOffloadOptimizer(AdamBase):
         return count, total, squares
 
 
-def _cut(whole: AdamTensors) -> Iterator[AdamTensors]:
-    """Equal parts of at most CHUNK elements."""
+def _cut(whole: AnyTensors) -> Iterator[AnyTensors]:
+    """Equal parts of at most CHUNK elements, of whole blocks of quantised moments."""
     numel = whole.weight.numel()
     length = -(-numel // max(1, -(-numel // CHUNK)))
-    for start in range(0, numel, length or 1):
-        own = slice(start, start + length)
-        weight = whole.weight[own]
-        master = weight if whole.is_exact else whole.master[own]
-        yield AdamTensors(weight, whole.grad[own], master, whole.mean[own], whole.square[own])
+    return iter(whole.parts(round_up(max(length, 1), BLOCK)))
+
+
+def _master_of(tensors: AnyTensors) -> torch.Tensor:
+    if tensors.master is None:
+        raise ValueError("weights without masters cannot be updated on another device")
+    return tensors.master
 
 
 @contextlib.contextmanager
@@ -220,13 +229,13 @@ def _all_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _pin(state: RunState) -> None:
-    """Page-lock the master weights in place.
+def _pin(state: AnyState, master: torch.Tensor) -> None:
+    """Page-lock the master weights of a state in place.
 
     torch's own pinned allocations are rounded up to powers of two, which would waste up to half.
     """
     runtime = torch.cuda.cudart()
-    address, size = state.master.data_ptr(), state.master.nbytes
+    address, size = master.data_ptr(), master.nbytes
     if size and int(runtime.cudaHostRegister(address, size, 0)) == 0:
         weakref.finalize(state, _unpin, address)
 

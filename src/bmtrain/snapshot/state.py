@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -184,6 +184,8 @@ class _Saved:
 
         An fp32 model has no master weights, though a checkpoint of a bf16 one has.
         """
+        for index, found in self._names.items():
+            self._check_form(index, set(found), states.get(index, {}))
         targets = [
             (index, name, full, states[index][name])
             for index, found in self._names.items()
@@ -194,6 +196,18 @@ class _Saved:
             self._check_shape(*target)
         reads = [self._read_of(full, target) for _, _, full, target in targets]
         read_all([read for read in reads if read is not None], self._source)
+
+    def _check_form(self, index: int, found: Set[str], state: Mapping[str, Any]) -> None:
+        """Refuse moments and masters in other forms, which would begin at zero again."""
+        own = {name for name, value in state.items() if isinstance(value, torch.Tensor)}
+        missing = own - found - {"master"}
+        if missing:
+            raise CheckpointError(
+                f"{self._source.path} holds the optimizer state of parameter {index} as "
+                f"{', '.join(sorted(found))}, this optimizer keeps {', '.join(sorted(own))}: make "
+                "it with the moments and master_weights that the state was saved with. "
+                "OptimManager.state_dict(gather_opt=True) moves a state to another form."
+            )
 
     def _check_shape(self, index: int, name: str, full: str, target: torch.Tensor) -> None:
         whole = target.cut.whole_shape if isinstance(target, Sharded) else target.shape
