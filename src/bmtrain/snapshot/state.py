@@ -20,6 +20,7 @@ from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
+from bmtrain.shard.slices import Slices
 from bmtrain.snapshot.image import Part
 
 States = dict[int, dict[str, Any]]
@@ -102,6 +103,13 @@ def merged(rests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return first
 
 
+def check_optimizers(
+    manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
+) -> None:
+    """CheckpointError for a state of other optimizers; nothing is changed."""
+    _saved(manager, source, rest)
+
+
 def load_optimizers(
     manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
 ) -> None:
@@ -112,14 +120,7 @@ def load_optimizers(
     Raises:
         CheckpointError: for a state of other optimizers.
     """
-    if len(rest["optimizers"]) != len(manager.optimizers):
-        raise CheckpointError(
-            f"{source.path} holds the state of {len(rest['optimizers'])} optimizers, this manager "
-            f"has {len(manager.optimizers)}: add the same ones first."
-        )
-    saved = [_Saved(source, number, state) for number, state in enumerate(rest["optimizers"])]
-    for optimizer, one in zip(manager.optimizers, saved, strict=True):
-        one.check_groups(optimizer)
+    saved = _saved(manager, source, rest)
     for optimizer, one in zip(manager.optimizers, saved, strict=True):
         if isinstance(optimizer, AdamBase):
             one.read(optimizer.begin_restore(one.state))
@@ -128,6 +129,21 @@ def load_optimizers(
             one.read(states)
             optimizer.load_state_dict({**one.state, "state": one.with_numbers(states)})
     manager.load_rest(rest)
+
+
+def _saved(
+    manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
+) -> list[_Saved]:
+    """The state of each optimizer, which fits it."""
+    if len(rest["optimizers"]) != len(manager.optimizers):
+        raise CheckpointError(
+            f"{source.path} holds the state of {len(rest['optimizers'])} optimizers, this manager "
+            f"has {len(manager.optimizers)}: add the same ones first."
+        )
+    saved = [_Saved(source, number, state) for number, state in enumerate(rest["optimizers"])]
+    for optimizer, one in zip(manager.optimizers, saved, strict=True):
+        one.check_groups(optimizer)
+    return saved
 
 
 class _Saved:
@@ -146,7 +162,9 @@ class _Saved:
                 self._names.setdefault(int(index), {})[name] = full
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise CheckpointError unless the optimizer has groups of as many parameters."""
+        """Raise CheckpointError unless the optimizer has groups of as many parameters, of these
+        shapes.
+        """
         before = [len(group["params"]) for group in self.state["param_groups"]]
         now = [len(group["params"]) for group in optimizer.param_groups]
         if before != now:
@@ -154,6 +172,11 @@ class _Saved:
                 f"{self._source.path} holds an optimizer with groups of {before} parameters, this "
                 f"one has {now}: make the optimizer with the same groups."
             )
+        params = parameters_of(optimizer.param_groups)
+        for index, found in self._names.items():
+            for name, full in found.items():
+                if isinstance(optimizer, AdamBase) or self._source.is_cut(full):
+                    self._check_shape(index, name, full, params[index])
 
     def new_states(self, optimizer: torch.optim.Optimizer) -> States:
         """Empty tensors for one of torch's optimizers: sharded where they were saved so."""
@@ -196,7 +219,7 @@ class _Saved:
         read_all([read for read in reads if read is not None], self._source)
 
     def _check_shape(self, index: int, name: str, full: str, target: torch.Tensor) -> None:
-        whole = target.cut.whole_shape if isinstance(target, Sharded) else target.shape
+        whole = target.cut.whole_shape if isinstance(target, Slices) else target.shape
         if self._source.headers[full].shape != tuple(whole):
             raise CheckpointError(
                 f"optimizer state {name!r} of parameter {index} has shape "

@@ -14,6 +14,7 @@ import bmtrain as bmt
 from bmtrain.torch_internals import tree_map_only
 from model_center.dataset.order import bits
 from model_center.dataset.protocols import (
+    HasEpochs,
     Stateful,
     begin_epoch,
     collate_of,
@@ -59,8 +60,8 @@ class DistributedDataLoader:
     workers have fetched ahead, and the state is a number of rows, so the number of ranks and the
     batch size may change. (At another number of ranks, an epoch of which fewer rows are left than
     ranks ends there.) Random numbers drawn in worker processes start anew in each pass, from
-    `seed`, epoch and rank; a dataset that must give the same row after a resume derives its
-    randomness from the row number, as ours do.
+    `seed`, epoch and rank (with `persistent_workers` in the first pass alone); a dataset that must
+    give the same row after a resume derives its randomness from the row number, as ours do.
 
     A dataset may have `collate(rows)`, used when no `collate_fn` is given, and `set_epoch(epoch)`,
     called when a pass begins. An `IterableDataset` is passed through: it divides itself among ranks
@@ -277,6 +278,11 @@ class _Stream:
             raise DataError(
                 f"{type(dataset).__name__} is an IterableDataset, whose order is its own: "
                 "leave shuffle=False."
+            )
+        if kwargs.get("persistent_workers") and isinstance(dataset, HasEpochs):
+            raise DataError(
+                f"{type(dataset).__name__} is an IterableDataset with set_epoch, and nobody tells "
+                "its copies in workers that outlive an epoch: leave persistent_workers=False."
             )
         self._dataset = dataset
         self.loader: DataLoader[Any] = DataLoader(dataset, **kwargs)
