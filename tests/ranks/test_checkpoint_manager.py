@@ -378,6 +378,49 @@ def test_a_checkpoint_of_other_optimizers_changes_nothing(tmp_path: pathlib.Path
     run_ranks(restore_into_others, 2, str(tmp_path))
 
 
+def go_on_with_another_adam(folder: str) -> None:
+    """From torch's AdamW to ours and back; with states that ours has not, it is refused."""
+
+    def make(kind: Any, **options: Any) -> tuple[Any, bmt.optim.OptimManager]:
+        torch.manual_seed(0)
+        model, manager = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16)), bmt.optim.OptimManager()
+        manager.add_optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.1, **options))
+        return model, manager
+
+    def step(model: Any, manager: bmt.optim.OptimManager) -> None:
+        manager.zero_grad()
+        manager.backward(model(torch.ones(2, 16)).square().sum())
+        manager.step()
+
+    ours, theirs = bmt.optim.AdamOptimizer, torch.optim.AdamW
+    with bmt.CheckpointManager(folder) as checkpoints:
+        for number, (before, after) in enumerate([(theirs, ours), (ours, theirs)]):
+            model, manager = make(before)
+            for _ in range(3):
+                step(model, manager)
+            checkpoints.save(number, model, manager).wait()
+            other, its_manager = make(after)
+            assert checkpoints.restore(other, its_manager) is not None
+            step(model, manager)
+            step(other, its_manager)
+            torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=1e-6, atol=1e-7)
+        others: list[tuple[Any, dict[str, Any]]] = [
+            (theirs, {"amsgrad": True}),
+            (torch.optim.SGD, {"momentum": 0.9}),
+        ]
+        for number, (kind, options) in enumerate(others):
+            model, manager = make(kind, **options)
+            step(model, manager)
+            checkpoints.save(10 + number, model, manager).wait()
+            other, its_manager = make(ours)
+            with pytest.raises(CheckpointError, match="saved with another optimizer"):
+                checkpoints.restore(other, its_manager)
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer(tmp_path: pathlib.Path) -> None:
+    run_ranks(go_on_with_another_adam, 2, str(tmp_path))
+
+
 def ask_for_different_ones(folder: str) -> None:
     """Refused one after the other; what was there stays, and the run goes on."""
     rank = bmt.rank()

@@ -24,6 +24,8 @@ from bmtrain.shard.slices import Slices
 from bmtrain.snapshot.image import Part
 
 States = dict[int, dict[str, Any]]
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_OF_ADAM = {*_MOMENTS, "master", "step"}
 
 
 def model_parts(
@@ -123,7 +125,7 @@ def load_optimizers(
     saved = _saved(manager, source, rest)
     for optimizer, one in zip(manager.optimizers, saved, strict=True):
         if isinstance(optimizer, AdamBase):
-            one.read(optimizer.begin_restore(one.state))
+            one.read(optimizer.begin_restore(one.with_counts()))
         else:
             states = one.new_states(optimizer)
             one.read(states)
@@ -174,8 +176,14 @@ class _Saved:
             )
         params = parameters_of(optimizer.param_groups)
         for index, found in self._names.items():
+            if isinstance(optimizer, AdamBase) and not _MOMENTS <= set(found) <= _OF_ADAM:
+                raise CheckpointError(
+                    f"{self._source.path} holds {', '.join(sorted(found))} of parameter {index}, "
+                    f"{type(optimizer).__name__} has {', '.join(sorted(_MOMENTS))}: it was saved "
+                    "with another optimizer. Load the weights alone (bmtrain.load)."
+                )
             for name, full in found.items():
-                if isinstance(optimizer, AdamBase) or self._source.is_cut(full):
+                if self._source.is_cut(full):
                     self._check_shape(index, name, full, params[index])
 
     def new_states(self, optimizer: torch.optim.Optimizer) -> States:
@@ -202,16 +210,26 @@ class _Saved:
             for index in sorted({*states, *numbers})
         }
 
+    def with_counts(self) -> dict[str, Any]:
+        """`state`, with counts of steps that torch's optimizers keep as tensors."""
+        counts = {
+            index: {"step": int(self._source.part(found["step"], 0, 1).item())}
+            for index, found in self._names.items()
+            if "step" in found
+        }
+        return {**self.state, "state": {**self.state["state"], **counts}}
+
     def read(self, states: States) -> None:
         """Fill the tensors that are there.
 
-        An fp32 model has no master weights, though a checkpoint of a bf16 one has.
+        An fp32 model has no master weights, though a checkpoint of a bf16 one has; Adam's counts of
+        steps are no tensors.
         """
         targets = [
             (index, name, full, states[index][name])
             for index, found in self._names.items()
             for name, full in found.items()
-            if name in states.get(index, {})
+            if isinstance(states.get(index, {}).get(name), torch.Tensor)
         ]
         for target in targets:
             self._check_shape(*target)
