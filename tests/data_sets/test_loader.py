@@ -14,6 +14,7 @@ from tests.ranks.runner import run_ranks
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import bmtrain as bmt
+from bmtrain.errors import RanksPartedError
 from model_center.dataset.loader import DistributedDataLoader, on_device
 from model_center.dataset.order import permutation
 from model_center.dataset.protocols import Epoch
@@ -126,6 +127,35 @@ def test_the_dataset_collates_and_knows_the_epoch(workers: dict[str, Any]) -> No
     for epoch in range(3):
         assert list(loader) == [[[epoch, 1, -1], [epoch, 2, 2]], [[epoch, 5, 5]]]
     assert list(DistributedDataLoader(dataset, batch_size=6, collate_fn=len)) == [6]
+
+
+def read_otherwise(how: str) -> str:
+    """Each way but the first would take some rows twice and leave out others."""
+    rank, rows = bmt.rank(), Numbers(12)
+    options: dict[str, Any] = {"shuffle": True, "batch_size": 2}
+    loader = DistributedDataLoader(rows, **options)
+    if how == "seed":
+        loader = DistributedDataLoader(rows, seed=rank, **options)
+    if how == "rows":
+        loader = DistributedDataLoader(Numbers(12 + 2 * rank), **options)
+    if how == "batch_size":
+        loader = DistributedDataLoader(rows, shuffle=True, batch_size=1 + rank)
+    if how == "look" and rank == 0:
+        next(iter(loader))
+    next(iter(loader))
+    try:
+        bmt.synchronize()
+    except RanksPartedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["alike", "seed", "rows", "batch_size", "look"])
+def test_ranks_that_read_in_other_orders_are_told(how: str) -> None:
+    """At the next collective."""
+    messages = run_ranks(read_otherwise, 2, how)
+    assert len(set(messages)) == 1
+    assert ("a pass over rows" in messages[0]) == (how != "alike")
 
 
 class Told(Numbers):
