@@ -308,9 +308,11 @@ class Backward:
         for gradient, flags in zip(done, touched, strict=True):
             self._host.now_and_again(functools.partial(gradient.close, flags))
         # Collectives too: at this place on every rank.
-        for participant in self.participants:
-            participant.reduce()
-        self._gradients.clear()
+        try:
+            for participant in self.participants:
+                participant.reduce()
+        finally:  # what one of them refuses must not come up in the next pass
+            self._gradients.clear()
 
     def join(self) -> None:
         """A gradient has arrived: make sure that the pass ends with `finish`."""

@@ -109,11 +109,12 @@ class Replicated:
         # A rank whose rows did not use a parameter has no gradient, but must take part in its sum:
         # the others would hang.
         flags = iter(self._host.any_rank([flag for kind in kinds for flag in kind], self._world))
-        for param, grad, (is_dense, is_sparse, some_had, some_had_none) in zip(
-            params, incoming, zip(*[flags] * 4, strict=True), strict=True
-        ):
+        agreed = list(zip(params, incoming, zip(*[flags] * 4, strict=True), strict=True))
+        for param, _, (*_, some_had, some_had_none) in agreed:
             if param is not None and some_had and some_had_none:
+                self.discard()
                 raise RanksPartedError(_PARTED.format(tuple(param.shape)))
+        for param, grad, (is_dense, is_sparse, *_) in agreed:
             if param is None or not (is_dense or is_sparse):
                 continue
             total = self._total(
