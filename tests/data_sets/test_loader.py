@@ -14,6 +14,7 @@ from tests.ranks.runner import run_ranks
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 import bmtrain as bmt
+from bmtrain.errors import RanksPartedError
 from model_center.dataset.loader import DistributedDataLoader, on_device
 from model_center.dataset.order import permutation
 from model_center.dataset.protocols import Epoch
@@ -126,6 +127,77 @@ def test_the_dataset_collates_and_knows_the_epoch(workers: dict[str, Any]) -> No
     for epoch in range(3):
         assert list(loader) == [[[epoch, 1, -1], [epoch, 2, 2]], [[epoch, 5, 5]]]
     assert list(DistributedDataLoader(dataset, batch_size=6, collate_fn=len)) == [6]
+
+
+def read_otherwise(how: str) -> str:
+    """Each way but the first would take some rows twice and leave out others."""
+    rank, rows = bmt.rank(), Numbers(12)
+    options: dict[str, Any] = {"shuffle": True, "batch_size": 2}
+    loader = DistributedDataLoader(rows, **options)
+    if how == "seed":
+        loader = DistributedDataLoader(rows, seed=rank, **options)
+    if how == "rows":
+        loader = DistributedDataLoader(Numbers(12 + 2 * rank), **options)
+    if how == "batch_size":
+        loader = DistributedDataLoader(rows, shuffle=True, batch_size=1 + rank)
+    if how == "look" and rank == 0:
+        next(iter(loader))
+    next(iter(loader))
+    try:
+        bmt.synchronize()
+    except RanksPartedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["alike", "seed", "rows", "batch_size", "look"])
+def test_ranks_that_read_in_other_orders_are_told(how: str) -> None:
+    """At the next collective."""
+    messages = run_ranks(read_otherwise, 2, how)
+    assert len(set(messages)) == 1
+    assert ("a pass over rows" in messages[0]) == (how != "alike")
+
+
+class Told(Numbers):
+    """Keeps the epoch in an attribute, of which every worker process has its own."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+class ToldStream(IterableDataset[int]):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_outlive_an_epoch_are_told_the_next(workers: int) -> None:
+    """After a pass that was left early, and in a resumed one, too."""
+    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "persistent_workers": True}
+    loader = DistributedDataLoader(Subset(Told(6), range(6)), **options)
+    for epoch in (0, 1):
+        first = 100 * epoch
+        assert numbers(loader) == [[first + row, first + row + 1] for row in (0, 2, 4)]
+    assert next(iter(loader)).tolist() == [200, 201]
+    state = loader.state_dict()
+    assert numbers(loader) == [[300, 301], [302, 303], [304, 305]]
+    loader.load_state_dict(state)
+    assert numbers(loader) == [[202, 203], [204, 205]]
+
+
+def test_streams_with_epochs_have_workers_for_each() -> None:
+    """Nothing reaches the copies of a stream."""
+    DistributedDataLoader(ToldStream(), num_workers=1)
+    with pytest.raises(DataError, match="leave persistent_workers=False"):
+        DistributedDataLoader(ToldStream(), num_workers=1, persistent_workers=True)
 
 
 def test_random_numbers_of_the_program_are_left_alone() -> None:

@@ -375,6 +375,30 @@ def shorten(file: str) -> str:
     return str(caught.value)
 
 
+def load_different_ones(folder: pathlib.Path) -> None:
+    """Each rank would fill its slices from a file of its own."""
+    rank = bmt.rank()
+    names = [folder / name for name in ("a.pt", "b.pt", "c.pt")]
+    model = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16))
+    bmt.save(model, names[0])
+    bmt.save(model, names[1])
+    with torch.no_grad():
+        model.weight.add_(1)
+    bmt.save(model, names[2])
+    before = model.state_dict()
+    with pytest.raises(CheckpointError, match=r"something else on each rank.*nothing was loaded"):
+        bmt.load(model, names[2 * rank])
+    with pytest.raises(CheckpointError, match=r"1 tensors of .*; rank 1: 2 tensors of "):
+        bmt.load(model, names[0], strict=False, only=None if rank else ["weight"])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    bmt.load(model, names[rank])  # each machine may have a copy of its own
+    torch.testing.assert_close(dict(model.state_dict()), dict(torch.load(names[0])), rtol=0, atol=0)
+
+
+def test_ranks_that_load_different_files_are_refused(tmp_path: pathlib.Path) -> None:
+    run_ranks(load_different_ones, 2, tmp_path)
+
+
 def test_a_file_cut_while_it_is_read_is_an_error_on_all_ranks(tmp_path: pathlib.Path) -> None:
     save_file = str(tmp_path / "model.safetensors")
     run_ranks(do_save, 1, save_file, 5)

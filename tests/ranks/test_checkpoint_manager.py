@@ -313,6 +313,168 @@ def test_bad_arguments(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("facts", "complaint"),
+    [
+        ({"seen": {1: 2}}, "'seen': {1: 2}, which JSON would give back as {'1': 2}"),
+        ({1: 2}, "JSON would give back"),
+        ({"betas": (0.9, 0.95)}, r"'betas': \(0.9, 0.95\), which JSON"),
+        ({"best": float("inf")}, "JSON cannot hold"),
+        ({"count": torch.tensor(3)}, "JSON cannot hold"),
+    ],
+)
+def test_facts_come_back_as_they_were_or_are_refused(
+    facts: dict[Any, Any], complaint: str, tmp_path: pathlib.Path
+) -> None:
+    """At the call, with what to do: nothing is said of a full disk."""
+    with (
+        bmt.CheckpointManager(tmp_path) as checkpoints,
+        pytest.raises(CheckpointError, match=complaint),
+    ):
+        checkpoints.save(1, torch.nn.Linear(2, 2), facts=facts)
+    assert complete(tmp_path) == []
+
+
+def restore_into_others(folder: str) -> None:
+    """Other groups, shapes and numbers of optimizers than those of the checkpoint."""
+
+    def make() -> tuple[torch.nn.Module, list[torch.nn.Parameter]]:
+        model = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16))
+        return model, list(model.parameters())
+
+    def managed(*groups: Any) -> bmt.optim.OptimManager:
+        manager = bmt.optim.OptimManager()
+        for group in groups:
+            manager.add_optimizer(bmt.optim.AdamOptimizer(group, lr=0.5))
+        return manager
+
+    saved, params = make()
+    with bmt.CheckpointManager(folder) as checkpoints:
+        checkpoints.save(1, saved).wait()
+        with pytest.raises(CheckpointError, match="holds no optimizers"):
+            checkpoints.restore(saved, managed(params))
+        manager = managed(params)
+        manager.optimizers[0].param_groups[0]["lr"] = 0.25
+        manager.backward(saved(torch.ones(2, 16)).sum())
+        manager.step()
+        checkpoints.save(2, saved, manager).wait()
+        model, (weight, bias) = make()
+        before = model.state_dict()
+        for other, complaint in (
+            (managed([weight], [bias]), "1 optimizers, this manager has 2"),
+            (managed([{"params": [weight]}, {"params": [bias]}]), "groups of"),
+            (managed([bias, weight]), "belongs to another model"),
+        ):
+            with pytest.raises(CheckpointError, match=complaint):
+                checkpoints.restore(model, other)
+            torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+            assert other.optimizers[0].param_groups[0]["lr"] == 0.5
+        assert checkpoints.restore(model, managed([weight, bias])) is not None
+        torch.testing.assert_close(model.state_dict(), saved.state_dict(), rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_other_optimizers_changes_nothing(tmp_path: pathlib.Path) -> None:
+    """The model is as it was, too: a program may catch the error, and begin anew."""
+    run_ranks(restore_into_others, 2, str(tmp_path))
+
+
+def go_on_with_another_adam(folder: str) -> None:
+    """From torch's AdamW to ours and back; with states that ours has not, it is refused."""
+
+    def make(kind: Any, **options: Any) -> tuple[Any, bmt.optim.OptimManager]:
+        torch.manual_seed(0)
+        model, manager = bmt.BMTrainModelWrapper(torch.nn.Linear(16, 16)), bmt.optim.OptimManager()
+        manager.add_optimizer(kind(model.parameters(), lr=1e-2, weight_decay=0.1, **options))
+        return model, manager
+
+    def step(model: Any, manager: bmt.optim.OptimManager) -> None:
+        manager.zero_grad()
+        manager.backward(model(torch.ones(2, 16)).square().sum())
+        manager.step()
+
+    ours, theirs = bmt.optim.AdamOptimizer, torch.optim.AdamW
+    with bmt.CheckpointManager(folder) as checkpoints:
+        for number, (before, after) in enumerate([(theirs, ours), (ours, theirs)]):
+            model, manager = make(before)
+            for _ in range(3):
+                step(model, manager)
+            checkpoints.save(number, model, manager).wait()
+            other, its_manager = make(after)
+            assert checkpoints.restore(other, its_manager) is not None
+            step(model, manager)
+            step(other, its_manager)
+            torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=1e-6, atol=1e-7)
+        others: list[tuple[Any, dict[str, Any]]] = [
+            (theirs, {"amsgrad": True}),
+            (torch.optim.SGD, {"momentum": 0.9}),
+        ]
+        for number, (kind, options) in enumerate(others):
+            model, manager = make(kind, **options)
+            step(model, manager)
+            checkpoints.save(10 + number, model, manager).wait()
+            other, its_manager = make(ours)
+            with pytest.raises(CheckpointError, match="saved with another optimizer"):
+                checkpoints.restore(other, its_manager)
+
+
+def test_a_checkpoint_of_another_kind_of_optimizer(tmp_path: pathlib.Path) -> None:
+    run_ranks(go_on_with_another_adam, 2, str(tmp_path))
+
+
+def ask_for_different_ones(folder: str) -> None:
+    """Refused one after the other; what was there stays, and the run goes on."""
+    rank = bmt.rank()
+    layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+    model = bmt.BMTrainModelWrapper(torch.nn.ModuleDict({"layers": layers}))
+    params = list(model.parameters())
+    manager, turned = bmt.optim.OptimManager(), bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(params))
+    # As of a set of parameters, whose order is that of addresses.
+    turned.add_optimizer(bmt.optim.AdamOptimizer(params[::-1] if rank else params))
+    with bmt.CheckpointManager(folder) as checkpoints:
+        checkpoints.save(1, model, manager).wait()
+        checkpoints.save(2, model, manager).wait()
+        asked: list[tuple[str, Callable[[], object]]] = [
+            ("step", lambda: checkpoints.save(2 - rank, model, manager)),
+            ("facts", lambda: checkpoints.save(3, model, manager, facts={"best": rank})),
+            ("only", lambda: checkpoints.save(3, model, only=[f"layers.{rank}.weight"])),
+            ("optim_manager", lambda: checkpoints.save(3, model, None if rank else manager)),
+            ("optimizers", lambda: checkpoints.save(3, model, turned)),
+        ]
+        for name, save in asked:
+            with pytest.raises(CheckpointError, match=f"save got other {name} than rank 0"):
+                save()
+        assert [path.name for path in usable(pathlib.Path(folder))] == [
+            "step-00000001",
+            "step-00000002",
+        ]
+        checkpoints.save(3, model, manager, facts={"best": 1}).wait()
+        restored = checkpoints.restore(model, manager)
+        assert restored is not None and restored[:2] == (3, {"best": 1})
+
+
+def test_ranks_that_ask_for_different_ones_are_refused(tmp_path: pathlib.Path) -> None:
+    run_ranks(ask_for_different_ones, 2, str(tmp_path))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_went_back_keeps_what_it_writes(tmp_path: pathlib.Path) -> None:
+    """Later steps are still in the folder: the newest checkpoint is not the oldest step."""
+    net = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 3))
+    with bmt.CheckpointManager(tmp_path, keep=2) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, net).wait()
+        with pytest.warns(UserWarning, match="step-00000030 is of a later step than 11"):
+            checkpoints.save(11, net).wait()
+        assert [one.name for one in usable(tmp_path)] == [
+            "step-00000011",
+            "step-00000020",
+            "step-00000030",
+        ]
+        assert checkpoints.restore(net, path=tmp_path / "step-00000011") == (11, {}, None)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_write_while_it_is_copied_is_refused(tmp_path: pathlib.Path) -> None:
     """Or waited for."""
     net = bmt.BMTrainModelWrapper(torch.nn.Linear(3, 3))

@@ -342,6 +342,37 @@ def late_parameters() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def cleared_on_one_rank() -> None:
+    """The sharded ones are cleared on all ranks, the ordinary one on rank 0."""
+    torch.manual_seed(0)
+    first = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(first, bmt.BMTrainModelWrapper(torch.nn.Linear(4, 4)))
+    optimizer = bmt.optim.AdamOptimizer(model.parameters())
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+    x = torch.randn(3, 4)
+    manager.backward(model(x).sum())
+    once = first.weight.grad
+    assert once is not None
+    once = once.clone()
+    manager.backward(model(x).sum())
+    torch.testing.assert_close(first.weight.grad, 2 * once)  # accumulated
+    model[1].zero_grad()
+    if bmt.rank() == 0:
+        first.zero_grad()
+    before = first.weight.detach().clone()
+    with pytest.raises(RanksPartedError, match="clear gradients on all ranks"):
+        manager.backward(model(x).sum())
+    torch.testing.assert_close(first.weight.detach(), before, rtol=0, atol=0)
+    manager.zero_grad()
+    manager.backward(model(x).sum())
+    torch.testing.assert_close(first.weight.grad, once)
+
+
+def test_ordinary_parameters_cleared_on_some_ranks_are_refused() -> None:
+    run_ranks(cleared_on_one_rank, 2)
+
+
 def test_parameters_that_join_an_optimizer_late() -> None:
     run_ranks(late_parameters, 2)
 

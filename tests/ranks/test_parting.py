@@ -205,6 +205,81 @@ def a_gradient_less(model: torch.nn.Sequential) -> None:
     bmtrain.optim.AdamOptimizer(model.parameters()).step()
 
 
+def managed(model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:
+    """A manager with an Adam, which it drives."""
+    optimizer = bmtrain.optim.AdamOptimizer(model.parameters())
+    manager = bmtrain.optim.OptimManager(**options)
+    manager.add_optimizer(optimizer)
+    return manager, optimizer
+
+
+def another_bound(model: torch.nn.Sequential) -> None:
+    """As of clipping that follows each rank's own loss."""
+    manager, optimizer = managed(model)
+    manager.backward(model(rows()).sum())
+    manager.clip_grad_norm(optimizer.param_groups, max_norm=0.1 * (1 + bmtrain.rank()))
+
+
+def another_norm(model: torch.nn.Sequential) -> None:
+    """Orders of norms whose collectives are alike."""
+    model(rows()).sum().backward()
+    bmtrain.optim.clip_grad_norm(model.parameters(), 0.1, norm_type=1 + bmtrain.rank())
+
+
+def another_loss_scale(model: torch.nn.Sequential) -> None:
+    manager, _ = managed(model, loss_scale=2.0 ** (4 + bmtrain.rank()))
+    manager.backward(model(rows()).sum())
+    manager.step()
+
+
+def another_limit_of_skips(model: torch.nn.Sequential) -> None:
+    """One rank would end, and the others wait for it."""
+    manager, _ = managed(model, max_skipped_steps=1 + bmtrain.rank())
+    for _ in range(2):
+        manager.backward(model(rows()).sum() * float("nan"))
+        manager.step()
+
+
+def another_scale_of_a_step(model: torch.nn.Sequential) -> None:
+    """The scale is an argument of `step`."""
+    model(rows()).sum().backward()
+    bmtrain.optim.AdamOptimizer(model.parameters()).step(scale=1.0 + bmtrain.rank())
+
+
+def another_rate_in_a_tensor(model: torch.nn.Sequential) -> None:
+    model(rows()).sum().backward()
+    rate: Any = torch.tensor(0.1 * (1 + bmtrain.rank()))
+    bmtrain.optim.AdamOptimizer(model.parameters(), lr=rate).step()
+
+
+def cleared_on_one_rank(model: torch.nn.Sequential) -> None:
+    """Rank 0 counts its micro-batches otherwise."""
+    for _ in range(2):
+        if bmtrain.rank() == 0:
+            model.zero_grad()
+        model(rows()).sum().backward()
+
+
+def held_back_and_cleared_on_one_rank(model: torch.nn.Sequential) -> None:
+    manager, _ = managed(model)
+    manager.backward(model(rows()).sum(), reduce_gradients=False)
+    if bmtrain.rank() == 0:
+        manager.zero_grad()
+    manager.backward(model(rows()).sum())
+
+
+def checkpoints_on_one_rank(model: torch.nn.Sequential) -> None:
+    """Rank 0 would wait for the others, which train on."""
+    if bmtrain.rank() == 0:
+        bmtrain.CheckpointManager("nowhere")
+    model(rows())
+
+
+def checkpoints_in_other_folders(model: torch.nn.Sequential) -> None:
+    """Named by the time of day, for example."""
+    bmtrain.CheckpointManager(f"at-12:00:0{bmtrain.rank()}")
+
+
 def frozen_on_one_rank(model: torch.nn.Sequential) -> None:
     """Rank 0 freezes a parameter."""
     if bmtrain.rank() == 0:
@@ -244,6 +319,16 @@ PROGRAMS = (
     step_on_one_rank,
     another_rate,
     a_gradient_less,
+    another_bound,
+    another_norm,
+    another_loss_scale,
+    another_limit_of_skips,
+    another_scale_of_a_step,
+    another_rate_in_a_tensor,
+    cleared_on_one_rank,
+    held_back_and_cleared_on_one_rank,
+    checkpoints_on_one_rank,
+    checkpoints_in_other_folders,
     frozen_on_one_rank,
     state_on_one_rank,
     load_on_one_rank,

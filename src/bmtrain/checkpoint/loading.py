@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import os
+import zlib
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -16,14 +18,17 @@ from bmtrain.checkpoint.reading import Read, read_all
 from bmtrain.checkpoint.source import Source
 from bmtrain.checkpoint.sources import Renamed, open_source, without_prefix
 from bmtrain.checkpoint.writer import Writer
-from bmtrain.distributed.agreement import attempt
+from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import attempt, is_same
 from bmtrain.errors import CheckpointError
 from bmtrain.runtime import log, world
+from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.layout import Piece, Split
 from bmtrain.shard.parameter import DistributedParameter
 
 SHOWN = 8  # names listed in a message
+SAMPLED = 64  # values of a tensor that are compared where ranks read files of other names
 
 
 class LoadResult(NamedTuple):
@@ -90,11 +95,47 @@ def load(
         lambda: without_prefix(as_parameters(open_source(file), model, shapes), shapes), axis
     )
     plan = attempt(lambda: make_plan(targets, source, strict=strict), axis)
+    _check_same_everywhere(plan, source, axis)
     attempt(lambda: fill(plan, source), axis)
     if current.rank == 0:
         _tell_left_out(source)
         _tell_lost_precision(plan, source)
     return LoadResult(plan.missing, plan.unexpected)
+
+
+def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
+    """CheckpointError unless all ranks are about to load the same tensors with the same values.
+
+    Each reads its own slices: of other files they would make a model that is in none. Paths may
+    differ, as each machine may have a copy of its own; then some values of each tensor are
+    compared. Collective.
+    """
+    headers = [(copy.name, source.headers[copy.name]) for copy in plan.copies]
+    names = [copy.entry.name for copy in plan.copies]
+    where = os.path.abspath(source.path)
+    tensors, place = (zlib.crc32(repr(x).encode()) for x in ([names, headers], where))
+    is_same_place = is_same([place], axis)
+    values = attempt(lambda: 0 if is_same_place else _sampled(plan, source), axis)
+    if is_same([tensors, values], axis):
+        return
+    places = collectives.gather_objects(f"{len(names)} tensors of {where}", axis)
+    told = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis.ranks, places, strict=True))
+    raise CheckpointError(
+        f"load got something else on each rank ({told}), and each reads its own part: nothing was "
+        "loaded. Give all ranks the same file, names (only) and strict, found by rank 0 for "
+        "example: bmtrain.distributed.broadcast, or torch.distributed.broadcast_object_list."
+    )
+
+
+def _sampled(plan: Plan, source: Source) -> int:
+    """A checksum of some values in the middle of each tensor."""
+    checksum = 0
+    for copy in plan.copies:
+        numel = math.prod(source.headers[copy.name].shape)
+        first = max(numel // 2 - SAMPLED // 2, 0)
+        values = source.part(copy.name, first, min(first + SAMPLED, numel)).contiguous()
+        checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 def make_plan(targets: Sequence[Entry], source: Source, *, strict: bool) -> Plan:

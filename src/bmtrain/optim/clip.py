@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.kernels.scale import scale_
 from bmtrain.kernels.squares import sum_of_squares
 from bmtrain.optim.gradients import Gradients, Parts
@@ -59,6 +60,13 @@ def clip_gradients(
         max_norm=(max_norm, BOUND),
         scale=(scale, POSITIVE),
         eps=(eps, AMOUNT),
+    )
+    # Each rank scales its own slices: with other bounds they would part.
+    current = world.current("clip_grad_norm")
+    current.service(Ledger).note(
+        current.mesh.world,
+        f"clip_grad_norm (max_norm {float(max_norm):.17g}, norm of order {float(order):g}, loss "
+        f"scale {float(scale):.17g}, eps {float(eps):g})",
     )
     found = gradients.look()
     norm = (_global_norm(*found, float(order)) / scale).to(_dtype_of(found))

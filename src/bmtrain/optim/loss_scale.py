@@ -57,6 +57,13 @@ class LossScale:
         self.num_skipped = self.num_in_a_row = 0
         self._awaited: tuple[Verdict, Callable[[], None]] | None = None
 
+    def __str__(self) -> str:
+        """What must be the same on all ranks, once the verdict on the last step is in."""
+        return (
+            f"loss scale {self._value:.17g}, factor {self.factor:g} after {self.growth_steps} "
+            f"steps, {self.good_steps} done, from {self.minimum:g} to {self.maximum:g}"
+        )
+
     @property
     def value(self) -> float:
         """The scale for the next loss. Waits for the verdict on the last step."""
@@ -131,6 +138,9 @@ class NoScaling(LossScale):
 
     def __init__(self) -> None:
         super().__init__(1.0, maximum=1.0)
+
+    def __str__(self) -> str:
+        return "no loss scale"
 
     @property
     def value(self) -> float:

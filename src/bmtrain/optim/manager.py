@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import gathered, resharding
@@ -235,6 +236,7 @@ class OptimManager:
         self._settle()
         self._check_not_lost()
         scale = self._scale.value
+        self._note_step()
         params = [
             param
             for optimizer in self.optimizers
@@ -251,6 +253,17 @@ class OptimManager:
         if is_finite:
             self._advance(scale)
         self._scale.judge(is_finite)
+
+    def _note_step(self) -> None:
+        """Enter the step in the ledger: each rank divides by its own scale, and skips by its own
+        rules.
+        """
+        current = world.current("OptimManager")
+        current.service(Ledger).note(
+            current.mesh.world,
+            f"a step of an OptimManager with {len(self.optimizers)} optimizers ({self._scale}, "
+            f"max_skipped_steps {self._max_skipped})",
+        )
 
     def _check_not_lost(self) -> None:
         if self._scale.num_in_a_row >= self._max_skipped:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
@@ -307,9 +308,11 @@ class Backward:
         for gradient, flags in zip(done, touched, strict=True):
             self._host.now_and_again(functools.partial(gradient.close, flags))
         # Collectives too: at this place on every rank.
-        for participant in self.participants:
-            participant.reduce()
-        self._gradients.clear()
+        try:
+            for participant in self.participants:
+                participant.reduce()
+        finally:  # what one of them refuses must not come up in the next pass
+            self._gradients.clear()
 
     def join(self) -> None:
         """A gradient has arrived: make sure that the pass ends with `finish`."""
@@ -394,8 +397,13 @@ class Backward:
         agreed: dict[Gradient, list[bool]] = {}
         for name in sorted(by_axis):
             members = by_axis[name]
+            # A rank adds to its own slices: where one has cleared them and another has not, the
+            # gradient is a sum of nothing that one process computes.
+            added = [flag for gradient in members for flag in gradient.continued]
             self._transport.ledger.note(
-                members[0].axis, f"the end of a backward pass with {len(members)} gradients"
+                members[0].axis,
+                f"the end of a backward pass with {len(members)} gradients ({sum(added)} of "
+                f"{len(added)} parameters had one before: {zlib.crc32(bytes(added)):08x})",
             )
             flags = iter(
                 self._host.any_rank(

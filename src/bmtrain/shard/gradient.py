@@ -125,6 +125,11 @@ class Gradient:
         return list(self._touched)
 
     @property
+    def continued(self) -> list[bool]:
+        """Per slot: whether this backward pass adds to what `.grad` held."""
+        return list(self._live)
+
+    @property
     def has_hooks(self) -> bool:
         """Whether any parameter has hooks."""
         return bool(self._hooked())
@@ -197,6 +202,10 @@ class Gradient:
         """Drop what was deferred for slot `index`, because the program clears its gradient."""
         if not self.has_deferred:
             return
+        # Ranks add up what they have held back: all of them drop it, or none.
+        self._transport.ledger.note(
+            self.axis, f"clearing held-back gradient {index} of {self.label.text}"
+        )
         self._touched[index] = False
         self._slices = [(place, grad) for place, grad in self._slices if place != index]
         self._keeps_slices = bool(self._slices)

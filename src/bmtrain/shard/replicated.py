@@ -8,9 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.errors import ParameterError
+from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.backward import Backward, HostSteps
+
+_PARTED = (
+    "an ordinary parameter of shape {} had a gradient before this backward pass on some ranks, and "
+    "none on others, so that their sums would differ: clear gradients on all ranks (zero_grad) or "
+    "on none."
+)
 
 
 class Replicated:
@@ -26,6 +32,7 @@ class Replicated:
         self._world, self._host, self._backward = world, host, backward
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
+        self._had: dict[int, bool] = {}  # whether those had a gradient before the pass
         self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         self._places: list[torch.Tensor] = []  # fixed memory of gradients, one per parameter
 
@@ -84,21 +91,30 @@ class Replicated:
         Raises:
             ParameterError: if a parameter has hooks of the program, which have seen this rank's
                 gradient only.
+            RanksPartedError: if a parameter had a gradient before on some ranks only.
         """
         params = [reference() for reference in self._params]
         for param in params if self._world.size > 1 else ():
             _refuse_hooks(param)
         incoming = [None if param is None else self._incoming.get(id(param)) for param in params]
         kinds = [
-            (grad is not None and not grad.is_sparse, grad is not None and grad.is_sparse)
-            for grad in incoming
+            (
+                grad is not None and not grad.is_sparse,
+                grad is not None and grad.is_sparse,
+                param is not None and self._had_gradient(param),
+                param is not None and not self._had_gradient(param),
+            )
+            for param, grad in zip(params, incoming, strict=True)
         ]
         # A rank whose rows did not use a parameter has no gradient, but must take part in its sum:
         # the others would hang.
         flags = iter(self._host.any_rank([flag for kind in kinds for flag in kind], self._world))
-        for param, grad, (is_dense, is_sparse) in zip(
-            params, incoming, zip(flags, flags, strict=True), strict=True
-        ):
+        agreed = list(zip(params, incoming, zip(*[flags] * 4, strict=True), strict=True))
+        for param, _, (*_, some_had, some_had_none) in agreed:
+            if param is not None and some_had and some_had_none:
+                self.discard()
+                raise RanksPartedError(_PARTED.format(tuple(param.shape)))
+        for param, grad, (is_dense, is_sparse, *_) in agreed:
             if param is None or not (is_dense or is_sparse):
                 continue
             total = self._total(
@@ -106,7 +122,11 @@ class Replicated:
                 keeps_rows=not is_dense,
             )
             param.grad = total if param.grad is None else _plus_(param.grad, total)
-        self._incoming.clear()
+        self.discard()
+
+    def _had_gradient(self, param: torch.nn.Parameter) -> bool:
+        """Whether it had one before this pass, which has put zeros where none was."""
+        return self._had.get(id(param), param.grad is not None)
 
     def _total(self, grad: torch.Tensor, *, keeps_rows: bool) -> torch.Tensor:
         """The sum over ranks; with `keeps_rows` sparse, with the rows that any rank has."""
@@ -126,8 +146,9 @@ class Replicated:
         )
 
     def discard(self) -> None:
-        """Drop what a failed pass has left."""
+        """Drop what a pass has left."""
         self._incoming.clear()
+        self._had.clear()
 
     def settle(self) -> tuple[bool, ...]:
         """Between passes, move each `.grad` to fixed memory; returns which parameters have one."""
@@ -176,7 +197,9 @@ class Replicated:
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
             # the same on every rank.
             self._backward.join()
-            key = id(reference())
+            param = reference()
+            key = id(param)
+            self._had.setdefault(key, param is not None and param.grad is not None)
             before = self._incoming.get(key)
             self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)
             return torch.zeros_like(grad)

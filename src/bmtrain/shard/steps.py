@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,12 +50,16 @@ class Steps:
         def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             steps = own()
             if steps is not None and world.is_initialized() and world.current().mesh.world is axis:
-                steps.begin(optimizer)
+                steps.begin(optimizer, {**dict(enumerate(args)), **kwargs})
 
         weakref.finalize(self, register_optimizer_step_pre_hook(begin).remove)
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer, given: Mapping[Any, Any]) -> None:
         """A step is about to be taken.
+
+        Args:
+            optimizer: the one that takes it.
+            given: the arguments of `step`, a loss scale for example.
 
         Raises:
             ParameterError: if the optimizer has, beside sharded parameters, ordinary ones whose
@@ -72,7 +76,7 @@ class Steps:
         ordinary = [x for x in params if _is_ordinary(x)]
         alone = [x for x in ordinary if x.requires_grad and id(x) not in known]
         if any(isinstance(param, Slices) for param in params):
-            self._ledger.enter(self._axis, _described(optimizer, params), is_on_host=False)
+            self._ledger.enter(self._axis, _described(optimizer, params, given), is_on_host=False)
             if alone:
                 raise _not_summed(
                     optimizer, alone[0], "its gradient is that of this rank's rows alone"
@@ -82,7 +86,7 @@ class Steps:
         state = self._ordinary.setdefault(optimizer, _Ordinary())
         state.num_steps += 1
         if alone:
-            self._compare_gradients(optimizer, state, alone)
+            self._compare_gradients(optimizer, state, alone, given)
         if state.is_due:
             self._compare_values(optimizer, ordinary)
 
@@ -101,7 +105,11 @@ class Steps:
                 )
 
     def _compare_gradients(
-        self, optimizer: torch.optim.Optimizer, state: _Ordinary, params: Sequence[torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: _Ordinary,
+        params: Sequence[torch.Tensor],
+        given: Mapping[Any, Any],
     ) -> None:
         """Check that ordinary parameters have the same gradients and settings on all ranks.
 
@@ -110,7 +118,7 @@ class Steps:
         in steps 1, 2, 4, 8, ..., and for each parameter until its gradient has once not been zero:
         first gradients behind a layer that begins with zeros are zero, and say nothing.
         """
-        self._ledger.note(self._axis, _described(optimizer, params))
+        self._ledger.note(self._axis, _described(optimizer, params, given))
         looked_at = [
             param
             for param in params
@@ -157,33 +165,45 @@ def _is_ordinary(x: torch.Tensor) -> bool:
     return type(x).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def _described(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> str:
+def _described(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], given: Mapping[Any, Any]
+) -> str:
     """What must be the same on all ranks: each updates its slices by its own settings."""
-    settings = [
-        [(name, value) for name, value in group.items() if isinstance(value, _PLAIN)]
-        for group in optimizer.param_groups
-    ]
+    groups = [_known(group) for group in optimizer.param_groups]
+    settings = [[*group.items()] for group in groups]
+    settings += [[(name, x)] for name, x in given.items() if isinstance(x, int | float)]
     rates = dict.fromkeys(
-        group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int)
+        group["lr"] for group in groups if isinstance(group.get("lr"), float | int)
     )
     with plain_functions():
         trained = [x.requires_grad for x in params]
     # the stages of a pipeline have gradients of their own
-    given = [
+    has_grad = [
         x.shown_grad is not None
         for x in params
         if isinstance(x, Slices) and x.cut.placement.stage is None
     ]
-    digest = zlib.crc32(bytes([*trained, *given]), zlib.crc32(repr(settings).encode()))
+    digest = zlib.crc32(bytes([*trained, *has_grad]), zlib.crc32(repr(settings).encode()))
     return (
         f"a step of {type(optimizer).__name__} (lr "
-        f"{', '.join(map(str, [*rates][:4]))}; {sum(given)} gradients, {sum(trained)} "
+        f"{', '.join(map(str, [*rates][:4]))}; {sum(has_grad)} gradients, {sum(trained)} "
         "of "
         f"{len(params)} parameters trained; all settings {digest:08x})"
     )
 
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def _known(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Those that the host knows: numbers, also as tensors of the CPU, texts and tuples."""
+    found: dict[Any, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dim() == 0:
+            found[name] = value.item()
+        elif isinstance(value, _PLAIN):
+            found[name] = value
+    return found
 
 
 def _not_summed(optimizer: torch.optim.Optimizer, param: torch.Tensor, why: str) -> ParameterError:

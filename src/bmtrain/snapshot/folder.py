@@ -73,15 +73,21 @@ def set_aside(path: pathlib.Path) -> None:
         os.replace(path / NAME, path / (NAME + DAMAGED))
 
 
-def prune(folder: pathlib.Path, keep: int, keep_every: int | None) -> None:
+def later(folder: pathlib.Path, step: int) -> list[pathlib.Path]:
+    """The checkpoints of later steps than this."""
+    return [path for path in complete(folder) if (step_of(path) or 0) > step]
+
+
+def prune(folder: pathlib.Path, keep: int, keep_every: int | None, newest: pathlib.Path) -> None:
     """Remove old checkpoints, and what attempts that were broken off have left.
 
-    Those whose step is a multiple of `keep_every` stay, and the last `keep` whose files are there.
-    What is damaged, or of another kind, is not touched and not counted.
+    Those whose step is a multiple of `keep_every` stay, the last `keep` whose files are there, and
+    the `newest`, the one just written: a run that went back has later steps in its folder. What is
+    damaged, or of another kind, is not touched and not counted.
     """
     good = usable(folder)
     for path in good[:-keep]:
-        if not keep_every or (step_of(path) or 0) % keep_every:
+        if path != newest and (not keep_every or (step_of(path) or 0) % keep_every):
             remove(path)
     for path in folder.glob("step-*"):
         if step_of(path) is None or not path.is_dir() or path.is_symlink():

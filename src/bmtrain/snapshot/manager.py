@@ -17,6 +17,7 @@ from bmtrain.checkpoint.writer import Writer, Writing
 from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import attempt
 from bmtrain.distributed.board import Board
+from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import CheckpointError, ConfigurationError
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import log, world
@@ -25,8 +26,9 @@ from bmtrain.snapshot import folder as folders
 from bmtrain.snapshot.host import HostMemory, Live, Snapshot
 from bmtrain.snapshot.image import Image
 from bmtrain.snapshot.lock import Lock
+from bmtrain.snapshot.order import check_order, described
 from bmtrain.snapshot.reading import read_rest
-from bmtrain.snapshot.state import load_optimizers, model_parts, optimizer_parts
+from bmtrain.snapshot.state import check_optimizers, load_optimizers, model_parts, optimizer_parts
 from bmtrain.snapshot.writing import Draft, FileOfBlocks, as_bytes, finish
 
 
@@ -89,6 +91,10 @@ class CheckpointManager:
         self.folder, self.keep, self.keep_every = pathlib.Path(folder), keep, keep_every
         self.background = background
         self._axis = self._world.mesh.world
+        # Before connections are opened, for which a rank that is alone here would wait.
+        self._world.service(Ledger).enter(
+            self._axis, f"CheckpointManager({str(self.folder)!r})", is_on_host=True
+        )
         self._writer = self._world.service(Writer)
         self._board = self._world.service(Board)
         self._memory = HostMemory(self._world.device)
@@ -189,14 +195,16 @@ class CheckpointManager:
         background is printed at once, and raised by it or by the next save.
 
         Raises:
-            CheckpointError: on every rank, if the checkpoint cannot be written; earlier ones are
-                intact.
+            CheckpointError: on every rank, if the checkpoint cannot be written, or if ranks ask for
+                different ones; earlier ones are intact.
         """
         self._writer.settle()
         self._snapshot = None
+        order = attempt(lambda: described(step, model, optim_manager, facts, only), self._axis)
+        token, first = collectives.broadcast_object((secrets.token_hex(4), order), 0, self._axis)
+        step = int(step)
         path = folders.path_of(self.folder, step)
-        token = collectives.broadcast_object(secrets.token_hex(4), 0, self._axis)
-        attempt(lambda: _make(path) if self._world.rank == 0 else None, self._axis)
+        attempt(lambda: self._prepare(path, step, order, first), self._axis)
         image, ties, rest = attempt(
             lambda: self._collected(model, optim_manager, state, only), self._axis
         )
@@ -213,10 +221,24 @@ class CheckpointManager:
         def write() -> None:
             finish(draft, image, file, rest, self._board)
             if draft.rank == 0:
-                folders.prune(self.folder, self.keep, self.keep_every)
+                folders.prune(self.folder, self.keep, self.keep_every, path)
 
         writing = Writing(path, write, self._axis)
         return self._writer.begin(writing, background=self.background)
+
+    def _prepare(
+        self, path: pathlib.Path, step: int, order: Mapping[str, str], first: Mapping[str, str]
+    ) -> None:
+        """Make the folder of a checkpoint that is asked for alike here and on rank 0."""
+        check_order(order, first)
+        if self._world.rank != 0:
+            return
+        if later := folders.later(self.folder, step):
+            log.warn(
+                f"{later[-1]} is of a later step than {step}, which is saved now, and restore "
+                "takes the latest step: remove it if the run goes on from here."
+            )
+        _make(path)
 
     def _collected(
         self,
@@ -293,13 +315,17 @@ class CheckpointManager:
             path: another checkpoint.
 
         Raises:
-            CheckpointError: on every rank, if it does not fit the model or the optimizers.
+            CheckpointError: on every rank, if it does not fit the model or the optimizers; both are
+                as they were, unless a read failed halfway.
         """
         found = self.latest() if path is None else path
         if found is None:
             return None
+        rest = Rest(found)
+        if optim_manager is not None:
+            rest.check(optim_manager)
         load(model, found)
-        return load_rest(found, optim_manager)
+        return rest.load(optim_manager)
 
 
 def _make(path: pathlib.Path) -> None:
@@ -320,18 +346,35 @@ def load_rest(path: pathlib.Path, optim_manager: OptimManager | None) -> Restore
     Raises:
         CheckpointError: on every rank, if it does not fit the optimizers.
     """
-    axis = world.current("load_rest").mesh.world
-    manifest: Manifest = attempt(lambda: read_manifest(path), axis)
-    own, rest = read_rest(path, manifest, axis)
-    if optim_manager is not None:
-        attempt(lambda: _load_optimizers(path, optim_manager, rest), axis)
-    if own is None:
-        return Restored(manifest.step, manifest.facts, None)
-    set_random_states(own["random"])
-    return Restored(manifest.step, manifest.facts, own["state"])
+    return Rest(path).load(optim_manager)
 
 
-def _load_optimizers(path: pathlib.Path, manager: OptimManager, rest: dict[str, Any]) -> None:
-    if rest["optim_manager"] is None:
-        raise CheckpointError(f"{path} holds no optimizers: it was saved without an OptimManager.")
-    load_optimizers(manager, ShardedCheckpoint(path, OPTIMIZER), rest["optim_manager"])
+class Rest:
+    """All of a checkpoint but the model. Its construction and its methods are collective."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._axis = world.current("CheckpointManager").mesh.world
+        self._path = path
+        self._manifest: Manifest = attempt(lambda: read_manifest(path), self._axis)
+        self._own, self._found = read_rest(path, self._manifest, self._axis)
+
+    def check(self, manager: OptimManager) -> None:
+        """CheckpointError on every rank unless this is the state of such optimizers."""
+        attempt(lambda: check_optimizers(manager, *self._optimizers()), self._axis)
+
+    def load(self, manager: OptimManager | None) -> Restored:
+        """Put it back."""
+        if manager is not None:
+            attempt(lambda: load_optimizers(manager, *self._optimizers()), self._axis)
+        step, facts = self._manifest.step, self._manifest.facts
+        if self._own is None:
+            return Restored(step, facts, None)
+        set_random_states(self._own["random"])
+        return Restored(step, facts, self._own["state"])
+
+    def _optimizers(self) -> tuple[ShardedCheckpoint, dict[str, Any]]:
+        if self._found["optim_manager"] is None:
+            raise CheckpointError(
+                f"{self._path} holds no optimizers: it was saved without an OptimManager."
+            )
+        return ShardedCheckpoint(self._path, OPTIMIZER), self._found["optim_manager"]

@@ -20,9 +20,12 @@ from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.sharded import Sharded
+from bmtrain.shard.slices import Slices
 from bmtrain.snapshot.image import Part
 
 States = dict[int, dict[str, Any]]
+_MOMENTS = {"exp_avg", "exp_avg_sq"}
+_OF_ADAM = {*_MOMENTS, "master", "step"}
 
 
 def model_parts(
@@ -102,6 +105,13 @@ def merged(rests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return first
 
 
+def check_optimizers(
+    manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
+) -> None:
+    """CheckpointError for a state of other optimizers; nothing is changed."""
+    _saved(manager, source, rest)
+
+
 def load_optimizers(
     manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
 ) -> None:
@@ -112,6 +122,21 @@ def load_optimizers(
     Raises:
         CheckpointError: for a state of other optimizers.
     """
+    saved = _saved(manager, source, rest)
+    for optimizer, one in zip(manager.optimizers, saved, strict=True):
+        if isinstance(optimizer, AdamBase):
+            one.read(optimizer.begin_restore(one.with_counts()))
+        else:
+            states = one.new_states(optimizer)
+            one.read(states)
+            optimizer.load_state_dict({**one.state, "state": one.with_numbers(states)})
+    manager.load_rest(rest)
+
+
+def _saved(
+    manager: OptimManager, source: ShardedCheckpoint, rest: Mapping[str, Any]
+) -> list[_Saved]:
+    """The state of each optimizer, which fits it."""
     if len(rest["optimizers"]) != len(manager.optimizers):
         raise CheckpointError(
             f"{source.path} holds the state of {len(rest['optimizers'])} optimizers, this manager "
@@ -120,14 +145,7 @@ def load_optimizers(
     saved = [_Saved(source, number, state) for number, state in enumerate(rest["optimizers"])]
     for optimizer, one in zip(manager.optimizers, saved, strict=True):
         one.check_groups(optimizer)
-    for optimizer, one in zip(manager.optimizers, saved, strict=True):
-        if isinstance(optimizer, AdamBase):
-            one.read(optimizer.begin_restore(one.state))
-        else:
-            states = one.new_states(optimizer)
-            one.read(states)
-            optimizer.load_state_dict({**one.state, "state": one.with_numbers(states)})
-    manager.load_rest(rest)
+    return saved
 
 
 class _Saved:
@@ -146,7 +164,9 @@ class _Saved:
                 self._names.setdefault(int(index), {})[name] = full
 
     def check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise CheckpointError unless the optimizer has groups of as many parameters."""
+        """Raise CheckpointError unless the optimizer has groups of as many parameters, of these
+        shapes.
+        """
         before = [len(group["params"]) for group in self.state["param_groups"]]
         now = [len(group["params"]) for group in optimizer.param_groups]
         if before != now:
@@ -154,6 +174,17 @@ class _Saved:
                 f"{self._source.path} holds an optimizer with groups of {before} parameters, this "
                 f"one has {now}: make the optimizer with the same groups."
             )
+        params = parameters_of(optimizer.param_groups)
+        for index, found in self._names.items():
+            if isinstance(optimizer, AdamBase) and not _MOMENTS <= set(found) <= _OF_ADAM:
+                raise CheckpointError(
+                    f"{self._source.path} holds {', '.join(sorted(found))} of parameter {index}, "
+                    f"{type(optimizer).__name__} has {', '.join(sorted(_MOMENTS))}: it was saved "
+                    "with another optimizer. Load the weights alone (bmtrain.load)."
+                )
+            for name, full in found.items():
+                if self._source.is_cut(full):
+                    self._check_shape(index, name, full, params[index])
 
     def new_states(self, optimizer: torch.optim.Optimizer) -> States:
         """Empty tensors for one of torch's optimizers: sharded where they were saved so."""
@@ -179,10 +210,20 @@ class _Saved:
             for index in sorted({*states, *numbers})
         }
 
+    def with_counts(self) -> dict[str, Any]:
+        """`state`, with counts of steps that torch's optimizers keep as tensors."""
+        counts = {
+            index: {"step": int(self._source.part(found["step"], 0, 1).item())}
+            for index, found in self._names.items()
+            if "step" in found
+        }
+        return {**self.state, "state": {**self.state["state"], **counts}}
+
     def read(self, states: States) -> None:
         """Fill the tensors that are there.
 
-        An fp32 model has no master weights, though a checkpoint of a bf16 one has.
+        An fp32 model has no master weights, though a checkpoint of a bf16 one has; Adam's counts of
+        steps are no tensors.
         """
         for index, found in self._names.items():
             self._check_form(index, set(found), states.get(index, {}))
@@ -190,7 +231,7 @@ class _Saved:
             (index, name, full, states[index][name])
             for index, found in self._names.items()
             for name, full in found.items()
-            if name in states.get(index, {})
+            if isinstance(states.get(index, {}).get(name), torch.Tensor)
         ]
         for target in targets:
             self._check_shape(*target)
@@ -210,7 +251,7 @@ class _Saved:
             )
 
     def _check_shape(self, index: int, name: str, full: str, target: torch.Tensor) -> None:
-        whole = target.cut.whole_shape if isinstance(target, Sharded) else target.shape
+        whole = target.cut.whole_shape if isinstance(target, Slices) else target.shape
         if self._source.headers[full].shape != tuple(whole):
             raise CheckpointError(
                 f"optimizer state {name!r} of parameter {index} has shape "

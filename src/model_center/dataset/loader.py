@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+import threading
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import bmtrain as bmt
+from bmtrain.distributed.ledger import Ledger
+from bmtrain.runtime import world
 from bmtrain.torch_internals import tree_map_only
 from model_center.dataset.order import bits
 from model_center.dataset.protocols import (
+    HasEpochs,
     Stateful,
     begin_epoch,
     collate_of,
@@ -50,6 +54,8 @@ class DistributedDataLoader:
     (`pin_memory=True`) they come while the device still computes.
 
     Nothing here communicates: the ranks agree because they have the same dataset and arguments.
+    Where number of rows, order or place differ, the next collective of the run says so on all
+    ranks; a pass that one rank alone begins is such a difference.
     Without a process group the loader is that of one rank. Rank and number of ranks are looked up
     when a pass begins.
 
@@ -59,8 +65,8 @@ class DistributedDataLoader:
     workers have fetched ahead, and the state is a number of rows, so the number of ranks and the
     batch size may change. (At another number of ranks, an epoch of which fewer rows are left than
     ranks ends there.) Random numbers drawn in worker processes start anew in each pass, from
-    `seed`, epoch and rank; a dataset that must give the same row after a resume derives its
-    randomness from the row number, as ours do.
+    `seed`, epoch and rank (with `persistent_workers` in the first pass alone); a dataset that must
+    give the same row after a resume derives its randomness from the row number, as ours do.
 
     A dataset may have `collate(rows)`, used when no `collate_fn` is given, and `set_epoch(epoch)`,
     called when a pass begins. An `IterableDataset` is passed through: it divides itself among ranks
@@ -131,6 +137,7 @@ class DistributedDataLoader:
             self._place = _Place(epoch=self._place.epoch + 1)
         place = self._place = dataclasses.replace(self._place)
         sizes = self._source.begin(place)
+        _note(self._source.described(place))
         self._generator.manual_seed(int(bits(1, self.seed, place.epoch, bmt.rank())[0] >> 1))
         begin_epoch(self.dataset, place.epoch)
         return self._hand_out(iter(self._source.loader), place, sizes)
@@ -174,6 +181,17 @@ class DistributedDataLoader:
             DataError: when the state is that of another number of rows, seed or kind of order.
         """
         self._place = _Place(epoch=int(state["epoch"]), row=self._source.load_state(state))
+
+
+def _note(what: str | None) -> None:
+    """Enter a pass in the ledger of collectives, which the next collective compares.
+
+    Not in other threads, whose passes may begin before or after a collective.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if what is not None and is_main and bmt.is_initialized():
+        current = world.current()
+        current.service(Ledger).note(current.mesh.world, f"a pass over rows ({what})")
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
@@ -244,6 +262,10 @@ class _Rows:
         self._batches.start(cut, bmt.rank(), place.epoch, place.row)
         return (stop - start for start, stop in cut.starts(place.row, self._num_rows))
 
+    def described(self, place: _Place) -> str:
+        """What must be the same on all ranks: of other orders they would take some rows twice."""
+        return f"{self._facts}, {self._cut()}, {place}"
+
     def state(self, place: _Place) -> dict[str, Any]:
         return {"row": place.row, **self._facts}
 
@@ -278,6 +300,11 @@ class _Stream:
                 f"{type(dataset).__name__} is an IterableDataset, whose order is its own: "
                 "leave shuffle=False."
             )
+        if kwargs.get("persistent_workers") and isinstance(dataset, HasEpochs):
+            raise DataError(
+                f"{type(dataset).__name__} is an IterableDataset with set_epoch, and nobody tells "
+                "its copies in workers that outlive an epoch: leave persistent_workers=False."
+            )
         self._dataset = dataset
         self.loader: DataLoader[Any] = DataLoader(dataset, **kwargs)
         self.batch_size = self.loader.batch_size
@@ -288,6 +315,9 @@ class _Stream:
     def begin(self, place: _Place) -> Iterator[int]:
         """As for rows; what a stream hands out is not counted in rows."""
         return iter(lambda: 0, None)
+
+    def described(self, place: _Place) -> None:
+        """None: ranks may read it as they like."""
 
     def state(self, place: _Place) -> dict[str, Any]:
         return {"dataset": self._stateful().state_dict()}

@@ -1,4 +1,4 @@
-"""Which rows a rank reads in which batch: integers only, no process, no tensor, no data.
+"""Which rows a rank reads in which batch: integers only, no collective, no tensor, no data.
 
 A *global batch* is the rows that all ranks read in one step: a contiguous run of the epoch's order,
 `batch_size` rows a rank. Three things hold for any number of rows and ranks:
@@ -14,13 +14,16 @@ A *global batch* is the rows that all ranks read in one step: a contiguous run o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from model_center.dataset.order import permutation
+from model_center.dataset.protocols import begin_epoch
 from model_center.errors import DataError
 
 
@@ -94,6 +97,35 @@ def check_rows(num_rows: int, cut: Cut) -> None:
         )
 
 
+class RowsOf(list[int]):
+    """The rows of a batch, which tell the epoch to the dataset of a worker that they come to.
+
+    A worker has a copy of the dataset. One that outlives the epoch (`persistent_workers`) would
+    hand out rows of the first one for ever: nothing but the row numbers reaches it.
+    """
+
+    def __init__(self, epoch: int, rows: Iterable[int]) -> None:
+        super().__init__(rows)
+        self._epoch = epoch
+
+    def __reduce__(self) -> tuple[Callable[..., list[int]], tuple[int, list[int]]]:
+        return _arrived, (self._epoch, list(self))
+
+
+def _arrived(epoch: int, rows: list[int]) -> list[int]:
+    """The rows in the process that they were sent to."""
+    if torch.utils.data.get_worker_info() is not None:
+        _tell_worker(epoch)
+    return rows
+
+
+@functools.lru_cache(maxsize=1)  # once an epoch: what a dataset does then may take long
+def _tell_worker(epoch: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    if info is not None:
+        begin_epoch(info.dataset, epoch)
+
+
 class RankBatches:
     """The batches of one rank, as lists of row numbers: the `batch_sampler` of a torch DataLoader.
 
@@ -127,7 +159,8 @@ class RankBatches:
         order = self.order(epoch)
         for start, stop in cut.starts(row, self._num_rows):
             first, last = cut.share(start, stop, rank)
-            yield list(range(first, last)) if order is None else order[first:last].tolist()
+            rows = range(first, last) if order is None else order[first:last].tolist()
+            yield RowsOf(epoch, rows)
 
     def order(self, epoch: int) -> npt.NDArray[np.int64] | None:
         """Row numbers in the order of this epoch; None when it is that of the dataset."""
