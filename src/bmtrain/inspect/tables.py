@@ -19,6 +19,7 @@ from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
 Settings = TypeVar("Settings", bound=Hashable)
+_MASTERS = ("master", "remainder")  # names in an optimizer's state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +214,8 @@ class PrecisionRow:
             frozen parameters, and for plain parameters that no optimizer has.
         accumulated: the dtype in which gradients of micro-batches add up; None for frozen ones.
         optimizer: the class of their optimizer; None if none of those given has them.
-        master: the dtype of the optimizer's master copy; None if it updates the parameters
-            themselves.
+        master: the dtype of the optimizer's master copy, int16 for remainders beside bf16
+            parameters; None if it updates the parameters themselves.
         moments: the dtypes of the optimizer's other state; empty if it keeps none, None if unknown
             before its first step.
         state_exists: whether `moments` was read from the optimizer's state. torch's optimizers have
@@ -328,9 +329,7 @@ def _precision_of(param: torch.nn.Parameter, owner: _Owner | None) -> PrecisionR
         reduced=reduced,
         accumulated=accumulated,
         optimizer=None if owner is None else type(owner.optimizer).__name__,
-        master=owner.state["master"].dtype
-        if owner is not None and "master" in owner.state
-        else None,
+        master=None if owner is None else _master(owner.state),
         moments=() if owner is None else _moments(param, owner),
         state_exists=owner is not None and bool(owner.state),
     )
@@ -346,9 +345,17 @@ def _gradient_dtypes(
     return None if owner is None else param.dtype, param.dtype
 
 
+def _master(state: Mapping[str, Any]) -> torch.dtype | None:
+    return next((state[name].dtype for name in _MASTERS if name in state), None)
+
+
 def _moments(param: torch.nn.Parameter, owner: _Owner) -> tuple[torch.dtype, ...] | None:
     if owner.state:
-        others = [value for name, value in owner.state.items() if name not in ("step", "master")]
+        others = [
+            value
+            for name, value in owner.state.items()
+            if name not in ("step", *_MASTERS) and not name.endswith("_scales")
+        ]
         return tuple(
             sorted({value.dtype for value in others if isinstance(value, torch.Tensor)}, key=str)
         )

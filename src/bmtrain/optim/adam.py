@@ -15,7 +15,7 @@ from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
 from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.compact_state import CompactState, in_fp32
+from bmtrain.optim.compact_state import CompactState, in_fp32, names_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
@@ -213,6 +213,10 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.settle()
         self._lay_out().check()
         return super().state_dict()
+
+    def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
+        """Names of the tensors that a saved state of it must have, and of those it may have."""
+        return names_of(self._form, param)
 
     def begin_restore(self, saved: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
         """Take over groups and step counts of `saved`, a state dict without tensors.

@@ -131,6 +131,18 @@ class CompactState:
             self.master.copy_(remainders_of(masters, self._weight))
 
 
+def names_of(form: StateForm, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
+    """Of the tensors that a saved state in this form must have, and of those that it may have.
+
+    An fp32 model has no masters of its own, though the state of a bf16 one has.
+    """
+    kinds = (CODES, SCALES) if form.is_quantised else ("",)
+    needed = frozenset(name + kind for name in MOMENTS for kind in kinds)
+    if form.master_weights == "split" and param.dtype == torch.bfloat16:
+        needed |= {"remainder"}
+    return needed, frozenset({"master"} if form.master_weights == "fp32" else ())
+
+
 def in_fp32(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     """A parameter's state as every form of Adam can take it over: copies on the CPU."""
     own = {name: local_of(state[name]) for name in NAMES if name in state}

@@ -15,6 +15,7 @@ from bmtrain.checkpoint.shards import ShardedCheckpoint
 from bmtrain.errors import CheckpointError
 from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.clip import parameters_of
+from bmtrain.optim.compact_state import NAMES, cut_of
 from bmtrain.optim.manager import OptimManager
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
@@ -24,8 +25,7 @@ from bmtrain.shard.slices import Slices
 from bmtrain.snapshot.image import Part
 
 States = dict[int, dict[str, Any]]
-_MOMENTS = {"exp_avg", "exp_avg_sq"}
-_OF_ADAM = {*_MOMENTS, "master", "step"}
+_OF_ADAM = {*NAMES, "step"}
 
 
 def model_parts(
@@ -72,6 +72,13 @@ def optimizer_parts(manager: OptimManager) -> tuple[list[Part], dict[str, Any]]:
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if not isinstance(value, torch.Tensor)}
+
+
+def _whole_shape(name: str, param: torch.Tensor) -> torch.Size:
+    """Of a state of this name."""
+    if isinstance(param, DistributedParameter):
+        return cut_of(name, param.cut).whole_shape
+    return param.shape
 
 
 def _whole(section: str, name: str, tensor: torch.Tensor) -> Part:
@@ -176,15 +183,31 @@ class _Saved:
             )
         params = parameters_of(optimizer.param_groups)
         for index, found in self._names.items():
-            if isinstance(optimizer, AdamBase) and not _MOMENTS <= set(found) <= _OF_ADAM:
-                raise CheckpointError(
-                    f"{self._source.path} holds {', '.join(sorted(found))} of parameter {index}, "
-                    f"{type(optimizer).__name__} has {', '.join(sorted(_MOMENTS))}: it was saved "
-                    "with another optimizer. Load the weights alone (bmtrain.load)."
-                )
+            if isinstance(optimizer, AdamBase):
+                self._check_names(index, set(found), optimizer, params[index])
             for name, full in found.items():
                 if self._source.is_cut(full):
-                    self._check_shape(index, name, full, params[index])
+                    self._check_shape(index, name, full, _whole_shape(name, params[index]))
+
+    def _check_names(
+        self, index: int, found: Set[str], optimizer: AdamBase, param: torch.Tensor
+    ) -> None:
+        """Refuse states of other optimizers, and of Adam in another form: what a state in memory
+        finds no name for would begin at zero.
+        """
+        needed, allowed = optimizer.state_names(param)
+        if needed <= found <= {*needed, *allowed, "step"}:
+            return
+        what = (
+            f"{self._source.path} holds {', '.join(sorted(found))} of parameter {index}, "
+            f"{type(optimizer).__name__} has {', '.join(sorted(needed))}: it was saved with "
+        )
+        if found <= _OF_ADAM:
+            raise CheckpointError(
+                f"{what}other moments or master_weights. Make the optimizer with those; "
+                "OptimManager.state_dict(gather_opt=True) moves a state to another form."
+            )
+        raise CheckpointError(f"{what}another optimizer. Load the weights alone (bmtrain.load).")
 
     def new_states(self, optimizer: torch.optim.Optimizer) -> States:
         """Empty tensors for one of torch's optimizers: sharded where they were saved so."""
@@ -225,33 +248,19 @@ class _Saved:
         An fp32 model has no master weights, though a checkpoint of a bf16 one has; Adam's counts of
         steps are no tensors.
         """
-        for index, found in self._names.items():
-            self._check_form(index, set(found), states.get(index, {}))
         targets = [
             (index, name, full, states[index][name])
             for index, found in self._names.items()
             for name, full in found.items()
             if isinstance(states.get(index, {}).get(name), torch.Tensor)
         ]
-        for target in targets:
-            self._check_shape(*target)
+        for index, name, full, target in targets:
+            shape = target.cut.whole_shape if isinstance(target, Slices) else target.shape
+            self._check_shape(index, name, full, shape)
         reads = [self._read_of(full, target) for _, _, full, target in targets]
         read_all([read for read in reads if read is not None], self._source)
 
-    def _check_form(self, index: int, found: Set[str], state: Mapping[str, Any]) -> None:
-        """Refuse moments and masters in other forms, which would begin at zero again."""
-        own = {name for name, value in state.items() if isinstance(value, torch.Tensor)}
-        missing = own - found - {"master"}
-        if missing:
-            raise CheckpointError(
-                f"{self._source.path} holds the optimizer state of parameter {index} as "
-                f"{', '.join(sorted(found))}, this optimizer keeps {', '.join(sorted(own))}: make "
-                "it with the moments and master_weights that the state was saved with. "
-                "OptimManager.state_dict(gather_opt=True) moves a state to another form."
-            )
-
-    def _check_shape(self, index: int, name: str, full: str, target: torch.Tensor) -> None:
-        whole = target.cut.whole_shape if isinstance(target, Slices) else target.shape
+    def _check_shape(self, index: int, name: str, full: str, whole: torch.Size) -> None:
         if self._source.headers[full].shape != tuple(whole):
             raise CheckpointError(
                 f"optimizer state {name!r} of parameter {index} has shape "
