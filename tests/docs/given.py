@@ -5,9 +5,6 @@ optimizer, and batches, run in the place of such a block's own beginning; or, fo
 
 from __future__ import annotations
 
-import peft
-import transformers
-
 TEXT = """
 import torch
 import bmtrain as bmt
@@ -60,7 +57,14 @@ rebuild_index = list
 
 
 def adapter(name: str, folder: str) -> None:
-    """A LoRA adapter of a model of the hub, with its tokenizer, in the folder."""
+    """A LoRA adapter of a model of the hub, with its tokenizer, in the folder.
+
+    In a process of its own: the libraries import Triton, whose interpreter tests/kernels asks for
+    before that.
+    """
+    import peft
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(name)
     config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     peft.get_peft_model(model, config).save_pretrained(folder)

@@ -33,14 +33,16 @@ def _master(
 ) -> tl.tensor:
     """The fp32 weights: see CompactTensors.master."""
     if MASTER == "fp32":
-        return tl.load(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
-    first = tl.load(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
-    bits = first.to(tl.int32) << 16
-    if MASTER == "remainder":
-        rest = tl.load(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
-        rest = rest.to(tl.int32)
-        bits += tl.where(((bits & 0x7FFFFFFF) != 0) | (rest > 0), rest, 0)
-    return bits.to(tl.float32, bitcast=True)
+        w = tl.load(tensor_at(row, 2, tl.float32, IS_ALIGNED) + i, mask=inside, other=0.0)
+    else:
+        first = tl.load(tensor_at(row, 0, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
+        bits = first.to(tl.int32) << 16
+        if MASTER == "remainder":
+            rest = tl.load(tensor_at(row, 2, tl.int16, IS_ALIGNED) + i, mask=inside, other=0)
+            rest = rest.to(tl.int32)
+            bits += tl.where(((bits & 0x7FFFFFFF) != 0) | (rest > 0), rest, 0)
+        w = bits.to(tl.float32, bitcast=True)
+    return w
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -139,7 +141,8 @@ def _keep_moments(  # noqa: PLR0913 (a kernel has no objects to group its argume
         tl.store(tensor_at(row, 4, tl.float32, IS_ALIGNED) + i, v, mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+# Not for each kind of step a kernel of its own: 1, and multiples of 16, are kinds to Triton.
+@triton.jit(do_not_specialize=["step"])  # type: ignore[untyped-decorator]
 def compact_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     rows: tl.tensor,
     row_of: tl.tensor,
