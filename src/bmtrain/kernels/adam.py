@@ -33,6 +33,25 @@ class AdamSettings:
         """Factor of the gradient, with the sign for maximisation."""
         return (-1.0 if self.maximize else 1.0) / self.scale
 
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """What the kernels take.
+
+        Computed here in double: differences such as 1 - beta2 would lose a hundred times their last
+        bit in fp32.
+        """
+        return (
+            1 - self.lr * self.weight_decay,
+            self.lr / (1 - self.beta1**self.step),
+            self.beta1,
+            1 - self.beta1,
+            self.beta2,
+            1 - self.beta2,
+            self.eps,
+            self.gradient_factor,
+            1 - self.beta2**self.step,
+        )
+
 
 class AdamTensors(NamedTuple):
     """Tensors of the same elements, contiguous.
@@ -142,24 +161,13 @@ def adamw_triton(
     """`adamw_update` with one kernel for all tensors of equal dtypes."""
     from bmtrain.kernels.chunks_triton import DTYPES
 
-    s = settings
     for dtypes, chunks in tensors.tables(BLOCK):
         with launching_on(chunks.rows.device):
-            # Computed here in double: differences such as 1 - beta2 would lose a hundred times
-            # their last bit in fp32.
             _triton_kernel()[(chunks.count,)](
                 chunks.rows,
                 chunks.row_of,
                 verdict,
-                1 - s.lr * s.weight_decay,
-                s.lr / (1 - s.beta1**s.step),
-                s.beta1,
-                1 - s.beta1,
-                s.beta2,
-                1 - s.beta2,
-                s.eps,
-                s.gradient_factor,
-                1 - s.beta2**s.step,
+                *settings.factors,
                 WEIGHT=DTYPES[dtypes[0]],
                 GRAD=DTYPES[dtypes[1]],
                 IS_ALIGNED=chunks.is_aligned,

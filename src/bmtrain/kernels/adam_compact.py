@@ -148,7 +148,6 @@ def compact_triton(
     """`compact_update` with one kernel for all tensors of equal kinds."""
     from bmtrain.kernels.chunks_triton import DTYPES
 
-    s = settings
     kinds: dict[tuple[Any, ...], list[CompactTensors]] = {}
     for t in tensors:
         if t.weight.numel():
@@ -163,16 +162,8 @@ def compact_triton(
                 chunks.rows,
                 chunks.row_of,
                 verdict,
-                1 - s.lr * s.weight_decay,
-                s.lr / (1 - s.beta1**s.step),
-                s.beta1,
-                1 - s.beta1,
-                s.beta2,
-                1 - s.beta2,
-                s.eps,
-                s.gradient_factor,
-                1 - s.beta2**s.step,
-                s.step,
+                *settings.factors,
+                settings.step,
                 WEIGHT=DTYPES[weight],
                 GRAD=DTYPES[grad],
                 MASTER=master,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bmtrain.errors import ParameterError
-from bmtrain.kernels.adam_compact import CompactTensors, Moment
+from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import joined, remainders_of
 from bmtrain.kernels.blockwise import BLOCK, Blocks, num_blocks
 from bmtrain.optim.form import StateForm
@@ -125,7 +125,7 @@ class CompactState:
                 own.copy_(old[name].reshape(-1))
         for name, moment in ((MEAN, self.mean), (SQUARE, self.square)):
             if name in old and isinstance(moment, Blocks):
-                _fill(moment, old[name])
+                moment.fill(old[name].reshape(-1).to(moment.codes.device, torch.float32))
         if self._is_split and "master" in old and self.master is not None:
             masters = old["master"].reshape(-1).to(self.master.device, torch.float32)
             self.master.copy_(remainders_of(masters, self._weight))
@@ -156,11 +156,6 @@ def in_fp32(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:
     if isinstance(param, DistributedParameter):
         values = {name: Sharded(x, param.cut) for name, x in values.items()}
     return {"step": state["step"], **values}
-
-
-def _fill(moment: Moment, values: torch.Tensor) -> None:
-    if isinstance(moment, Blocks):
-        moment.fill(values.reshape(-1).to(moment.codes.device, torch.float32))
 
 
 def cut_of(name: str, cut: Cut) -> Cut:
