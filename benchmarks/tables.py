@@ -231,6 +231,26 @@ def steps_of(records: Sequence[Record]) -> list[str]:
     return rows
 
 
+def recipe_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of recipes, by column."""
+    return [
+        {"recipe": f"[{r['setting']}]({r['page']}.md)", "GPUs": r["gpus"]}
+        | (
+            {"GiB a GPU": "failed: " + " ".join(r["failed"])}
+            if "failed" in r
+            else {
+                "GiB a GPU": r["allocated_gib"],
+                "GiB of the host": r["host_gib"],
+                "tokens a step": f"{r['tokens_a_step']:,}",
+                "seconds a step": f"{r['step_s']:.3g}",
+                "tokens a second": f"{r['tokens_per_second']:,}",
+                "first step, s": f"{r['first_step_s']:.0f}",
+            }
+        )
+        for r in records
+    ]
+
+
 def loads_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per checkpoint loaded."""
     rows = []
