@@ -12,10 +12,12 @@ from tests.models import parity
 from tests.ranks import models, test_model_center
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_compile import lowering
-from tests.ranks.test_model_center import SIZES, SQUARE
+from tests.ranks.test_model_center import LENGTH, SIZES, SQUARE
 
 import bmtrain as bmt
+from model_center.dataset.packing import segment_mask
 from model_center.model.base import BaseModel
+from model_center.model.causal import CausalModel
 from model_center.model.cpm1 import CPM1, CPM1Config
 from model_center.model.cpm2 import CPM2, CPM2Config
 from model_center.model.longformer import Longformer
@@ -97,6 +99,41 @@ def compare(name: str) -> None:
         assert own.num_graphs == number * kinds, (
             f"{what}: {own.num_graphs} graphs so far for {kinds} kinds of layers"
         )
+
+
+def packed(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The batch with two samples in each row, which do not see each other."""
+    segments = (torch.arange(given["input_ids"].shape[1]) > 1).long()
+    return given | {"attention_mask": segment_mask(segments.expand(given["input_ids"].shape))}
+
+
+def train_on_lengths(name: str) -> None:
+    """Batches of falling lengths, plain masks and packed rows: programs of one length, and of any.
+
+    A program for each length would end at the compiler's limit, and the layer uncompiled.
+    """
+    kind, config = FAMILIES[name]
+    plain = parity.randomized(kind(config), 0.15).train()
+    state = plain.state_dict()
+    bmt.init_distributed(device="cpu", compile=True)
+    for masked in (False, True, "packed")[: 3 if issubclass(kind, CausalModel) else 2]:
+        own = lowering(traces=True)
+        model = kind(config).train()
+        model.load_state_dict(state)
+        whole, known = inputs(name, bool(masked)), 0
+        for length in range(LENGTH, LENGTH - 6, -1):
+            given = {key: value[:, :length] for key, value in whole.items()}
+            given = packed(given) if masked == "packed" else given
+            models.assert_same(answer(model, given), answer(plain, given), f"{name}, {length}")
+            known = own.num_graphs if length == LENGTH - 2 else known
+        assert own.num_graphs == known, (
+            f"{name}, masked={masked}: {own.num_graphs} graphs, {known} of them for three lengths"
+        )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "llama", "mistral", "qwen3", "bert", "t5"])
+def test_lengths_share_a_program(name: str) -> None:
+    run_ranks(train_on_lengths, 1, name, join=False, timeout=200)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -44,7 +44,15 @@ class AttentionMask(NamedTuple):
             or (self.window is not None and self.window < num_keys)
         ):
             return False
-        return not self.causal or num_queries in {1, num_keys}
+        # A set would ask for hashes, for which the compiler specialises to the lengths at hand.
+        return not self.causal or num_queries in (1, num_keys)
+
+    def hides_later_keys(self, num_queries: int) -> bool:
+        """Whether causality hides a key from one of the queries: the last sees all.
+
+        A branch, so that it is a bool where the compiler takes lengths for symbols.
+        """
+        return self.causal if num_queries > 1 else False
 
     def visible(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
         """bool, broadcastable to (batch, heads, queries, keys); None for everything.
@@ -135,7 +143,8 @@ def last_queries(mask: AttentionMask, num_queries: int) -> AttentionMask:
     Raises:
         InputError: if it was made for fewer.
     """
-    if mask.pairs is None or mask.pairs.shape[-2] in {1, num_queries}:
+    # no set, as above
+    if mask.pairs is None or mask.pairs.shape[-2] in (1, num_queries):
         return mask
     if mask.pairs.shape[-2] < num_queries:
         raise InputError(

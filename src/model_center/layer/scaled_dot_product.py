@@ -35,7 +35,7 @@ def attend(
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
     if bias is None and mask.is_plain(num_queries, num_keys):
-        causal, grouped = mask.causal and num_queries > 1, query.shape[1] != key.shape[1]
+        causal, grouped = mask.hides_later_keys(num_queries), query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query,
             key,
