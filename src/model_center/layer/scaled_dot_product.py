@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from bmtrain.kernels.cached_attention import cached_attention
 from model_center.layer.mask import AttentionMask
 
 
@@ -34,6 +35,9 @@ def attend(
     Returns (batch, heads, queries, dim_head).
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
+    if mask.reach is not None and mask.window is None and bias is None:
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        return cached_attention(query[:, :, 0], key, value, mask.reach, factor)[:, :, None]
     if bias is None and mask.is_plain(num_queries, num_keys):
         causal, grouped = mask.causal and num_queries > 1, query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
