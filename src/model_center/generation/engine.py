@@ -158,9 +158,7 @@ class Run(Generic[Kind]):
         except Exception as failure:
             error = failure
         self._peers.agree(error)
-        self._device = self._decoding.prefix.device
         self._is_streamed = isinstance(self._search, StreamedSearch)
-        self._ahead = 0 if self._device.type == "cpu" else 1 if self._is_streamed else AHEAD
         self._weights = self._whole_weights()
 
     @torch.no_grad()
@@ -169,15 +167,17 @@ class Run(Generic[Kind]):
         weights = self._weights
         with contextlib.ExitStack() as stack:
             stack.enter_context(evaluating(self._model))
-            stack.callback(self._decoding.end)
             if weights is None:
+                stack.callback(self._decoding.end)
                 yield from self._together()
                 return
             if self._peers.are_several:
                 stack.enter_context(bmt.unwatched())
             stack.enter_context(weights.held())
             if self.num_prompts > 0:
-                yield from self._alone(weights)
+                passes = Passes(self._model, self._decoding, weights)
+                stack.callback(passes.end)
+                yield from self._alone(passes)
 
     def completed(self) -> GenerationOutput:
         """All steps, and what comes of them."""
@@ -194,24 +194,24 @@ class Run(Generic[Kind]):
             can = not self._is_streamed and weights.fits(SPARE * cache)
         return weights if self._peers.all_can(can) else None
 
-    def _alone(self, weights: Weights) -> Iterator[Kind]:
-        """All steps, with weights that are whole."""
+    def _alone(self, passes: Passes) -> Iterator[Kind]:
+        """All steps, by passes that need no other rank."""
         search, task = self._search, self.task
-        passes = Passes(self._model, self._decoding, weights)
         scores = passes.first(task.num_new, search.copies)
         questions, answers = Questions(search, task), deque[Answer]()
+        ahead = steps_ahead(task.prefix.device, is_streamed=self._is_streamed)
         for number in range(1, task.num_new + 1):
             search.advance(scores)
             answers.append(questions.ask())
-            if self._ahead:
-                if len(answers) > self._ahead and questions.was_last(answers.popleft()):
+            if ahead:
+                if len(answers) > ahead and questions.was_last(answers.popleft()):
                     return
                 if number < task.num_new:
                     scores = passes.next(search.tokens, search.parents)
             yield search
             if self._is_streamed:
                 passes.renew()
-            if not self._ahead:
+            if not ahead:
                 if questions.was_last(answers.popleft()):
                     return
                 scores = passes.next(search.tokens, search.parents)
@@ -220,7 +220,7 @@ class Run(Generic[Kind]):
     def _together(self) -> Iterator[Kind]:
         """All steps, in each of which all ranks take part until no rank needs one."""
         decoding, search, peers = self._decoding, self._search, self._peers
-        with without_plans(self._device):
+        with without_plans(self.task.prefix.device):
             logits = decoding.start(self.task.num_new).repeat_interleave(search.copies, 0)
         decoding.expand(search.copies)
         goes_on, anyone = self.num_prompts > 0, self.num_prompts == 0 and self._others_go_on()
@@ -233,20 +233,27 @@ class Run(Generic[Kind]):
                 raise
             goes_on, anyone = peers.who_goes_on(search.goes_on())
             if goes_on:
-                with without_plans(self._device):
+                with without_plans(self.task.prefix.device):
                     logits = decoding.step(search.tokens, search.parents)
         self._accompany(anyone)
 
     def _accompany(self, others_go_on: bool) -> None:
         """Take part in the forward passes of the other ranks until all are done."""
         while others_go_on:
-            with without_plans(self._device):
+            with without_plans(self.task.prefix.device):
                 self._decoding.idle()
             others_go_on = self._others_go_on()
 
     def _others_go_on(self) -> bool:
         """What this rank asks after each pass when it is done itself."""
         return self._peers.who_goes_on(torch.tensor(False, device=self._decoding.prefix.device))[1]
+
+
+def steps_ahead(device: torch.device, *, is_streamed: bool) -> int:
+    """How many steps are issued before it is known that they are needed."""
+    if device.type == "cpu":
+        return 0
+    return 1 if is_streamed else AHEAD
 
 
 @contextlib.contextmanager

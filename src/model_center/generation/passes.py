@@ -56,6 +56,14 @@ class Passes:
             self._repeated.forget()
         self._addresses = addresses
 
+    def end(self) -> None:
+        """Give back the memory of the recording and of the cache: there are no further passes."""
+        if self._repeated is not None:
+            self._repeated.forget()
+        # it refers to this object: memory would wait for Python's collector
+        self._repeated = None
+        self._decoding.end()
+
     def _repeat(self, work: Work) -> Work:
         self._repeated = Repeated(self._within(work), self._recorder)
         return self._repeated
