@@ -25,11 +25,6 @@ PROGRAMS_OF_SM = 2
 LEAST_DOT = 16  # rows and columns of the smallest product of Triton
 
 
-@torch.library.custom_op(
-    "bmtrain::cached_attention",
-    mutates_args=(),
-    schema="(Tensor query, Tensor keys, Tensor values, Tensor reach, float scale) -> Tensor",
-)
 def cached_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -55,17 +50,6 @@ def cached_attention(
     )
 
 
-@cached_attention.register_fake
-def _(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    reach: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    return query.new_empty(query.shape)
-
-
 def cached_attention_reference(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -78,7 +62,7 @@ def cached_attention_reference(
     places = torch.arange(keys.shape[2], device=keys.device)
     seen = ((places >= reach[0, :, None]) & (places < reach[1, :, None]))[:, None, None]
     scores = (scale * grouped @ keys.float().mT).masked_fill(~seen, -torch.inf)
-    probabilities = scores.softmax(-1).nan_to_num(0.0)
+    probabilities = scores.softmax(-1).masked_fill(~seen, 0.0)
     return (probabilities @ values.float()).flatten(1, 2).to(query.dtype)
 
 
@@ -145,12 +129,6 @@ def num_parts(programs: int, capacity: int, device: torch.device) -> int:
     return max(1, min(wanted, capacity // KEYS_OF_PROGRAM, MOST_PARTS))
 
 
-@torch.library.custom_op(
-    "bmtrain::store_tokens",
-    mutates_args=("keys", "values"),
-    schema="(Tensor(a!) keys, Tensor(b!) values, Tensor new_keys, Tensor new_values, "
-    "Tensor place) -> ()",
-)
 def store_tokens(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -167,17 +145,6 @@ def store_tokens(
     """
     by = store_tokens_reference if keys.device.type == "cpu" else store_tokens_by_triton
     by(keys, values, new_keys, new_values, place)
-
-
-@store_tokens.register_fake
-def _(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    new_keys: torch.Tensor,
-    new_values: torch.Tensor,
-    place: torch.Tensor,
-) -> None:
-    return None
 
 
 def store_tokens_reference(

@@ -24,9 +24,6 @@ ACTIVATIONS = {
 }
 
 
-@torch.library.custom_op(
-    "bmtrain::gated", mutates_args=(), schema="(Tensor gate, Tensor up, str act) -> Tensor"
-)
 def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     """`act(gate) * up`, two tensors of one shape in fp32, fp16 or bf16, rounded once.
 
@@ -35,11 +32,6 @@ def gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     """
     by = gated_reference if gate.device.type == "cpu" else gated_by_triton
     return by(gate, up, act)
-
-
-@gated.register_fake
-def _(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
-    return gate.new_empty(gate.shape)
 
 
 def gated_reference(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:

@@ -15,12 +15,6 @@ import torch
 from bmtrain.kernels.chunks import launching_on
 
 
-@torch.library.custom_op(
-    "bmtrain::rotate",
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor cos, Tensor sin, bool interleaved) "
-    "-> (Tensor, Tensor)",
-)
 def rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,13 +29,6 @@ def rotate(
     """
     by = rotate_reference if query.device.type == "cpu" else rotate_by_triton
     return by(query, key, cos, sin, interleaved)
-
-
-@rotate.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
 
 
 def rotate_reference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import bmtrain as bmt
-from bmtrain.torch_internals import in_transform, is_tracing
+from bmtrain.torch_internals import in_transform, is_tracing, num_dispatch_modes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -21,7 +21,7 @@ def is_fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         return False
     if torch.compiler.is_compiling() or is_tracing() or in_transform():
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if num_dispatch_modes() > 0 or torch.is_autocast_enabled(x.device.type):
         return False
     return all(
         other is None or (other.dtype == x.dtype and not isinstance(other, bmt.DistributedParameter))
