@@ -30,9 +30,7 @@ def test_the_twin_turns_pairs(interleaved: bool) -> None:
     query, key, cos, sin = case(16, 8, True, torch.float32)
     turned = torch.complex(cos, sin)[:, None]
     for x, found in zip((query, key), rotate(query, key, cos, sin, interleaved), strict=True):
-        one, other = (
-            (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :8], x[..., 8:])
-        )
+        one, other = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :8], x[..., 8:])
         product = torch.complex(one.contiguous(), other.contiguous()) * turned
         parts = (product.real, product.imag)
         expected = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)

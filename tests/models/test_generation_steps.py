@@ -66,7 +66,10 @@ def output(name: str, padded: bool, options: dict[str, Any]) -> tuple[Generation
 def assert_same(found: GenerationOutput, expected: GenerationOutput) -> None:
     assert torch.equal(found.sequences, expected.sequences)
     assert torch.equal(found.lengths, expected.lengths)
-    for one, other in ((found.scores, expected.scores), (found.token_scores, expected.token_scores)):
+    for one, other in (
+        (found.scores, expected.scores),
+        (found.token_scores, expected.token_scores),
+    ):
         assert one is not None and other is not None
         # of models with large weights, whose scores are sums of large numbers
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
@@ -128,7 +131,7 @@ def test_streams_are_ahead(ahead: int) -> None:
     with recorded(ahead) as recorder:
         assert list(stream(model, ids, **options)) == expected
     assert recorder.num_replays > 3 and torch.rand(2).tolist() == drawn
-    found = []
+    found: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
         with recorded(ahead) if found else contextlib.nullcontext():

@@ -159,7 +159,7 @@ def test_weights_are_gathered_once_if_all_ranks_have_room(folder: pathlib.Path) 
 
 def trained_between(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[float]]:
     """Generation before, after and between steps of training, and the model's values at the end."""
-    model = made(folder, "gpt2")
+    model: Any = made(folder, "gpt2")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     ids, found = prompts(0)[0], []
     for step in range(3):

@@ -162,8 +162,9 @@ class Block(DistributedModule):
 
     @property
     def binding(self) -> Binding:
-        """What puts full tensors in the place of the block's parameters; while it does, calls of the
-        block are calls of its module.
+        """What puts full tensors in the place of the parameters.
+
+        While it does, calls of the block are calls of its module.
         """
         return self._binding
 

@@ -16,8 +16,8 @@ from bmtrain.runtime.world import World
 from bmtrain.torch_internals import end_allocation
 
 Repeat = Callable[[], None]
-#: Per thread: watchdog threads of libraries query events during a capture, which would invalidate it
-#: in the global mode.
+#: Per thread: watchdog threads of libraries query events during a capture, which would invalidate
+#: it in the global mode.
 MODE = "thread_local"
 Contexts = Iterator[contextlib.AbstractContextManager[object]]
 Body = Callable[[Sequence[Contexts]], None]

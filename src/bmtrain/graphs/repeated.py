@@ -9,6 +9,7 @@ import functools
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ class CudaRecorder(Recorder):
         replay: Callable[[], None] = graph.replay
         return replay
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture that failed."""
         if fails(graph.capture_end):
             fails(lambda: end_allocation(self._device.index, pool))
@@ -125,9 +126,7 @@ class CudaRecorder(Recorder):
             _capture(*rest, lambda: torch.zeros(1, device=self._device))
 
 
-def _capture(
-    graph: torch.cuda.CUDAGraph, pool: tuple[int, int], work: Callable[[], object]
-) -> None:
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any, work: Callable[[], object]) -> None:
     graph.capture_begin(pool=pool, capture_error_mode=MODE)
     work()
     graph.capture_end()

@@ -26,11 +26,7 @@ LEAST_DOT = 16  # rows and columns of the smallest product of Triton
 
 
 def cached_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    reach: torch.Tensor,
-    scale: float,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reach: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """`softmax(scale q k^T) v` over the keys that each row sees; sums in fp32.
 
@@ -51,11 +47,7 @@ def cached_attention(
 
 
 def cached_attention_reference(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    reach: torch.Tensor,
-    scale: float,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reach: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """`cached_attention` by the formula."""
     grouped = query.unflatten(1, (keys.shape[1], -1)).float()
@@ -67,11 +59,7 @@ def cached_attention_reference(
 
 
 def cached_attention_by_triton(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    reach: torch.Tensor,
-    scale: float,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reach: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """`cached_attention` in one kernel, or two where the keys of a row are cut into parts."""
     (rows, heads, dim), (_, heads_kv, capacity, _) = query.shape, keys.shape

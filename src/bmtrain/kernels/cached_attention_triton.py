@@ -68,9 +68,7 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
         shares = tl.exp(scores - higher[:, None])
         v = tl.load(values + far * value_place + dims[None, :], shown, other=0.0)
         weight = weight * decay + tl.sum(shares, 1)
-        total = total * decay[:, None] + tl.dot(
-            shares.to(v.dtype), v, input_precision=PRECISION
-        )
+        total = total * decay[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
         best = higher
     if PARTS == 1:
         result = total / tl.where(weight > 0, weight, 1.0)[:, None]
@@ -99,7 +97,9 @@ def joined_parts_kernel(
     i = head * PARTS + parts
     best = tl.load(stats + 2 * i, parts < PARTS, other=float("-inf"))
     weight = tl.load(stats + 2 * i + 1, parts < PARTS, other=0.0)
-    highest = tl.maximum(tl.max(best, 0), -1e30)  # -inf, where there are no keys, less itself is NaN
+    highest = tl.maximum(
+        tl.max(best, 0), -1e30
+    )  # -inf, where there are no keys, less itself is NaN
     factor = tl.where(weight > 0, tl.exp(best - highest), 0.0)
     there = (parts < PARTS)[:, None] & (dims < DIM)[None, :]
     total = tl.load(sums + i[:, None] * DIM + dims[None, :], there, other=0.0)

@@ -6,6 +6,7 @@ Source: Shazeer, "GLU Variants Improve Transformer" (2020).
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from bmtrain.kernels.gelu import CUBIC, LINEAR
 
 BLOCK = 1024
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_new": functools.partial(F.gelu, approximate="tanh"),
@@ -47,15 +48,7 @@ def gated_by_triton(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Ten
     if count:
         with launching_on(gate.device):
             _triton_kernel()[(-(-count // BLOCK),)](
-                gate,
-                up,
-                out,
-                count,
-                ACT=act,
-                LINEAR=LINEAR,
-                CUBIC=CUBIC,
-                BLOCK=BLOCK,
-                num_warps=4,
+                gate, up, out, count, ACT=act, LINEAR=LINEAR, CUBIC=CUBIC, BLOCK=BLOCK, num_warps=4
             )
     return out
 

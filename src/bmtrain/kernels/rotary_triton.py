@@ -41,9 +41,7 @@ def rotate_kernel(  # noqa: PLR0913 (a kernel has no objects to group its argume
     batch = (tl.program_id(0) // (heads * num_positions)).to(tl.int64)
     if head < num_heads:
         x = query + batch * query_batch + head * query_head + position * query_position
-        y = query_out + ((batch * num_heads + head) * num_positions + position) * (
-            2 * PAIRS + REST
-        )
+        y = query_out + ((batch * num_heads + head) * num_positions + position) * (2 * PAIRS + REST)
     else:
         head -= num_heads
         x = key + batch * key_batch + head * key_head + position * key_position

@@ -186,7 +186,7 @@ class Run(Generic[Kind]):
         return self._search.output().first(self.num_prompts * self.task.config.num_return_sequences)
 
     def _whole_weights(self) -> Weights | None:
-        """The weights, if this rank goes its own way with them. All ranks do, or none. Collective."""
+        """The weights, if ranks go their own ways: all ranks do, or none. Collective."""
         weights = weights_of(self._model, is_sharded=self._peers.is_sharded)
         can = weights is not None
         if weights is not None and self._peers.are_several:

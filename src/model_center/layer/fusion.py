@@ -24,6 +24,7 @@ def is_fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     if num_dispatch_modes() > 0 or torch.is_autocast_enabled(x.device.type):
         return False
     return all(
-        other is None or (other.dtype == x.dtype and not isinstance(other, bmt.DistributedParameter))
+        other is None
+        or (other.dtype == x.dtype and not isinstance(other, bmt.DistributedParameter))
         for other in others
     )

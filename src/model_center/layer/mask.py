@@ -26,9 +26,9 @@ class AttentionMask(NamedTuple):
         blind: with `blanks` and once settled, the queries that see no key: bool (batch or 1, heads
             or 1, queries, 1).
         is_settled: whether `pairs` is what `visible` would make of all of it.
-        reach: int64 (2, batch): the first key that the one query of each row sees, and the one after
-            the last. With it `causal` adds nothing. A number in the device's memory can differ from
-            step to step of generation, the work of a step cannot.
+        reach: int64 (2, batch): the first key that the one query of each row sees, and the one
+            after the last. With it `causal` adds nothing. Numbers in the device's memory can differ
+            between steps that are the same work.
     """
 
     causal: bool = False

@@ -87,8 +87,8 @@ class CausalModel(BaseModel):
     # None for the last one's.
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {}
 
-    # Whether `forward` computes with what a fixed cache says of places, and with masks and positions
-    # that are given to it: nothing else of it may differ from token to token.
+    # Whether `forward` computes with what a fixed cache says of places, and with masks and
+    # positions that are given to it: nothing else of it may differ from token to token.
     TELLS_PLACES: ClassVar[bool] = False
 
     ALWAYS_TIED: ClassVar[bool] = False  # whether the head is the embedding, whatever `tied` says

@@ -13,7 +13,6 @@ import torch
 from model_center.errors import InputError
 from model_center.layer.cache import KeyValueCache
 
-
 # Work of which each call writes its result over the last one's.
 Work = Callable[[], torch.Tensor]
 
@@ -21,9 +20,9 @@ Work = Callable[[], torch.Tensor]
 class Decoding(abc.ABC):
     """A batch of sequences and what a model remembers of them.
 
-    First `start`, then `expand`, then `step` and `idle` as often as there is room, and `end`. Every
-    pass of `start`, `step` and `idle` is the same as far as gathering parameters goes, so that ranks
-    may mix steps and idle passes.
+    First `start`, then `expand`, then `step` and `idle` as often as there is room, and `end`. The
+    passes of `start`, `step` and `idle` are the same as far as gathering parameters goes, so that
+    ranks may mix steps and idle passes.
 
     Where `fix` can, it makes all steps from then on the same work on the same memory.
 
@@ -78,8 +77,8 @@ class Decoding(abc.ABC):
         """Make steps the same work each: after `expand`, and without `idle` from then on.
 
         Args:
-            repeated: gets the work of a step, and returns what does it in its place, a recording for
-                example.
+            repeated: gets the work of a step, and returns what does it in its place, a recording
+                for example.
 
         Returns whether they are, which depends on the model and the prompts; else nothing changes.
         """

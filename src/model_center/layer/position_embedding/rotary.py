@@ -43,7 +43,6 @@ class RotaryTables(NamedTuple):
         turned = turned.to(x.dtype)
         return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], -1)
 
-
     def rotate_both(
         self, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
