@@ -17,7 +17,7 @@ def is_fused(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
         x: what is computed with.
         others: what else: of the same dtype, and no parameters of which this rank has a slice.
     """
-    if x.device.type == "cpu" or x.dtype not in DTYPES or torch.is_grad_enabled():
+    if not x.is_cuda or x.dtype not in DTYPES or torch.is_grad_enabled():
         return False
     if torch.compiler.is_compiling() or is_tracing() or in_transform():
         return False
