@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pathlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
 
 import bmtrain as bmt
+from bmtrain.block.resident import Resident
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
 from model_center.generation.peers import Peers
@@ -118,6 +120,75 @@ def full_buffers(folder: pathlib.Path) -> int:
 def test_layers_are_gathered_one_by_one(folder: pathlib.Path) -> None:
     """Of 8 layers the three buffers of the ring are all that is ever whole."""
     assert all(1 <= count <= 3 for count in run_ranks(full_buffers, 2, folder))
+
+
+def gathers_of(folder: pathlib.Path, fits: bool) -> tuple[list[Any], int, int, int]:
+    """What comes of a generation, its gathers, and the buffers that are left before and after."""
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(**SIZES, num_layers=8, position_size=20))
+    bmt.init_parameters(model)
+    engine = storage_of(model.encoder.layers[0]).engine
+    num_gathers = 0
+    gather = engine.transport.gather
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_gathers
+        num_gathers += 1
+        return gather(*args, **kwargs)
+
+    ids, _ = prompts(0)
+    generate(model, ids, max_new_tokens=2)
+    before = engine.num_ring_buffers()
+    # only one rank decides otherwise
+    with (
+        mock.patch.object(engine.transport, "gather", counted),
+        mock.patch.object(Resident, "fits", lambda *_: fits or bmt.rank() == 0),
+    ):
+        rows = generate(model, ids, max_new_tokens=9 - bmt.rank()).rows()
+    return rows, num_gathers, before, engine.num_ring_buffers()
+
+
+def test_weights_are_gathered_once_if_all_ranks_have_room(folder: pathlib.Path) -> None:
+    """And given back at the end. Ranks without room are not left behind: all gather in each step."""
+    whole, stepwise = (run_ranks(gathers_of, 2, folder, fits) for fits in (True, False))
+    for rank, (once, often) in enumerate(zip(whole, stepwise, strict=True)):
+        assert once[0] == often[0] and len(once[0][0]) == 9 - rank
+        assert 8 < once[1] < 16 and often[1] > 8 * 8, "gathers"
+        assert once[2] == once[3] == often[3] <= 3, "buffers"
+
+
+def trained_between(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[float]]:
+    """Generation before, after and between steps of training, and the model's values at the end."""
+    model: Any = made(folder, "gpt2")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    ids, found = prompts(0)[0], []
+    for step in range(3):
+        found.append(generate(model, ids, max_new_tokens=8).rows())
+        loss = -model(ids).logits.log_softmax(-1)[..., 7 * step + 1].mean()
+        (loss / bmt.world_size()).backward()  # every rank has the same rows
+        optimizer.step()
+        optimizer.zero_grad()
+    streamed = []
+    for number, tokens in enumerate(stream(model, ids, max_new_tokens=8)):
+        streamed.append(tokens)
+        if number == 3:
+            with torch.no_grad():
+                model.encoder.output_layernorm.weight.mul_(-1)
+    norms = [parameter.double().norm().item() for parameter in model.parameters()]
+    return found, streamed, norms
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_and_generation_take_turns(folder: pathlib.Path, world_size: int) -> None:
+    """Each generation has the weights of its time, a stream those of each token; training goes on
+    as without it.
+    """
+    alone = trained_between(folder)
+    assert alone[0][0] != alone[0][1] != alone[0][2]
+    assert alone[1][:4] != alone[1][4:]
+    for found, streamed, norms in run_ranks(trained_between, world_size, folder):
+        assert found == alone[0] and streamed == alone[1]
+        assert norms == pytest.approx(alone[2], rel=1e-5)
 
 
 def left_early(folder: pathlib.Path) -> tuple[list[Any], list[Any]]:

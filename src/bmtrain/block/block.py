@@ -143,7 +143,7 @@ class Block(DistributedModule):
         self._shown: str | None = None
         self._stage: int | None = None  # pipeline stage; None outside of a pipeline
         self._shared: Use | None = None  # one use for all calls inside `together`
-        self._binding = Binding(functools.partial(_parts_of, inner))
+        self._binding = Binding(functools.partial(parts_of, inner))
         self.shard()
         context.modules.add(inner)
         self._is_made = True
@@ -159,6 +159,19 @@ class Block(DistributedModule):
     def storages(self) -> Sequence[Storage]:
         """The storages that are gathered for this block."""
         return self._binding.table().storages
+
+    @property
+    def binding(self) -> Binding:
+        """What puts full tensors in the place of the parameters.
+
+        While it does, calls of the block are calls of its module.
+        """
+        return self._binding
+
+    @property
+    def runs_plainly(self) -> bool:
+        """Whether a call without gradients does nothing but gather and call the module."""
+        return not self._fp8
 
     def shard(self) -> None:
         """Shard the parameters that are not sharded yet, those of new modules too. Collective."""
@@ -194,7 +207,7 @@ class Block(DistributedModule):
 
     def _parts(self) -> list[tuple[str, torch.nn.Module]]:
         """The inner module and its plain descendants, with their paths."""
-        return _parts_of(self._inner)
+        return parts_of(self._inner)
 
     @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> type:
@@ -516,7 +529,8 @@ class Block(DistributedModule):
 CheckpointBlock = Block
 
 
-def _parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+def parts_of(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """A module and what is below it outside of other blocks, with their paths."""
     return list(_plain_subtree("", module))
 
 

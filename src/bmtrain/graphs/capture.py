@@ -16,9 +16,9 @@ from bmtrain.runtime.world import World
 from bmtrain.torch_internals import end_allocation
 
 Repeat = Callable[[], None]
-# Per thread: watchdog threads of libraries query events during a capture, which would invalidate it
-# in the global mode.
-_MODE = "thread_local"
+#: Per thread: watchdog threads of libraries query events during a capture, which would invalidate
+#: it in the global mode.
+MODE = "thread_local"
 Contexts = Iterator[contextlib.AbstractContextManager[object]]
 Body = Callable[[Sequence[Contexts]], None]
 
@@ -73,7 +73,7 @@ class CudaGraphs(Graphs):
             random.register(graph)
             streams.renew()
             try:
-                graph.capture_begin(pool=self._pool, capture_error_mode=_MODE)
+                graph.capture_begin(pool=self._pool, capture_error_mode=MODE)
                 streams.fork()
                 body([iter(random.twice(number)) for number in range(num_twice)])
                 streams.join()
@@ -96,9 +96,9 @@ class CudaGraphs(Graphs):
         If CUDA has invalidated the capture, `capture_end` fails and leaves torch's allocator in
         capture mode for the pool: end that by hand.
         """
-        _fails(streams.join)
-        if _fails(graph.capture_end):
-            _fails(lambda: end_allocation(self._device.index, self._pool))
+        fails(streams.join)
+        if fails(graph.capture_end):
+            fails(lambda: end_allocation(self._device.index, self._pool))
             # The device's generator stays registered to the lost capture until another one ends, as
             # this one does.
             self._open_pool()
@@ -107,7 +107,7 @@ class CudaGraphs(Graphs):
         """Open a memory pool, with a graph that keeps it: torch refuses a pool without graphs."""
         self._pool, self._keeper = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            self._keeper.capture_begin(pool=self._pool, capture_error_mode=_MODE)
+            self._keeper.capture_begin(pool=self._pool, capture_error_mode=MODE)
             torch.zeros(1, device=self._device)
             self._keeper.capture_end()
 
@@ -160,7 +160,8 @@ class _RandomNumbers:
             self._generator.graphsafe_set_state(self._own)
 
 
-def _fails(step: Callable[[], object]) -> bool:
+def fails(step: Callable[[], object]) -> bool:
+    """Whether a step towards the end of a broken capture raises, as it then may."""
     try:
         step()
     except RuntimeError:

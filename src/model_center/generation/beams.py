@@ -51,6 +51,12 @@ class Hypotheses(NamedTuple):
         prompts = torch.arange(len(places), device=places.device)[:, None]
         return Hypotheses(*(field[prompts, places] for field in self))
 
+    def unless_over(self, before: Hypotheses, goes_on: torch.Tensor) -> Hypotheses:
+        """These where `goes_on`, bool (), says so, else those of before."""
+        return Hypotheses(
+            *(torch.where(goes_on, new, old) for new, old in zip(self, before, strict=True))
+        )
+
     def joined(self, others: Hypotheses) -> Hypotheses:
         """These and those."""
         return Hypotheses(*(torch.cat(fields, 1) for fields in zip(self, others, strict=True)))
@@ -86,7 +92,8 @@ class BeamSearch(Search):
         candidates, parents = self._candidates(logits)
         self._num_new += 1
         ended = candidates.is_complete
-        self._complete = self._with_ended(candidates)
+        # steps after the end, if there are any, must change nothing
+        self._complete = self._with_ended(candidates).unless_over(self._complete, self._goes_on)
         left = candidates.scores.masked_fill(ended, LOWEST)
         scores, places = left.topk(self.copies)
         self._live = candidates.take(places)._replace(scores=scores)
@@ -94,7 +101,8 @@ class BeamSearch(Search):
         self.parents = (first_rows + parents.gather(1, places)).flatten()
         self.tokens = self._live.ids[:, :, self._prefix + self._num_new - 1].flatten()
         self._improvable = self._improvable & self._could_improve()
-        self._goes_on = self._improvable.any() & ~ended.all() & ~self._is_full().all()
+        goes_on = self._improvable.any() & ~ended.all() & ~self._is_full().all()
+        self._goes_on = self._goes_on & goes_on
 
     def goes_on(self) -> torch.Tensor:
         """As in Search."""

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 
+import bmtrain as bmt
 from model_center.errors import ConfigError
+from model_center.generation.ahead import Answer, Questions
 from model_center.generation.beams import BeamSearch
 from model_center.generation.config import GenerationConfig
 from model_center.generation.output import GenerationOutput
+from model_center.generation.passes import Passes
 from model_center.generation.peers import Peers
 from model_center.generation.prepare import Prompts, prepared
-from model_center.generation.search import Search, SingleSearch, Task
+from model_center.generation.search import Search, SingleSearch, StreamedSearch, Task
+from model_center.generation.weights import Weights, weights_of, without_plans
 from model_center.model.base import BaseModel
 
 Kind = TypeVar("Kind", bound=Search)
+# Steps that a GPU has to do while the host looks whether one before them was the last.
+AHEAD = 2
+# Of what whole weights leave of the memory, how much the cache must leave to activations: it is
+# there twice while rows are copied for beams.
+SPARE = 3
 
 
 def generate(
@@ -97,7 +107,7 @@ def search_of(task: Task) -> Search:
     return BeamSearch(task) if task.config.num_beams > 1 else SingleSearch(task)
 
 
-def streamed_search_of(task: Task) -> SingleSearch:
+def streamed_search_of(task: Task) -> StreamedSearch:
     """The search that a task asks for, if its tokens are known step by step.
 
     Raises:
@@ -108,11 +118,18 @@ def streamed_search_of(task: Task) -> SingleSearch:
             f"num_beams is {task.config.num_beams}: beams are not streamed, as the "
             "best one is known at the end only."
         )
-    return SingleSearch(task)
+    return StreamedSearch(task)
 
 
 class Run(Generic[Kind]):
     """One generation: its arguments, checked by all ranks; then its steps, once; then its output.
+
+    A rank whose weights are whole goes its own way: steps of one kind of work, which on a GPU is
+    recorded as a CUDA graph, and issued before it is known that they are needed. So it is with a
+    model that is not sharded or alone on its rank, and where all ranks have room to gather all of
+    the weights for the time of the generation; but not in a stream over several ranks, in the
+    midst of which the program may train. Else ranks go step by step together, and gather the
+    layers in each.
 
     Attributes:
         task: what is continued, and how.
@@ -141,26 +158,26 @@ class Run(Generic[Kind]):
         except Exception as failure:
             error = failure
         self._peers.agree(error)
+        self._is_streamed = isinstance(self._search, StreamedSearch)
+        self._weights = self._whole_weights()
 
     @torch.no_grad()
     def steps(self) -> Iterator[Kind]:
         """Choose tokens, one for every row in each step."""
-        decoding, search, peers = self._decoding, self._search, self._peers
-        with evaluating(self._model):
-            logits = decoding.start(self.task.num_new).repeat_interleave(search.copies, 0)
-            decoding.expand(search.copies)
-            goes_on, anyone = self.num_prompts > 0, self.num_prompts == 0 and self._others_go_on()
-            while goes_on:
-                search.advance(logits)
-                try:
-                    yield search
-                except GeneratorExit:  # nobody here wants the rest
-                    self._accompany(self._others_go_on())
-                    raise
-                goes_on, anyone = peers.who_goes_on(search.goes_on())
-                if goes_on:
-                    logits = decoding.step(search.tokens, search.parents)
-            self._accompany(anyone)
+        weights = self._weights
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(evaluating(self._model))
+            if weights is None:
+                stack.callback(self._decoding.end)
+                yield from self._together()
+                return
+            if self._peers.are_several:
+                stack.enter_context(bmt.unwatched())
+            stack.enter_context(weights.held())
+            if self.num_prompts > 0:
+                passes = Passes(self._model, self._decoding, weights)
+                stack.callback(passes.end)
+                yield from self._alone(passes)
 
     def completed(self) -> GenerationOutput:
         """All steps, and what comes of them."""
@@ -168,15 +185,75 @@ class Run(Generic[Kind]):
             pass
         return self._search.output().first(self.num_prompts * self.task.config.num_return_sequences)
 
+    def _whole_weights(self) -> Weights | None:
+        """The weights, if ranks go their own ways: all ranks do, or none. Collective."""
+        weights = weights_of(self._model, is_sharded=self._peers.is_sharded)
+        can = weights is not None
+        if weights is not None and self._peers.are_several:
+            cache = self._decoding.num_bytes(self.task.num_new, self._search.copies)
+            can = not self._is_streamed and weights.fits(SPARE * cache)
+        return weights if self._peers.all_can(can) else None
+
+    def _alone(self, passes: Passes) -> Iterator[Kind]:
+        """All steps, by passes that need no other rank."""
+        search, task = self._search, self.task
+        scores = passes.first(task.num_new, search.copies)
+        questions, answers = Questions(search, task), deque[Answer]()
+        ahead = steps_ahead(task.prefix.device, is_streamed=self._is_streamed)
+        for number in range(1, task.num_new + 1):
+            search.advance(scores)
+            answers.append(questions.ask())
+            if ahead:
+                if len(answers) > ahead and questions.was_last(answers.popleft()):
+                    return
+                if number < task.num_new:
+                    scores = passes.next(search.tokens, search.parents)
+            yield search
+            if self._is_streamed:
+                passes.renew()
+            if not ahead:
+                if questions.was_last(answers.popleft()):
+                    return
+                scores = passes.next(search.tokens, search.parents)
+        any(map(questions.was_last, answers))
+
+    def _together(self) -> Iterator[Kind]:
+        """All steps, in each of which all ranks take part until no rank needs one."""
+        decoding, search, peers = self._decoding, self._search, self._peers
+        with without_plans(self.task.prefix.device):
+            logits = decoding.start(self.task.num_new).repeat_interleave(search.copies, 0)
+        decoding.expand(search.copies)
+        goes_on, anyone = self.num_prompts > 0, self.num_prompts == 0 and self._others_go_on()
+        while goes_on:
+            search.advance(logits)
+            try:
+                yield search
+            except GeneratorExit:  # nobody here wants the rest
+                self._accompany(self._others_go_on())
+                raise
+            goes_on, anyone = peers.who_goes_on(search.goes_on())
+            if goes_on:
+                with without_plans(self.task.prefix.device):
+                    logits = decoding.step(search.tokens, search.parents)
+        self._accompany(anyone)
+
     def _accompany(self, others_go_on: bool) -> None:
         """Take part in the forward passes of the other ranks until all are done."""
         while others_go_on:
-            self._decoding.idle()
+            with without_plans(self.task.prefix.device):
+                self._decoding.idle()
             others_go_on = self._others_go_on()
 
     def _others_go_on(self) -> bool:
         """What this rank asks after each pass when it is done itself."""
         return self._peers.who_goes_on(torch.tensor(False, device=self._decoding.prefix.device))[1]
+
+
+def steps_ahead(device: torch.device, *, is_streamed: bool) -> int:
+    """How many steps are issued before it is known that they are needed."""
+    if device.type == "cpu":
+        return 0
+    return 1 if is_streamed else AHEAD
 
 
 @contextlib.contextmanager

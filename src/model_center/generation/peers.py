@@ -12,10 +12,22 @@ class Peers:
     """The ranks that share the parameters of a model; one rank alone if they are not sharded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        is_sharded = any(
+        self.is_sharded = any(
             isinstance(parameter, bmt.DistributedParameter) for parameter in model.parameters()
         )
-        self._are_several = is_sharded and bmt.world_size() > 1
+        self._are_several = self.is_sharded and bmt.world_size() > 1
+
+    @property
+    def are_several(self) -> bool:
+        """Whether other ranks have parts of the parameters."""
+        return self._are_several
+
+    def all_can(self, own: bool) -> bool:
+        """Whether every rank can what this one can. Collective."""
+        if not self._are_several:
+            return own
+        flag = torch.tensor([own], dtype=torch.int32, device=bmt.device())
+        return bool(bmt.distributed.all_reduce(flag, "min"))
 
     def who_goes_on(self, own: torch.Tensor) -> tuple[bool, bool]:
         """Whether this rank goes on, bool () on its device, and whether any does.

@@ -9,6 +9,7 @@ import torch
 
 from model_center.generation.config import GenerationConfig
 from model_center.generation.filters import Filters
+from model_center.generation.later import Later
 from model_center.generation.output import GenerationOutput
 from model_center.generation.stopping import Ending
 
@@ -112,11 +113,6 @@ class SingleSearch(Search):
         self._states, ended = task.ending.next(self._states, self.tokens)
         self._running = self._running & ~ended
 
-    def new_tokens(self) -> list[int | None]:
-        """The last token of each row, None after its end."""
-        tokens = torch.where(self.is_new, self.tokens, -1).tolist()
-        return [None if token < 0 else token for token in tokens]
-
     def goes_on(self) -> torch.Tensor:
         """As in Search."""
         return self._running.any() & (self._length < self._ids.shape[1])
@@ -124,9 +120,10 @@ class SingleSearch(Search):
     def output(self) -> GenerationOutput:
         """As in Search."""
         prefix, is_scored = self._task.prefix.shape[1], self._task.config.return_scores
-        scores = self._token_scores[:, : self._length - prefix]
+        num_new = int(self._lengths.max())  # there may have been steps after the last end
+        scores = self._token_scores[:, :num_new]
         return GenerationOutput(
-            sequences=self._ids[:, : self._length],
+            sequences=self._ids[:, : prefix + num_new],
             prefix_length=prefix,
             lengths=self._lengths,
             scores=scores.sum(1) if is_scored else None,
@@ -137,3 +134,17 @@ class SingleSearch(Search):
         if not self._task.config.do_sample:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), 1, generator=self._task.generator)[:, 0]
+
+
+class StreamedSearch(SingleSearch):
+    """A search whose tokens are read step by step."""
+
+    def advance(self, logits: torch.Tensor) -> None:
+        """As in Search."""
+        super().advance(logits)
+        # read by the host while the device computes the next step
+        self._read = Later(torch.where(self.is_new, self.tokens, -1))
+
+    def new_tokens(self) -> list[int | None]:
+        """The last token of each row, None after its end."""
+        return [None if token < 0 else token for token in self._read.read()]

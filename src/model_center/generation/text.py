@@ -14,7 +14,7 @@ from model_center.generation.config import GenerationConfig
 from model_center.generation.detokenizer import Detokenizer
 from model_center.generation.engine import Kind, Run, search_of, streamed_search_of
 from model_center.generation.prepare import Prompts
-from model_center.generation.search import Search, SingleSearch, Task
+from model_center.generation.search import Search, StreamedSearch, Task
 from model_center.model.base import BaseModel
 
 NUM_CONTEXT = 4  # tokens of the prompt after which the first new one is decoded
@@ -152,7 +152,7 @@ def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:
     ]
 
 
-def pieces_of(run: Run[SingleSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
+def pieces_of(run: Run[StreamedSearch], tokenizer: Any) -> Iterator[tuple[int, str]]:
     """(row, piece of its text) as soon as it is certain."""
     readers = detokenizers(run, tokenizer)
     for search in run.steps():

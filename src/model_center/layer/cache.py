@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from bmtrain.kernels.cached_attention import store_tokens
 from model_center.errors import InputError
 
 KeyValues = tuple[torch.Tensor, torch.Tensor]
@@ -32,6 +33,7 @@ class LayerCache(Sequence[torch.Tensor]):
         self.cross = cross
         self._capacity, self._in_place = capacity, in_place
         self._memory: KeyValues | None = None
+        self._place: torch.Tensor | None = None
         self._is_kept = False  # whether autograd, or who gave it, has the memory too
 
     @classmethod
@@ -49,11 +51,17 @@ class LayerCache(Sequence[torch.Tensor]):
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
         """Add tokens (batch, heads, new, dim_head); returns all so far, as views of the memory.
 
+        Once `fix` was called, one token is written to the place that was told, and the whole memory
+        is returned.
+
         Raises:
             InputError: for other numbers of rows, heads or channels than before.
         """
         if self._memory is not None:
             _check_alike(self._memory[0].shape, keys.shape)
+        if self._place is not None and self._memory is not None:
+            store_tokens(*self._memory, keys, values, self._place)
+            return self._memory
         start, self.length = self.length, self.length + keys.shape[2]
         # autograd keeps what queries read, even keys without gradient: it must not change
         if torch.is_grad_enabled() or not self._in_place:
@@ -89,6 +97,32 @@ class LayerCache(Sequence[torch.Tensor]):
     def truncate(self, length: int) -> None:
         """Forget all tokens from `length` on."""
         self.length = min(self.length, length)
+
+    def fix(self, place: torch.Tensor) -> None:
+        """From now on write each new token to `place`, int64 (1,), which its owner sets.
+
+        The memory stays where it is. `length` is no longer counted by `append`, but by `advance`.
+        """
+        self._place = place
+        if self._memory is not None:
+            for memory in self._memory:
+                # a product of what was in the memory with a probability of zero may be NaN
+                memory[:, :, self.length :] = 0
+
+    def advance(self) -> None:
+        """Count a token that was written to the place.
+
+        Raises:
+            InputError: if there is no room for it.
+        """
+        if self._memory is not None:
+            capacity = self._memory[0].shape[2]
+            if self.length >= capacity:
+                raise InputError(
+                    f"the cache has room for {capacity} tokens, and as many are there: make it for "
+                    "more."
+                )
+            self.length += 1
 
     def __len__(self) -> int:
         return 2
@@ -143,6 +177,7 @@ class KeyValueCache(Sequence[LayerCache]):
             LayerCache(capacity, LayerCache() if cross_attention else None)
             for _ in range(num_layers)
         ]
+        self._place: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -194,6 +229,22 @@ class KeyValueCache(Sequence[LayerCache]):
         """Forget all tokens from `length` on."""
         for layer in self._layers:
             layer.truncate(length)
+
+    def fix(self, place: torch.Tensor) -> None:
+        """As in LayerCache, for all layers; `place` is the number of tokens held."""
+        self._place = place
+        for layer in self._layers:
+            layer.fix(place)
+
+    def advance(self) -> None:
+        """As in LayerCache, for all layers."""
+        for layer in self._layers:
+            layer.advance()
+
+    @property
+    def place(self) -> int | torch.Tensor:
+        """Where the next token goes: `length`, or once it is fixed the tensor that says it."""
+        return self.length if self._place is None else self._place
 
     def __len__(self) -> int:
         return len(self._layers)

@@ -86,8 +86,10 @@ class Attention(torch.nn.Module):
         cache = layer_of(past_key_value) if use_cache or past_key_value is not None else None
         q, key, value = self._project(query, key_value, cache)
         tables = self._tables(position_bias, q, cache)
-        if tables is not None:
-            q, key = tables.rotate(q), key if key_value is None else tables.rotate(key)
+        if tables is not None and key_value is not None:
+            q, key = tables.rotate_both(q, key)
+        elif tables is not None:
+            q = tables.rotate(q)
         if cache is not None and key_value is not None:
             key, value = cache.append(key, value)
         bias = None

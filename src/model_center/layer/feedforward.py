@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from bmtrain.kernels.gated import gated
 from model_center.config.rules import check_values
 from model_center.errors import ConfigError
+from model_center.layer.fusion import is_fused
 from model_center.layer.linear import Linear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -27,6 +29,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_new": gelu_new,
     "silu": F.silu,
 }
+NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 
 def activation(name: str) -> Activation:
@@ -96,7 +99,10 @@ class DenseGatedACT(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.w_0(x)) * self.w_1(x)
+        gate, up = self.w_0(x), self.w_1(x)
+        if self.act in NAMES and is_fused(gate, up):
+            return gated(gate, up, NAMES[self.act])
+        return self.act(gate) * up
 
 
 class FeedForward(torch.nn.Module):

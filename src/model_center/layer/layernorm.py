@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 
 import bmtrain as bmt
+from bmtrain.kernels.norm import MOST_COLUMNS, Norm, norm_by_triton
 from model_center.config.rules import check_values
+from model_center.layer.fusion import is_fused
 from model_center.layer.parameter import constant, parameter
 
 
@@ -51,6 +53,8 @@ class LayerNorm(bmt.DistributedModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
         bias = self.bias
+        if self.dim_norm <= MOST_COLUMNS and is_fused(x, self.weight, bias):
+            return norm_by_triton(Norm([x], self.weight, bias, self.eps, bias is not None))[0]
         if bias is None:
             return rms_layernorm(x, self.weight, self.eps)
         return F.layer_norm(x, (self.dim_norm,), self.weight, bias, self.eps)

@@ -26,6 +26,9 @@ class AttentionMask(NamedTuple):
         blind: with `blanks` and once settled, the queries that see no key: bool (batch or 1, heads
             or 1, queries, 1).
         is_settled: whether `pairs` is what `visible` would make of all of it.
+        reach: int64 (2, batch): the first key that the one query of each row sees, and the one
+            after the last. With it `causal` adds nothing. Numbers in the device's memory can differ
+            between steps that are the same work.
     """
 
     causal: bool = False
@@ -35,12 +38,14 @@ class AttentionMask(NamedTuple):
     blanks: bool = False
     blind: torch.Tensor | None = None
     is_settled: bool = False
+    reach: torch.Tensor | None = None
 
     def is_plain(self, num_queries: int, num_keys: int) -> bool:
         """Whether "causal" or "everything" says it all."""
         if (
             self.keys is not None
             or self.pairs is not None
+            or self.reach is not None
             or (self.window is not None and self.window < num_keys)
         ):
             return False
@@ -69,13 +74,31 @@ class AttentionMask(NamedTuple):
 
     def _seen(self, num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
         """As `visible`, but a query may see nothing."""
+        if self.reach is not None:
+            places = torch.arange(num_keys, device=device)
+            first, end = self.bounds
+            return ((places >= first[:, None]) & (places < end[:, None]))[:, None, None]
         seen = self.pairs
         if self.causal and (num_queries > 1 or self.window is not None):
             seen = _both(seen, causal_pairs(num_queries, num_keys, device, self.window))
         return seen if self.keys is None else _both(seen, self.keys[:, None, None, :])
 
+    @property
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of `reach`, inside of the window.
+
+        Raises:
+            InputError: for a mask without `reach`.
+        """
+        if self.reach is None:
+            raise InputError("the mask has no reach: it has no bounds either.")
+        first, end = self.reach
+        return first if self.window is None else torch.maximum(first, end - self.window), end
+
     def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
         """The same mask with its tensor of pairs, if needed: made once for all layers."""
+        if self.reach is not None:
+            return self._replace(reach=torch.stack(self.bounds), window=None)
         if self.is_settled or self.is_plain(num_queries, num_keys):
             return self
         seen = self._seen(num_queries, num_keys, device)

@@ -7,6 +7,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from bmtrain.kernels.cached_attention import cached_attention
+from model_center.layer.fusion import DTYPES
 from model_center.layer.mask import AttentionMask
 
 
@@ -34,6 +36,10 @@ def attend(
     Returns (batch, heads, queries, dim_head).
     """
     num_queries, num_keys = query.shape[2], key.shape[2]
+    is_alike = query.dtype == key.dtype and query.dtype in DTYPES
+    if mask.reach is not None and mask.window is None and bias is None and is_alike:
+        factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        return cached_attention(query[:, :, 0], key, value, mask.reach, factor)[:, :, None]
     if bias is None and mask.is_plain(num_queries, num_keys):
         causal, grouped = mask.hides_later_keys(num_queries), query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(

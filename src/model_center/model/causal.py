@@ -17,8 +17,8 @@ from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
-from model_center.model.decoding import Decoding, check_inputs, select_rows
-from model_center.model.inputs import attention_mask_of, embedded, past_length
+from model_center.model.decoding import Decoding, Work, check_inputs, select_rows
+from model_center.model.inputs import Place, attention_mask_of, embedded, past_place
 from model_center.model.outputs import (
     BaseModelOutput,
     BaseModelOutputWithPooling,
@@ -86,6 +86,10 @@ class CausalModel(BaseModel):
     # What `forward` takes for each token beside its id, and what generated tokens get: a number, or
     # None for the last one's.
     PER_TOKEN: ClassVar[Mapping[str, int | None]] = {}
+
+    # Whether `forward` computes with what a fixed cache says of places, and with masks and
+    # positions that are given to it: nothing else of it may differ from token to token.
+    TELLS_PLACES: ClassVar[bool] = False
 
     ALWAYS_TIED: ClassVar[bool] = False  # whether the head is the embedding, whatever `tied` says
 
@@ -162,6 +166,8 @@ class CausalModel(BaseModel):
 class TokenModel(CausalModel):
     """A CausalModel that is called as GPT-2 is; a subclass says what positions do."""
 
+    TELLS_PLACES = True
+
     def forward(  # noqa: PLR0913 (ModelCenter's signature)
         self,
         input_ids: torch.Tensor | None = None,
@@ -193,7 +199,7 @@ class TokenModel(CausalModel):
             return_dict: False for a tuple of all fields.
         """
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_length(past_key_values)
+        start = past_place(past_key_values)
         mask = attention_mask_of(attention_mask, length, hidden, start, causal=True)
         hidden, bias = self.enter(hidden, mask, position_ids, start)
         asked = Asked(
@@ -211,7 +217,7 @@ class TokenModel(CausalModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: int,
+        start: Place,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """What the first layer gets of the tokens' embeddings (batch, seq, dim_model), and the
         `position_bias` of all layers; the cache holds `start` tokens.
@@ -231,6 +237,66 @@ class CausalDecoding(Decoding):
     ) -> None:
         super().__init__(input_ids, mask, model.config.num_layers)
         self._model, self._mask, self._inputs = model, mask, dict(inputs)
+        self._repeated: Work | None = None  # what does a step, once all are the same
+
+    def fix(self, repeated: Callable[[Work], Work]) -> bool:
+        """As in Decoding: for models that have places told, and padding that is in front."""
+        rows, length, device = self._num_rows, self.cache.length, self.prefix.device
+        if not self._model.TELLS_PLACES or self._inputs:
+            return False
+        begin = torch.zeros(rows, dtype=torch.long, device=device)
+        if self._mask is not None:
+            begin = (~self._mask).sum(1)
+            in_front = torch.arange(self._mask.shape[1], device=device) >= begin[:, None]
+            if not torch.equal(self._mask, in_front):
+                return False
+        self._begin, self._place = begin, torch.full((1,), length, device=device)
+        self._tokens = self.prefix.new_empty(rows, 1)
+        self.cache.fix(self._place)
+        self._repeated = repeated(self._fixed_step)
+        return True
+
+    def step(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
+        """As in Decoding; the result is overwritten by the next step once steps are fixed."""
+        if self._repeated is None:
+            return super().step(tokens, parents)
+        if parents is not None:
+            self.cache.reorder(parents, self.prefix.shape[1])
+        self.cache.advance()
+        self._tokens.copy_(tokens[:, None])
+        return self._repeated()
+
+    def end(self) -> None:
+        """As in Decoding."""
+        super().end()
+        self._repeated = None
+
+    def num_bytes(self, num_new: int, copies: int) -> int:
+        """As in Decoding."""
+        config = self._model.config
+        tokens = len(self.prefix) * copies * (self.prefix.shape[1] + num_new)
+        heads: int = getattr(config, "num_heads_kv", config.num_heads)
+        return 2 * tokens * config.num_layers * heads * config.dim_head * self._model_dtype.itemsize
+
+    @property
+    def _model_dtype(self) -> torch.dtype:
+        return next(self._model.parameters()).dtype
+
+    def _fixed_step(self) -> torch.Tensor:
+        """Scores (rows, vocab) after the tokens and places that are in the device's memory."""
+        end = (self._place + 1).expand_as(self._begin)
+        out = self._model(
+            input_ids=self._tokens,
+            use_cache=True,
+            past_key_values=self.cache,
+            output_logits=False,
+            return_dict=True,
+            attention_mask=AttentionMask(causal=True, reach=torch.stack([self._begin, end])),
+            position_ids=self._model.position_ids_of(self._place - self._begin)[:, None],
+        )
+        scores = self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
+        self._place += 1
+        return scores
 
     def _select_inputs(self, rows: torch.Tensor) -> None:
         self._mask = select_rows(self._mask, rows)

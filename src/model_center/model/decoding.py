@@ -6,20 +6,25 @@ What generation asks of a model.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from model_center.errors import InputError
 from model_center.layer.cache import KeyValueCache
 
+# Work of which each call writes its result over the last one's.
+Work = Callable[[], torch.Tensor]
+
 
 class Decoding(abc.ABC):
     """A batch of sequences and what a model remembers of them.
 
-    First `start`, then `expand`, then `step` and `idle` as often as there is room. Every one but
-    `expand` is one forward pass of the model, the same for all of them as far as gathering
-    parameters goes, so that ranks may mix steps and idle passes.
+    First `start`, then `expand`, then `step` and `idle` as often as there is room, and `end`. The
+    passes of `start`, `step` and `idle` are the same as far as gathering parameters goes, so that
+    ranks may mix steps and idle passes.
+
+    Where `fix` can, it makes all steps from then on the same work on the same memory.
 
     Attributes:
         prefix: int64 (rows, length), the tokens that new ones follow.
@@ -67,6 +72,25 @@ class Decoding(abc.ABC):
             self.cache.reorder(parents, self.prefix.shape[1])
         self._last = tokens
         return self._forward(tokens[:, None])
+
+    def fix(self, repeated: Callable[[Work], Work]) -> bool:
+        """Make steps the same work each: after `expand`, and without `idle` from then on.
+
+        Args:
+            repeated: gets the work of a step, and returns what does it in its place, a recording
+                for example.
+
+        Returns whether they are, which depends on the model and the prompts; else nothing changes.
+        """
+        return False
+
+    def end(self) -> None:
+        """Give back the memory: there are no further passes."""
+        self.cache = KeyValueCache(self._num_layers)
+
+    def num_bytes(self, num_new: int, copies: int) -> int:
+        """About what keys and values of `num_new` tokens more and `copies` of each row take."""
+        return 0
 
     def idle(self) -> None:
         """A forward pass of which nothing comes: the last token again, of one row.

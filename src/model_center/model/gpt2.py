@@ -17,7 +17,7 @@ from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
-from model_center.model.inputs import positions_from
+from model_center.model.inputs import Place, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -120,7 +120,7 @@ class GPT2(TokenModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: int,
+        start: Place,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel: positions have embeddings."""
         positions = positions_from(position_ids, start, hidden, self.config.position_size)

@@ -21,7 +21,7 @@ from model_center.layer.transformer import Encoder
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
 from model_center.model.gpt2 import sizes_of
-from model_center.model.inputs import positions_from
+from model_center.model.inputs import Place, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -136,7 +136,7 @@ class GPTj(TokenModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: int,
+        start: Place,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel: positions turn queries and keys. They are counted, whatever
         `position_ids` say, as in ModelCenter.

@@ -11,6 +11,8 @@ from model_center.layer.cache import KeyValueCache
 from model_center.layer.mask import AttentionMask, mask_from, mask_of_lengths
 from model_center.layer.transformer import Past
 
+Place = int | torch.Tensor
+
 
 def embedded(
     input_ids: torch.Tensor | None,
@@ -58,11 +60,18 @@ def past_length(past_key_values: Past) -> int:
     return KeyValueCache.of(past_key_values, len(past_key_values)).length
 
 
+def past_place(past_key_values: Past) -> Place:
+    """The same, or of a cache that is fixed the tensor that says it."""
+    if isinstance(past_key_values, KeyValueCache):
+        return past_key_values.place
+    return past_length(past_key_values)
+
+
 def attention_mask_of(
     attention_mask: torch.Tensor | AttentionMask | None,
     length: torch.Tensor | None,
     hidden: torch.Tensor,
-    start: int = 0,
+    start: Place = 0,
     *,
     causal: bool = False,
     length_counts: bool = False,
@@ -83,7 +92,9 @@ def attention_mask_of(
     Raises:
         InputError: for a mask of another length, or a `length` that is not of integers (batch,).
     """
-    num_keys = start + hidden.shape[1]
+    if isinstance(attention_mask, AttentionMask) and not (length is not None and length_counts):
+        return attention_mask
+    num_keys = int(start + hidden.shape[1])
     if length is not None and (attention_mask is None or length_counts):
         _check_length(length, hidden.shape[0])
         return AttentionMask(causal, keys=None if causal else mask_of_lengths(length, num_keys))
@@ -110,7 +121,7 @@ def _check_length(length: object, num_rows: int) -> None:
 
 def positions_from(
     position_ids: torch.Tensor | None,
-    start: int,
+    start: Place,
     hidden: torch.Tensor,
     table_size: int | None = None,
 ) -> torch.Tensor:
@@ -119,16 +130,18 @@ def positions_from(
     Args:
         position_ids: (batch, seq) or, with a cache, of all tokens so far, which is cut to the new
             ones; None to count from `start` on.
-        start: number of earlier tokens.
+        start: number of earlier tokens; a tensor int64 (1,) where only the device knows it.
         hidden: (batch, seq, dim_model).
         table_size: rows of the table of positions.
 
     Raises:
         InputError: for a sequence longer than the table.
     """
-    end = start + hidden.shape[1]
     if position_ids is not None:
         return position_ids[..., -hidden.shape[1] :]
+    if isinstance(start, torch.Tensor):
+        return start + torch.arange(hidden.shape[1], device=hidden.device)
+    end = start + hidden.shape[1]
     if table_size is not None and end > table_size:
         raise InputError(
             f"the sequence has {end} tokens: the model's table of positions has {table_size}."

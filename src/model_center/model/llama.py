@@ -20,7 +20,7 @@ from model_center.layer.transformer import Encoder, Past
 from model_center.layer.variant import PLAIN, LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import Asked, CausalModel
-from model_center.model.inputs import attention_mask_of, embedded, past_length, positions_from
+from model_center.model.inputs import attention_mask_of, embedded, past_place, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -138,6 +138,7 @@ class Llama(CausalModel):
     """The decoder-only language model LLaMA, and what is built alike."""
 
     _CONFIG_TYPE = LlamaConfig
+    TELLS_PLACES = True
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -171,7 +172,7 @@ class Llama(CausalModel):
     ) -> Any:
         """Score the next token at every position; arguments as in `GPT2`."""
         hidden = embedded(input_ids, inputs_embeds, self.input_embedding)
-        start = past_length(past_key_values)
+        start = past_place(past_key_values)
         mask = attention_mask_of(
             attention_mask, length, hidden, start, causal=True, length_counts=True
         )

@@ -19,7 +19,7 @@ from model_center.layer.transformer import Encoder
 from model_center.layer.variant import LayerVariant
 from model_center.model.base import policy_of
 from model_center.model.causal import TokenModel
-from model_center.model.inputs import positions_from
+from model_center.model.inputs import Place, positions_from
 from model_center.weights.keymap import (
     ATTENTION_NORM,
     ATTENTION_OUT,
@@ -169,7 +169,7 @@ class OPT(TokenModel):
         hidden: torch.Tensor,
         mask: AttentionMask,
         position_ids: torch.Tensor | None,
-        start: int,
+        start: Place,
     ) -> tuple[torch.Tensor, PositionBias | None]:
         """As in TokenModel, but `inputs_embeds` are as wide as the embedding, and `position_ids`
         are rows of the table of positions, of which 2 is that of the first token; without them

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bmtrain.kernels.rotary import rotate
 from model_center.errors import ConfigError, InputError
+from model_center.layer.fusion import is_fused
 
 
 class RotaryTables(NamedTuple):
@@ -40,6 +42,14 @@ class RotaryTables(NamedTuple):
             turned = torch.cat([one * cos - other * sin, other * cos + one * sin], -1)
         turned = turned.to(x.dtype)
         return turned if dim == x.shape[-1] else torch.cat([turned, x[..., dim:]], -1)
+
+    def rotate_both(
+        self, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rotate` of both, which may have other numbers of heads."""
+        if is_fused(query, key):
+            return rotate(query, key, self.cos, self.sin, self.interleaved)
+        return self.rotate(query), self.rotate(key)
 
 
 class Rotary(torch.nn.Module):

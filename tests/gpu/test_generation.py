@@ -1,0 +1,181 @@
+"""Generation by recorded steps on a real GPU: kernels against twins, tokens against steps that run
+one by one, and memory that is given back.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.models import parity
+from tests.models.test_generation_engine import VOCAB, made
+from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
+
+from bmtrain.graphs.repeated import Repeated, recorder_for
+from bmtrain.kernels import cached_attention as attention
+from bmtrain.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
+from bmtrain.kernels.rotary import rotate_by_triton, rotate_reference
+from model_center.generation.engine import generate, stream
+from model_center.model.llama import Llama, LlamaConfig
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+DEVICE = torch.device("cuda", 0)
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "heads", "heads_kv", "capacity", "dim"),
+    [
+        (1, 32, 8, 384, 64),
+        (1, 32, 8, 5000, 64),
+        (3, 8, 8, 700, 80),
+        (64, 32, 8, 384, 128),
+        (2, 20, 1, 33, 8),
+        (1, 16, 16, 1500, 256),
+    ],
+)
+def test_attention_kernel_equals_twin(
+    rows: int, heads: int, heads_kv: int, capacity: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Memory that no row sees is not read."""
+    torch.manual_seed(0)
+    query = torch.randn(rows, heads, dim, device=DEVICE, dtype=dtype)
+    keys, values = torch.randn(2, rows, heads_kv, capacity, dim, device=DEVICE, dtype=dtype)
+    begin = torch.randint(0, capacity // 2, (rows,), device=DEVICE)
+    reach = torch.stack([begin, begin + capacity // 2])
+    arguments = (query, keys, values, reach, dim**-0.5)
+    expected = attention.cached_attention_reference(*arguments)
+    keys[:, :, -1], values[:, :, -1] = float("nan"), float("nan")
+    assert_near(attention.cached_attention_by_triton(*arguments), expected)
+
+
+@DTYPES
+def test_small_kernels_equal_twins(dtype: torch.dtype) -> None:
+    """Rotary positions, gated activations, and writing to a cache."""
+    torch.manual_seed(0)
+    query = torch.randn(3, 5, 8, 72, device=DEVICE, dtype=dtype).transpose(1, 2)
+    key = torch.randn(3, 5, 2, 72, device=DEVICE, dtype=dtype).transpose(1, 2)
+    angles = torch.randn(3, 5, 32, device=DEVICE)
+    for interleaved in (False, True):
+        arguments = (query, key, angles.cos(), angles.sin(), interleaved)
+        for found, expected in zip(
+            rotate_by_triton(*arguments), rotate_reference(*arguments), strict=True
+        ):
+            assert_near(found, expected)
+    gate, up = torch.randn(2, 3, 8192, device=DEVICE, dtype=dtype)
+    for act in ACTIVATIONS:
+        assert_near(gated_by_triton(gate, up, act), gated_reference(gate, up, act))
+    memory = torch.randn(2, 3, 2, 20, 72, device=DEVICE, dtype=dtype)
+    new = torch.randn(2, 3, 2, 1, 72, device=DEVICE, dtype=dtype)
+    for place in (0, 19, 20):
+        where, found, expected = (
+            torch.tensor([place], device=DEVICE),
+            memory.clone(),
+            memory.clone(),
+        )
+        attention.store_tokens_by_triton(found[0], found[1], new[0], new[1], where)
+        attention.store_tokens_reference(expected[0], expected[1], new[0], new[1], where)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("name", TOLD)
+def test_recorded_is_one_by_one(name: str, search: str, padded: bool) -> None:
+    """Token by token in fp32; and the program's random numbers afterwards."""
+    model, ids = copy.deepcopy(made(name)).to(DEVICE), parity.token_ids(4, 7, high=45)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = mask[2, :1] = 0
+    found = []
+    for context in (one_by_one, mock.MagicMock):
+        torch.manual_seed(3)
+        with context():
+            out = generate(
+                model, ids, mask if padded else None, max_new_tokens=14, **SEARCHES[search]
+            )
+        found.append((out.sequences.tolist(), torch.rand(3, device=DEVICE).tolist()))
+    assert found[0] == found[1]
+
+
+def test_steps_are_recorded() -> None:
+    """And a stream has the same tokens as a generation."""
+    model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
+    replays = []
+    call = Repeated.__call__
+
+    def counted(repeated: Repeated) -> torch.Tensor:
+        out = call(repeated)
+        replays.append(repeated.is_recorded)
+        return out
+
+    with mock.patch.object(Repeated, "__call__", counted):
+        rows = generate(model, ids, max_new_tokens=14).rows()
+    assert replays == [False] + 12 * [True]
+    steps = list(stream(model, ids, max_new_tokens=14))
+    assert [list(row) for row in zip(*steps, strict=True)] == rows
+
+
+def test_what_cannot_be_recorded_runs() -> None:
+    """A look at the device breaks the recording: the tokens are right, and so are random numbers
+    and recordings afterwards.
+    """
+    model, ids = copy.deepcopy(made("gpt2")).to(DEVICE), parity.token_ids(2, 6, high=VOCAB)
+    expected = generate(model, ids, max_new_tokens=12).sequences
+    enter = model.enter
+
+    def looks(hidden: torch.Tensor, *rest: Any) -> Any:
+        float(hidden.sum())
+        return enter(hidden, *rest)
+
+    with mock.patch.object(model, "enter", looks), pytest.warns(UserWarning, match="CUDA graph"):
+        assert torch.equal(generate(model, ids, max_new_tokens=12).sequences, expected)
+    assert torch.rand(2, device=DEVICE).isfinite().all()
+    assert torch.equal(generate(model, ids, max_new_tokens=12).sequences, expected)
+
+
+def test_memory_is_given_back() -> None:
+    """All of it, by the end of a generation, without Python's collector."""
+    config = LlamaConfig(
+        vocab_size=1000, dim_model=256, num_heads=4, dim_head=64, dim_ff=512, num_layers=4
+    )
+    model = Llama(config).to(DEVICE)
+    ids = torch.randint(0, 1000, (8, 100), device=DEVICE)
+    generate(model, ids, max_new_tokens=20)
+    gc.collect()
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    gc.disable()
+    try:
+        for length in (100, 90, 80):
+            generate(model, ids[:, :length], max_new_tokens=200)
+            assert torch.cuda.memory_allocated() <= allocated
+    finally:
+        gc.enable()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved
+
+
+def test_a_recording_is_work_done_again() -> None:
+    """On the memory it was recorded with; results of one call are those of the next."""
+    counter = torch.zeros(1, device=DEVICE)
+
+    def work() -> torch.Tensor:
+        counter.add_(1)
+        return counter * 10
+
+    repeated = Repeated(work, recorder_for(DEVICE))
+    assert [repeated().item() for _ in range(4)] == [10, 20, 30, 40]
+    assert repeated.is_recorded
+    repeated.forget()
+    assert not repeated.is_recorded and [repeated().item() for _ in range(3)] == [50, 60, 70]
