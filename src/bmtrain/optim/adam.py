@@ -176,11 +176,11 @@ class AdamBase(torch.optim.Optimizer):
 
     def _make_state(self, run: Run, number: int) -> AnyState:
         if self._form.is_compact:
-            return CompactState(run, self._state_device(), self._form, number)
-        return RunState(run, self._state_device())
+            return CompactState(run, self._state_device(run), self._form, number)
+        return RunState(run, self._state_device(run))
 
-    def _state_device(self) -> torch.device:
-        """The device of the optimizer state."""
+    def _state_device(self, run: Run) -> torch.device:
+        """The device of the state of a run."""
         return self._engine.device
 
     def _lay_out(self) -> AdamLayout:

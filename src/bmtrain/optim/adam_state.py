@@ -202,7 +202,8 @@ class AdamLayout:
             self._show(run, state)
         self._params = [list(group["params"]) for group in groups]
         self._shown = [states[param] for params in self._params for param in params]
-        self._names = sorted({name for shown in self._shown for name in shown})
+        # of tensors: a step count is another object after each step
+        self._names = sorted({name for shown in self._shown for name in shown} - {"step"})
         self._views = list(self._shown_views())
         self._gradients = Gradients([run for _, run in runs])
         for view in _flat(map(self._views_of, self._gradients.sharded)):

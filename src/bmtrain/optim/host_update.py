@@ -155,10 +155,11 @@ class HostUpdate:
     def _compute(self, tensors: AnyTensors) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()  # else the CPU would read a gradient still in flight
-        length = round_up(CHUNK, BLOCK)
+        length, begin = round_up(CHUNK, BLOCK), 0
         parts: Iterator[AnyTensors] = tensors.parts(length)
-        for part, target in zip(parts, self._buffer.split(length), strict=True):
-            self._update(part, target)
+        for part in parts:
+            self._update(part, self._buffer[begin : begin + length])
+            begin += length
 
     def _update(self, part: AnyTensors, target: torch.Tensor) -> None:
         """Update a chunk; `target` gets the weights."""
@@ -174,8 +175,7 @@ class HostUpdate:
         update_tensors([part.beside(master, grad)], settings)
         target.copy_(master)
         if before is not None:
-            change = (master - before).double()
-            self.delta += torch.stack([change.sum(), change.square().sum()])
+            self.delta += sums_of_change(master, before)
 
     def finish(self) -> None:
         """Wait for the weights and write them; later work on the current stream finds them.
@@ -202,3 +202,9 @@ class HostUpdate:
 def _is_computed(update: HostUpdate) -> bool:
     """Whether the weights are in host memory. Ranks may differ in it."""
     return update.job.done.done() and update.job.done.exception() is None
+
+
+def sums_of_change(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Sum and sum of squares of the changes: (2,) fp64."""
+    change = (after - before).double()
+    return torch.stack([change.sum(), change.square().sum()])

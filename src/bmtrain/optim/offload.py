@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.kernels.adam import AdamSettings
+from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import AdamLayout, AnyTensors
-from bmtrain.optim.host_update import Bus, HostUpdate, Series, host_buffer
-from bmtrain.optim.runs import Run
+from bmtrain.optim.clip import parameters_of
+from bmtrain.optim.form import StateForm, bytes_of
+from bmtrain.optim.host_update import Bus, HostUpdate, Series, host_buffer, sums_of_change
+from bmtrain.optim.runs import Run, contiguous_runs
 from bmtrain.optim.worker import Worker
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import FLAG, check, known_keywords
-from bmtrain.shard.storage import Storage
+from bmtrain.runtime.arguments import COUNT, FLAG, check, known_keywords
+from bmtrain.shard.slices import Slices
 
 
 class AdamOffloadOptimizer(AdamBase):
@@ -35,6 +37,7 @@ class AdamOffloadOptimizer(AdamBase):
             variance of the change of all weights on all ranks (collective).
         overlap: whether `step` returns before the update is done. Parameters that are not sharded,
             and those of which the program holds memory (`param.local`), are updated before.
+        device_bytes: of this rank's GPU that states may take: those that fit are updated there.
     """
 
     @known_keywords
@@ -54,8 +57,9 @@ class AdamOffloadOptimizer(AdamBase):
         scale_steps: int | None = None,
         moments: str = "fp32",
         overlap: bool = True,
+        device_bytes: int = 0,
     ) -> None:
-        check(type(self).__name__, overlap=(overlap, FLAG))
+        check(type(self).__name__, overlap=(overlap, FLAG), device_bytes=(device_bytes, COUNT))
         super().__init__(
             params,
             lr,
@@ -69,7 +73,9 @@ class AdamOffloadOptimizer(AdamBase):
             scale_steps=scale_steps,
             moments=moments,
         )
-        self._record_delta, self._overlap = record_delta, overlap
+        self._record_delta, self._overlap, self._device_bytes = record_delta, overlap, device_bytes
+        self._resident: set[int] = set()  # owners whose states are on the device
+        self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
         self._updates: list[HostUpdate] = []  # of the last step
         self._numel = 0  # of the parameters in the last step
         # by id of the run: what its gradients and weights pass through
@@ -91,37 +97,65 @@ class AdamOffloadOptimizer(AdamBase):
         for update in self._updates:
             update.finish()
 
-    def _state_device(self) -> torch.device:
-        return torch.device("cpu")
+    def _state_device(self, run: Run) -> torch.device:
+        return self._engine.device if run.owner in self._resident else torch.device("cpu")
 
     def _new_layout(self) -> AdamLayout:
         self._buffers = {}
+        params = parameters_of(self.param_groups)
+        self._resident = resident_owners(contiguous_runs(params), self._device_bytes, self._form)
         return super()._new_layout()
 
     def _prepare(self, layout: AdamLayout) -> None:
         self._held = layout.held_owners()
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        self._numel = sum(update.cohort.numel for update, _ in steps)
-        found = [
+        self._note_step()
+        items = [
             Item(run, piece, tensors, settings)
             for update, settings in steps
             for (run, piece), tensors in zip(update.places, update.tensors, strict=True)
         ]
-        found.sort(key=self._order)
+        away = [item for item in items if item.run.owner not in self._resident]
+        for item in away:
+            self._buffer(item)  # without memory, nothing is changed
+        self._numel = sum(update.cohort.numel for update, _ in steps)
+        self._deltas = [
+            self._update_here(item) for item in items if item.run.owner in self._resident
+        ]
+        away.sort(key=self._order)
         self._bus.begin()
         series = Series(self._bus, world.current(type(self).__name__).service(Worker))
-        for item in found:
-            _count_write(item.tensors.weight)
-            if item.tensors.weight.numel():
-                self._begin(item, series)
+        self._updates = series.updates
+        for item in away:
+            self._begin(item, series)
         # Gradients may be written and freed from here on; `steps` has kept them until now.
         self._bus.end()
-        self._updates = series.updates
-        if self._overlap:
-            self._announce(found)
-        else:
+        if not self._overlap:
             self.settle()
+        for item, update in zip(away, self._updates, strict=True):
+            if not self._can_wait(item):
+                update.finish()
+
+    def _note_step(self) -> None:
+        """Enter in the ledger what decides the order of gathers and where states are."""
+        if any(isinstance(param, Slices) for param in parameters_of(self.param_groups)):
+            self._engine.transport.ledger.note(
+                self._engine.mesh.world,
+                f"{type(self).__name__}(overlap={self._overlap}, device_bytes="
+                f"{self._device_bytes})",
+            )
+
+    def _update_here(self, item: Item) -> torch.Tensor:
+        """Update states that are on the device; returns sums of the changes if they are wanted."""
+        tensors = item.tensors
+        before = (
+            tensors.master.clone() if self._record_delta and tensors.master is not None else None
+        )
+        update_tensors([tensors], item.settings)
+        if before is None or tensors.master is None:
+            return torch.zeros(2, dtype=torch.float64, device="cpu")
+        return sums_of_change(tensors.master, before)
 
     def _order(self, item: Item) -> tuple[bool, int]:
         """What cannot be done later first; the rest as the next forward pass needs it."""
@@ -132,24 +166,22 @@ class AdamOffloadOptimizer(AdamBase):
         return item.piece.storage is not None and item.piece.owner not in self._held
 
     def _begin(self, item: Item, series: Series) -> None:
+        weight = item.tensors.weight
+        if not weight.is_inference():
+            # Now, so that versions do not depend on when the values come.
+            torch.autograd.graph.increment_version(weight)
+        update = series.begin(
+            item.tensors, item.settings, self._buffer(item), records=self._record_delta
+        )
+        if item.piece.storage is not None and self._overlap:
+            item.piece.storage.expect(update)
+
+    def _buffer(self, item: Item) -> torch.Tensor:
+        """The host memory that gradients and weights of a piece pass through."""
         if id(item.run) not in self._buffers:
             dtype, device = item.tensors.weight.dtype, self._engine.device
             self._buffers[id(item.run)] = host_buffer(item.run.numel, dtype, device)
-        buffer = item.run.cut(self._buffers[id(item.run)], item.piece)
-        item.update = series.begin(item.tensors, item.settings, buffer, records=self._record_delta)
-
-    def _announce(self, items: Sequence[Item]) -> None:
-        """Tell storages of their updates; finish those that cannot wait."""
-        by_storage: dict[Storage, list[HostUpdate]] = {}
-        for item in items:
-            if item.piece.storage is not None:
-                own = by_storage.setdefault(item.piece.storage, [])
-                own += [] if item.update is None else [item.update]
-        for storage, updates in by_storage.items():
-            storage.expect(updates)
-        for item in items:
-            if item.update is not None and not self._can_wait(item):
-                item.update.finish()
+        return item.run.cut(self._buffers[id(item.run)], item.piece)
 
     def _uncopied(self) -> dict[str, Any]:
         own = {"_updates": [], "_buffers": {}, "_held": set(), "_bus": self._bus}
@@ -159,25 +191,33 @@ class AdamOffloadOptimizer(AdamBase):
         self.settle()
         sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         sums[0] = self._numel
-        for update in self._updates:
-            sums[1:] += update.delta
+        for delta in (*self._deltas, *(update.delta for update in self._updates)):
+            sums[1:] += delta.cpu()
         collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.tolist()
         return count, total, squares
 
 
-@dataclasses.dataclass(eq=False)
-class Item:
+class Item(NamedTuple):
     """What a step does to a piece of a run."""
 
     run: Run
     piece: Run
     tensors: AnyTensors
     settings: AdamSettings
-    update: HostUpdate | None = None
 
 
-def _count_write(weight: torch.Tensor) -> None:
-    """Before the values come, so that versions do not depend on when they do."""
-    if not weight.is_inference():
-        torch.autograd.graph.increment_version(weight)
+def resident_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
+    """Ids of the owners whose states are on the device: the first that fit into `room` bytes.
+
+    First, because the forward pass needs them first, while the CPU updates the others. The same on
+    all ranks: storages count with the shard's size, whatever this rank's slices in it.
+    """
+    found: set[int] = set()
+    for run in runs:
+        numel = run.numel if run.storage is None else run.storage.layout.shard_numel
+        size = numel * bytes_of(form, run.params[0].dtype)
+        if run.owner not in found and size <= room:
+            found.add(run.owner)
+            room -= size
+    return found

@@ -144,13 +144,13 @@ class Storage:
         self.settle()
         return self._shard
 
-    def expect(self, updates: Sequence[Update]) -> None:
-        """The values are computed beside the program: whoever asks for them waits.
+    def expect(self, update: Update) -> None:
+        """Values are computed beside the program: whoever asks for them waits.
 
-        Called at the same place on all ranks, those without an update of their own too. The caller
-        has counted the write, so that versions do not depend on when the values come.
+        Called at the same place on all ranks, those without elements of it too. The caller has
+        counted the write, so that versions do not depend on when the values come.
         """
-        self._updates.extend(updates)
+        self._updates.append(update)
         self.residence.is_late = True
 
     def settle(self) -> None:
