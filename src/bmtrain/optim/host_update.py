@@ -72,7 +72,7 @@ def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
         runtime = torch.cuda.cudart()
         address = buffer.data_ptr()
         if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
-            weakref.finalize(buffer.untyped_storage(), _unpin, address)
+            weakref.finalize(buffer, _unpin, address)
     return buffer
 
 
