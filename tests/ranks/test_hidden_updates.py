@@ -21,7 +21,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import RanksPartedError
+from bmtrain.errors import RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.optim.worker import Worker
 from bmtrain.runtime import world
@@ -246,6 +246,18 @@ def stepped_without_forward(run: Run) -> Any:
     return values_of(run.model, run.optimizer)
 
 
+def ran_backward_again(run: Run) -> Any:
+    """A graph of weights before the step is refused, whether the new ones are there or not."""
+    loss = loss_of(run.model, 7)
+    loss.backward(retain_graph=True)
+    run.manager.step()
+    with pytest.raises(StaleParameterError, match="changed in place"):
+        loss.backward()
+    run.manager.zero_grad()
+    train(run, 2)
+    return values_of(run.model, run.optimizer)
+
+
 READERS: dict[str, Callable[[Run], Any]] = {
     "state_dict of the model": lambda run: dict(run.model.state_dict()),
     "state_dict of the optimizer": lambda run: run.optimizer.state_dict()["state"],
@@ -287,6 +299,7 @@ READERS: dict[str, Callable[[Run], Any]] = {
     "overwritten gradients": overwritten_gradients,
     "add_param_group": grown,
     "steps without forward": stepped_without_forward,
+    "backward of an old graph": ran_backward_again,
     "training loss": lambda run: loss_of(run.model, 5).detach(),
     "inspect": lambda run: repr(bmt.inspect.inspect_model(run.model, "*")),
 }
