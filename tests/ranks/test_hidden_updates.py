@@ -562,6 +562,11 @@ def hides(zero_level: int, use_checkpoint: bool) -> None:
     del state
     train(run, 6)
     assert not optimizer._held
+    use_worker(lambda: time.sleep(0.01))
+    manager.backward(loss_of(model, 7))
+    for _ in range(2):  # an update that is under way holds views of what it updates
+        optimizer.step()
+        assert not optimizer._held
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

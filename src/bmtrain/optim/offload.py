@@ -118,12 +118,11 @@ class AdamOffloadOptimizer(AdamBase):
         ]
         away = [item for item in items if item.run.owner not in self._resident]
         for item in away:
-            self._buffer(item)  # without memory, nothing is changed
+            self._buffer(item)  # page-locking takes its time: not between two downloads
         self._numel = sum(update.cohort.numel for update, _ in steps)
-        self._deltas = [
-            self._update_here(item) for item in items if item.run.owner in self._resident
-        ]
+        self._update_here([item for item in items if item.run.owner in self._resident])
         away.sort(key=self._order)
+        self._updates.clear()  # they and their series refer to each other
         self._bus.begin()
         series = Series(self._bus, world.current(type(self).__name__).service(Worker))
         self._updates = series.updates
@@ -146,16 +145,20 @@ class AdamOffloadOptimizer(AdamBase):
                 f"{self._device_bytes})",
             )
 
-    def _update_here(self, item: Item) -> torch.Tensor:
-        """Update states that are on the device; returns sums of the changes if they are wanted."""
-        tensors = item.tensors
-        before = (
-            tensors.master.clone() if self._record_delta and tensors.master is not None else None
-        )
-        update_tensors([tensors], item.settings)
-        if before is None or tensors.master is None:
-            return torch.zeros(2, dtype=torch.float64, device="cpu")
-        return sums_of_change(tensors.master, before)
+    def _update_here(self, items: Sequence[Item]) -> None:
+        """Update states that are on the device."""
+        by_settings: dict[AdamSettings, list[AnyTensors]] = {}
+        for item in items:
+            by_settings.setdefault(item.settings, []).append(item.tensors)
+        masters = [
+            item.tensors.master
+            for item in items
+            if self._record_delta and item.tensors.master is not None
+        ]
+        before = [master.clone() for master in masters]
+        for settings, tensors in by_settings.items():
+            update_tensors(tensors, settings)
+        self._deltas = list(map(sums_of_change, masters, before))
 
     def _order(self, item: Item) -> tuple[bool, int]:
         """What cannot be done later first; the rest as the next forward pass needs it."""
