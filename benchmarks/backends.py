@@ -70,8 +70,14 @@ class Ours(Backend):
         self.model = bmt.BMTrainModelWrapper(model)
         bmt.init_parameters(self.model)
         initialise(self.model)
+        settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+        if options.offload:
+            settings |= {
+                "overlap": options.overlap,
+                "device_bytes": int(options.device_states * 2**30),
+            }
         kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
-        self.optimizer = kind(self.model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+        self.optimizer = kind(self.model.parameters(), **settings)
         self.manager = bmt.optim.OptimManager()
         self.manager.add_optimizer(self.optimizer)
         self.run = (

@@ -15,6 +15,8 @@ BACKENDS = ("bmtrain", "fsdp2", "plain", "deepspeed")
 CHOICES = (
     "recompute",
     "offload",
+    "overlap",
+    "device_states",
     "zero_level",
     "tp",
     "transport",
@@ -48,6 +50,8 @@ class Options:
     compile: bool = True
     recompute: str = "none"
     offload: bool = False
+    overlap: bool = True
+    device_states: float = 0.0
     zero_level: int = 3
     tp: int = 1
     transport: str = "auto"
@@ -95,6 +99,19 @@ def parser() -> argparse.ArgumentParser:
         help="activations; auto: as needed; selective: all but products and attention",
     )
     parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
+    parser.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="with --offload: update beside the next forward pass",
+    )
+    parser.add_argument(
+        "--device-states",
+        type=float,
+        metavar="GIB",
+        default=0.0,
+        help="with --offload: states that stay on the GPU",
+    )
     parser.add_argument("--zero-level", type=int, default=3, help="2 or 3")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
     parser.add_argument(

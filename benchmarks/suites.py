@@ -88,9 +88,12 @@ SUITES = (
         runs=_runs(
             "--shape 2.7b --batch 8 32 --offload --recompute",
             "bmtrain",
+            "bmtrain --no-overlap",
+            "bmtrain --device-states 16",
             "fsdp2",
             "deepspeed --no-compile",
-        ),
+        )
+        + _runs("--shape 2.7b --batch 8 32 --recompute", "bmtrain"),
     ),
     Suite(
         name="2.7b",

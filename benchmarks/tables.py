@@ -64,7 +64,7 @@ def mode_of(record: Record) -> str:
     ]
     words += [
         f"{name} {record[name]}"
-        for name, usual in (("zero_level", 3), ("tp", 1))
+        for name, usual in (("zero_level", 3), ("tp", 1), ("overlap", True), ("device_states", 0.0))
         if record.get(name, usual) != usual
     ]
     if record.get("transport", "auto") != "auto":

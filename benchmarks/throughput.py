@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import resource
 import statistics
 import time
 from typing import Any
@@ -89,14 +90,15 @@ def forget_peaks() -> None:
 
 
 def memory() -> dict[str, float]:
-    """GiB: the peaks of torch's allocator, and all that is in use on the GPU now, NCCL's and
-    symmetric memory too.
+    """GiB: the peaks of torch's allocator, all that is in use on the GPU now, NCCL's and
+    symmetric memory too, and the peak of this process in host memory.
     """
     free, total = torch.cuda.mem_get_info()
     sizes = {
         "allocated_gib": torch.cuda.max_memory_allocated(),
         "reserved_gib": torch.cuda.max_memory_reserved(),
         "device_gib": total - free,
+        "host_gib": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     return {name: round(size / GIB, 1) for name, size in sizes.items()}
 

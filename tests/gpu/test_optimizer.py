@@ -19,7 +19,7 @@ from bmtrain.kernels.adam import AdamSettings, AdamTensors, adamw_reference, ada
 from bmtrain.kernels.chunks import Batch
 from bmtrain.kernels.scale import scale_, scale_reference_
 from bmtrain.kernels.squares import sum_of_squares
-from bmtrain.optim import offload
+from bmtrain.optim import host_update
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -330,7 +330,7 @@ def offloaded() -> None:
     """Ten steps of the same gradients by both optimizers, with accumulated counts, loss scale,
     groups and many chunks.
     """
-    offload.CHUNK = 5000
+    host_update.CHUNK = 5000
     for dtype in (torch.float32, torch.bfloat16):
         results = []
         for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):

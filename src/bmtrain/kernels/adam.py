@@ -82,9 +82,9 @@ class AdamTensors(NamedTuple):
             master = weight if self.is_exact else self.master[own]
             yield AdamTensors(weight, self.grad[own], master, self.mean[own], self.square[own])
 
-    def beside(self, weight: torch.Tensor, grad: torch.Tensor) -> AdamTensors:
-        """With weights and gradients elsewhere."""
-        return self._replace(weight=weight, grad=grad)
+    def beside(self, master: torch.Tensor, grad: torch.Tensor) -> AdamTensors:
+        """With gradients elsewhere, and with weights that are their own masters."""
+        return self._replace(weight=master, master=master, grad=grad)
 
 
 def adamw_update(

@@ -66,9 +66,9 @@ class CompactTensors:
         for begin in range(0, self.weight.numel(), length):
             yield self.part(begin, min(begin + length, self.weight.numel()))
 
-    def beside(self, weight: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
-        """With weights and gradients elsewhere."""
-        return dataclasses.replace(self, weight=weight, grad=grad)
+    def beside(self, master: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
+        """With gradients elsewhere, and with weights that are their own masters."""
+        return dataclasses.replace(self, weight=master, master=master, grad=grad)
 
 
 def update_tensors(

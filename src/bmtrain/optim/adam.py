@@ -126,6 +126,7 @@ class AdamBase(torch.optim.Optimizer):
                 loss = closure()
         layout = self._lay_out()
         layout.follow()
+        self._prepare(layout)
         updates = layout.updates()
         self._stepped = [state for update in updates for state in update.cohort.states]
         for state in self._stepped:
@@ -154,15 +155,20 @@ class AdamBase(torch.optim.Optimizer):
         self._lay_out()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        shared: dict[str, Any] = {
-            "_engine": self._engine,
-            "_layout": None,
-            "_scaled": None,
-            "_stepped": [],
-        }
+        given = self._uncopied()
         for name, value in vars(self).items():
-            vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
+            vars(new)[name] = given[name] if name in given else copy.deepcopy(value, memo)
         return new
+
+    def _uncopied(self) -> dict[str, Any]:
+        """Attributes of a copy that are not copied."""
+        return {"_engine": self._engine, "_layout": None, "_scaled": None, "_stepped": []}
+
+    def settle(self) -> None:
+        """Wait for an update that is under way: weights and states are then those of the step."""
+
+    def _prepare(self, layout: AdamLayout) -> None:
+        """Called before a step looks for gradients."""
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         """Apply the updates. AdamOptimizer skips all of them if `verdict` is NaN or infinite."""
@@ -170,15 +176,16 @@ class AdamBase(torch.optim.Optimizer):
 
     def _make_state(self, run: Run, number: int) -> AnyState:
         if self._form.is_compact:
-            return CompactState(run, self._state_device(), self._form, number)
-        return RunState(run, self._state_device())
+            return CompactState(run, self._state_device(run), self._form, number)
+        return RunState(run, self._state_device(run))
 
-    def _state_device(self) -> torch.device:
-        """The device of the optimizer state."""
+    def _state_device(self, run: Run) -> torch.device:
+        """The device of the state of a run."""
         return self._engine.device
 
     def _lay_out(self) -> AdamLayout:
         """The layout, rebuilt if the program has changed groups or states, as torch allows."""
+        self.settle()
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
             # The new layout copies the master weights, so they first need any external writes to
             # the weights.
@@ -186,8 +193,11 @@ class AdamBase(torch.optim.Optimizer):
             self._layout = None
         if self._layout is None:
             self._form.check_params(type(self).__name__, parameters_of(self.param_groups))
-            self._layout = AdamLayout(self.param_groups, self.state, self._make_state, self._form)
+            self._layout = self._new_layout()
         return self._layout
+
+    def _new_layout(self) -> AdamLayout:
+        return AdamLayout(self.param_groups, self.state, self._make_state, self._form)
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """This rank's slices of the optimizer state, or with `gather` full tensors.

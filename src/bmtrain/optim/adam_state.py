@@ -17,7 +17,9 @@ from bmtrain.optim.form import StateForm
 from bmtrain.optim.gradients import Gradients, Parts
 from bmtrain.optim.masters import follow_weights
 from bmtrain.optim.runs import Run, contiguous_runs, local_numel
+from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
+from bmtrain.shard.residence import num_references
 from bmtrain.shard.sharded import Sharded, cut_like
 from bmtrain.shard.slices import Slices, local_of
 
@@ -41,11 +43,13 @@ class RunState:
         self.mean = torch.zeros(run.numel, dtype=dtype, device=device)
         self.square = torch.zeros(run.numel, dtype=dtype, device=device)
         self.is_exact = values.dtype == dtype and values.device == device
-        self.master = (
-            values if self.is_exact else torch.empty(run.numel, dtype=dtype, device=device)
-        )
-        if not self.is_exact:
-            self.master.copy_(values)
+        # Weights that are their own masters are not held: see `Storage.is_held`.
+        self.master = None if self.is_exact else values.to(device, dtype, copy=True)
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        """The memory of the state."""
+        return [self.mean, self.square, *([] if self.master is None else [self.master])]
 
     @property
     def depends_on_weights(self) -> bool:
@@ -54,23 +58,23 @@ class RunState:
 
     def follow(self, run: Run, has_stepped: bool) -> None:
         """Update the master weights from weights written by others."""
-        follow_weights(self.master, run.values)
+        if self.master is not None:
+            follow_weights(self.master, run.values)
 
     def check(self, has_stepped: bool) -> None:
         """Master weights of their own are right whatever others write."""
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
         """The tensors that an update of `piece`, a part of the run, reads and writes."""
-        weight, state = (
-            piece.values,
-            [run.cut(x, piece) for x in (self.master, self.mean, self.square)],
-        )
-        return AdamTensors(weight, grad, weight if self.is_exact else state[0], *state[1:])
+        weight = piece.values
+        mean, square = (run.cut(x, piece) for x in (self.mean, self.square))
+        master = weight if self.master is None else run.cut(self.master, piece)
+        return AdamTensors(weight, grad, master, mean, square)
 
     def shown(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         """The state of elements [begin, end) of the run, by name."""
         out = {"exp_avg": self.mean[begin:end], "exp_avg_sq": self.square[begin:end]}
-        return out if self.is_exact else {"master": self.master[begin:end], **out}
+        return out if self.master is None else {"master": self.master[begin:end], **out}
 
     def adopt(self, begin: int, end: int, old: Mapping[str, torch.Tensor]) -> None:
         """Take over the state of elements [begin, end), what there is of it."""
@@ -80,6 +84,22 @@ class RunState:
 
 
 AnyState = RunState | CompactState
+
+
+class StateOf(Sharded):
+    """A state of a sharded parameter; whoever reads it waits for an update that is under way."""
+
+    _param: DistributedParameter
+
+    def __new__(cls, param: DistributedParameter, local: torch.Tensor, cut: Cut) -> StateOf:
+        out: StateOf = super().__new__(cls, local, cut)  # type: ignore[assignment]
+        out._param = param
+        return out
+
+    @property
+    def local(self) -> torch.Tensor:
+        self._param.storage_of.settle()
+        return self._local
 
 
 class Cohort:
@@ -119,9 +139,10 @@ class Cohort:
 
     def update(self, parts: Parts) -> Update:
         """The next step, with the gradients of these parts."""
-        found = ((parts.parts[place], piece, tensors) for place, piece, tensors in self._members)
+        found = [(parts.parts[place], piece, tensors) for place, piece, tensors in self._members]
         return Update(
             self,
+            [(part.run, piece) for part, piece, _ in found],
             [
                 tensors(part.piece.cut(part.grad.reshape(-1), piece))
                 for part, piece, tensors in found
@@ -130,9 +151,15 @@ class Cohort:
 
 
 class Update(NamedTuple):
-    """One step of a cohort, and the tensors that it reads and writes."""
+    """One step of a cohort.
+
+    Attributes:
+        places: pieces of runs, with their runs.
+        tensors: what an update of each piece reads and writes.
+    """
 
     cohort: Cohort
+    places: list[tuple[Run, Run]]
     tensors: list[AnyTensors]
 
 
@@ -175,9 +202,13 @@ class AdamLayout:
             self._show(run, state)
         self._params = [list(group["params"]) for group in groups]
         self._shown = [states[param] for params in self._params for param in params]
-        self._names = sorted({name for shown in self._shown for name in shown})
+        # of tensors: a step count is another object after each step
+        self._names = sorted({name for shown in self._shown for name in shown} - {"step"})
         self._views = list(self._shown_views())
         self._gradients = Gradients([run for _, run in runs])
+        for view in _flat(map(self._views_of, self._gradients.sharded)):
+            view.count_holders()
+        self._num_holders = self._count_holders()
         self._versions = self._current_versions()
         #: whether weights and states belong together: after a load, weights may come later
         self.has_stepped = False
@@ -208,6 +239,31 @@ class AdamLayout:
         """Refuse to show states that do not belong to the weights, as `follow` does."""
         for _, state in self._written():
             state.check(self.has_stepped)
+
+    def held_owners(self) -> set[int]:
+        """Ids of storages of whose weights or states the program holds memory.
+
+        It can read that at any time without asking.
+        """
+        now = self._count_holders()
+        return {
+            run.owner
+            for run in self._gradients.sharded
+            if now[id(run)] > self._num_holders[id(run)]
+            or any(x.is_held for x in self._views_of(run))
+            or (run.storage is not None and run.storage.is_held)
+        }
+
+    def _count_holders(self) -> dict[int, int]:
+        """By run, how many tensors and other objects share the memory of its state."""
+        return {
+            id(run): sum(map(num_references, self._runs[id(run)][1].flat))
+            for run in self._gradients.sharded
+        }
+
+    def _views_of(self, run: Run) -> Iterator[StateOf]:
+        for param in run.params:
+            yield from (x for x in self._states[param].values() if isinstance(x, StateOf))
 
     def _written(self) -> Iterator[tuple[Run, AnyState]]:
         versions = self._current_versions()
@@ -244,7 +300,8 @@ class AdamLayout:
             views = state.shown(*bounds)
             if isinstance(param, DistributedParameter):
                 views = {
-                    name: Sharded(view, cut_of(name, param.cut)) for name, view in views.items()
+                    name: StateOf(param, view, cut_of(name, param.cut))
+                    for name, view in views.items()
                 }
             self._states[param] = {"step": int(old.get("step", 0)), **views}
 

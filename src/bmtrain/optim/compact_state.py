@@ -53,14 +53,20 @@ class CompactState:
             for dtype in (torch.int8, torch.uint8)
         )
         self.is_exact = values.dtype == torch.float32 and values.device == device
+        # Weights that are their own masters are not held: see `Storage.is_held`.
         self.master: torch.Tensor | None = None
         if self.is_exact:
-            self.master = values
+            pass
         elif form.master_weights == "fp32":
             self.master = values.to(device, torch.float32, copy=True)
         elif form.master_weights == "split":
             self.master = torch.zeros(run.numel, dtype=torch.int16, device=device)
-        self._weight = values
+        self._run = run
+
+    @property
+    def flat(self) -> list[torch.Tensor]:
+        """The memory of the state."""
+        return list(self.shown(0, 0).values())
 
     @property
     def depends_on_weights(self) -> bool:
@@ -109,7 +115,7 @@ class CompactState:
         out: dict[str, torch.Tensor] = {}
         if self._is_split and self.master is not None:
             out["remainder"] = self.master
-        elif self.master is not None and not self.is_exact:
+        elif self.master is not None:
             out["master"] = self.master
         for name, moment in ((MEAN, self.mean), (SQUARE, self.square)):
             if isinstance(moment, Blocks):
@@ -128,7 +134,7 @@ class CompactState:
                 moment.fill(old[name].reshape(-1).to(moment.codes.device, torch.float32))
         if self._is_split and "master" in old and self.master is not None:
             masters = old["master"].reshape(-1).to(self.master.device, torch.float32)
-            self.master.copy_(remainders_of(masters, self._weight))
+            self.master.copy_(remainders_of(masters, self._run.values))
 
 
 def names_of(form: StateForm, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:

@@ -70,5 +70,12 @@ class StateForm:
                 )
 
 
+def bytes_of(form: StateForm, dtype: torch.dtype) -> int:
+    """Of the state of an element of this dtype on the weights' device, rounded up."""
+    exact = torch.promote_types(dtype, torch.float32)
+    masters = {"fp32": 4, "split": 2, "none": 0}[form.master_weights] if dtype != exact else 0
+    return masters + (3 if form.is_quantised else 2 * exact.itemsize)
+
+
 def _one_of(known: tuple[str, ...]) -> Rule:
     return Rule(f"one of {', '.join(known)}", lambda value: value in known)

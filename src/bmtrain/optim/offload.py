@@ -2,70 +2,43 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import dataclasses
-import itertools
-import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
-from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam import AdamBase, Step
-from bmtrain.optim.adam_state import AnyState, AnyTensors
-from bmtrain.optim.runs import Run
+from bmtrain.optim.adam_state import AdamLayout, AnyTensors
+from bmtrain.optim.clip import parameters_of
+from bmtrain.optim.form import StateForm, bytes_of
+from bmtrain.optim.host_update import Bus, HostUpdate, Series, host_buffer, sums_of_change
+from bmtrain.optim.runs import Run, contiguous_runs
+from bmtrain.optim.worker import Worker
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import known_keywords
-from bmtrain.shard.layout import round_up
-
-# Maximum number of elements per transfer. Launching a chunk costs the host half a millisecond, a
-# tenth of a chunk's update at this length. The first download and the last upload, which nothing
-# overlaps, take two milliseconds each.
-CHUNK = 1 << 25
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A part of a run whose gradient is being downloaded; without `staging` it stays in place."""
-
-    tensors: AnyTensors
-    master: torch.Tensor
-    staging: Staging | None
-    settings: AdamSettings
-
-
-class Staging:
-    """Buffers that one chunk passes through.
-
-    Casts happen on the GPU, so that only fp32 crosses the bus and the CPU only updates.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.host_grad = torch.empty(CHUNK, dtype=torch.float32, device="cpu", pin_memory=True)
-        self.device_grad = torch.empty(CHUNK, dtype=torch.float32, device=device)
-        self.device_weight = torch.empty(CHUNK, dtype=torch.float32, device=device)
-        self.arrived = torch.cuda.Event()
+from bmtrain.runtime.arguments import COUNT, FLAG, check, known_keywords
+from bmtrain.shard.slices import Slices
 
 
 class AdamOffloadOptimizer(AdamBase):
     """AdamW with master weights and moments in host memory, updated on the CPU.
 
-    They are fp32 (fp64 for fp64 parameters). Within a step, chunks go through a pipeline: gradients
-    are downloaded, the CPU updates, weights are uploaded. Same arithmetic as AdamOptimizer.
+    They are fp32 (fp64 for fp64 parameters). A step sends the gradients down and returns. A thread
+    updates block by block, in the order of the next forward pass, which waits for each block when
+    it comes to it; so does everything else that reads or writes weights or states. The values do
+    not depend on it. Same arithmetic as AdamOptimizer.
 
     Args:
         params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*, moments: as
             AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
+        overlap: whether `step` returns before the update is done. Parameters that are not sharded,
+            and those of which the program holds memory (`param.local`), are updated before.
+        device_bytes: of this rank's GPU that states may take: those that fit are updated there.
     """
-
-    DEPTH = 4  # chunks in flight: two downloads, one update, one upload
 
     @known_keywords
     def __init__(  # noqa: PLR0913 (BMTrain's arguments)
@@ -83,7 +56,10 @@ class AdamOffloadOptimizer(AdamBase):
         scale_factor: float | None = None,
         scale_steps: int | None = None,
         moments: str = "fp32",
+        overlap: bool = True,
+        device_bytes: int = 0,
     ) -> None:
+        check(type(self).__name__, overlap=(overlap, FLAG), device_bytes=(device_bytes, COUNT))
         super().__init__(
             params,
             lr,
@@ -97,17 +73,15 @@ class AdamOffloadOptimizer(AdamBase):
             scale_steps=scale_steps,
             moments=moments,
         )
-        self._record_delta = record_delta
-        # count, sum and sum of squares of the weight changes in the last step
-        self._sums = torch.zeros(3, dtype=torch.float64, device="cpu")
-        self._pipeline: collections.deque[Chunk] = collections.deque()
-        device = self._engine.device
-        self._on_gpu = device.type != "cpu"
-        self._stagings = itertools.cycle(
-            [Staging(device) for _ in range(self.DEPTH)] if self._on_gpu else [None]
-        )
-        self._down = torch.cuda.Stream(device) if self._on_gpu else None
-        self._up = torch.cuda.Stream(device) if self._on_gpu else None
+        self._record_delta, self._overlap, self._device_bytes = record_delta, overlap, device_bytes
+        self._resident: set[int] = set()  # owners whose states are on the device
+        self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
+        self._updates: list[HostUpdate] = []  # of the last step
+        self._numel = 0  # of the parameters in the last step
+        # by id of the run: what its gradients and weights pass through
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._held: set[int] = set()  # owners that cannot be updated later
+        self._bus = Bus(self._engine.device)
 
     def get_avg_delta(self) -> float:
         """Mean change of a weight in the last step, over all ranks. Collective."""
@@ -119,128 +93,134 @@ class AdamOffloadOptimizer(AdamBase):
         count, total, squares = self._global_sums()
         return squares / max(count, 1.0) - (total / max(count, 1.0)) ** 2
 
-    def step(self, closure: Any = None, scale: float = 1.0) -> Any:
-        """As AdamOptimizer.step; later work on the compute stream waits for the new weights."""
-        self._sums.zero_()
-        with _all_cores():
-            return super().step(closure, scale)
+    def settle(self) -> None:
+        for update in self._updates:
+            update.finish()
 
-    def _state_device(self) -> torch.device:
-        return torch.device("cpu")
+    def _state_device(self, run: Run) -> torch.device:
+        return self._engine.device if run.owner in self._resident else torch.device("cpu")
 
-    def _make_state(self, run: Run, number: int) -> AnyState:
-        state = super()._make_state(run, number)
-        if self._on_gpu and state.master is not None:
-            _pin(state, state.master)
-        return state
+    def _new_layout(self) -> AdamLayout:
+        self._buffers = {}
+        params = parameters_of(self.param_groups)
+        self._resident = resident_owners(contiguous_runs(params), self._device_bytes, self._form)
+        return super()._new_layout()
+
+    def _prepare(self, layout: AdamLayout) -> None:
+        self._held = layout.held_owners()
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        if self._down is not None:
-            # After the closure and the reduction of deferred gradients. Without this wait, the
-            # downloads could read gradients that are still being computed.
-            self._down.wait_stream(torch.cuda.current_stream())
-        for update, settings in steps:
-            self._sums[0] += update.cohort.numel
-            for tensors in (part for whole in update.tensors for part in _cut(whole)):
-                master = _master_of(tensors)
-                staging = next(self._stagings) if master.dtype == torch.float32 else None
-                chunk = Chunk(tensors, master, staging, settings)
-                self._fetch(chunk)
-                self._pipeline.append(chunk)
-                if len(self._pipeline) >= self.DEPTH - 1:
-                    self._compute(self._pipeline.popleft())
-        while self._pipeline:
-            self._compute(self._pipeline.popleft())
-        if self._up is not None:
-            # Without this wait, the next forward pass could read weights that are still being
-            # uploaded.
-            torch.cuda.current_stream().wait_stream(self._up)
+        self._note_step()
+        items = [
+            Item(run, piece, tensors, settings)
+            for update, settings in steps
+            for (run, piece), tensors in zip(update.places, update.tensors, strict=True)
+        ]
+        away = [item for item in items if item.run.owner not in self._resident]
+        for item in away:
+            self._buffer(item)  # page-locking takes its time: not between two downloads
+        self._numel = sum(update.cohort.numel for update, _ in steps)
+        self._update_here([item for item in items if item.run.owner in self._resident])
+        away.sort(key=self._order)
+        self._updates.clear()  # they and their series refer to each other
+        self._bus.begin()
+        series = Series(self._bus, world.current(type(self).__name__).service(Worker))
+        self._updates = series.updates
+        for item in away:
+            self._begin(item, series)
+        # Gradients may be written and freed from here on; `steps` has kept them until now.
+        self._bus.end()
+        if not self._overlap:
+            self.settle()
+        for item, update in zip(away, self._updates, strict=True):
+            if not self._can_wait(item):
+                update.finish()
 
-    def _fetch(self, chunk: Chunk) -> None:
-        """Start downloading the gradient."""
-        if chunk.staging is None:
-            return
-        grad = chunk.tensors.grad
-        with torch.cuda.stream(self._down):
-            exact = chunk.staging.device_grad[: grad.numel()]
-            torch.mul(grad, 1.0 / chunk.settings.scale, out=exact)
-            chunk.staging.host_grad[: grad.numel()].copy_(exact, non_blocking=True)
-            # `_compute` waits for it before the step returns and the gradient may be freed.
-            chunk.staging.arrived.record()
-
-    def _compute(self, chunk: Chunk) -> None:
-        """Wait for the gradient, update on the CPU, start uploading the weights."""
-        t, master, staging = chunk.tensors, chunk.master, chunk.staging
-        before = master.clone() if self._record_delta else None
-        if staging is None:  # no pipeline: the state is on the rank's device, or in fp64
-            here = (
-                t
-                if t.weight.device == master.device
-                else t.beside(master, t.grad.to(master.device))
+    def _note_step(self) -> None:
+        """Enter in the ledger what decides the order of gathers and where states are."""
+        if any(isinstance(param, Slices) for param in parameters_of(self.param_groups)):
+            self._engine.transport.ledger.note(
+                self._engine.mesh.world,
+                f"{type(self).__name__}(overlap={self._overlap}, device_bytes="
+                f"{self._device_bytes})",
             )
-            update_tensors([here], chunk.settings)
-            if here is not t:
-                t.weight.copy_(master)
-        else:
-            staging.arrived.synchronize()  # else the CPU would read a gradient still in flight
-            here = t.beside(master, staging.host_grad[: t.grad.numel()])
-            # the gradient was divided by `scale` on the GPU
-            update_tensors([here], dataclasses.replace(chunk.settings, scale=1.0))
-            with torch.cuda.stream(self._up):
-                arriving = staging.device_weight[: t.weight.numel()]
-                arriving.copy_(master, non_blocking=True)
-                t.weight.copy_(arriving)
-        if before is not None:
-            delta = (master - before).double()
-            self._sums[1:] += torch.stack([delta.sum(), delta.square().sum()])
+
+    def _update_here(self, items: Sequence[Item]) -> None:
+        """Update states that are on the device."""
+        by_settings: dict[AdamSettings, list[AnyTensors]] = {}
+        for item in items:
+            by_settings.setdefault(item.settings, []).append(item.tensors)
+        masters = [
+            item.tensors.master
+            for item in items
+            if self._record_delta and item.tensors.master is not None
+        ]
+        before = [master.clone() for master in masters]
+        for settings, tensors in by_settings.items():
+            update_tensors(tensors, settings)
+        self._deltas = list(map(sums_of_change, masters, before))
+
+    def _order(self, item: Item) -> tuple[bool, int]:
+        """What cannot be done later first; the rest as the next forward pass needs it."""
+        storage = item.piece.storage
+        return self._can_wait(item), 0 if storage is None else storage.residence.turn
+
+    def _can_wait(self, item: Item) -> bool:
+        return item.piece.storage is not None and item.piece.owner not in self._held
+
+    def _begin(self, item: Item, series: Series) -> None:
+        weight = item.tensors.weight
+        if not weight.is_inference():
+            # Now, so that versions do not depend on when the values come.
+            torch.autograd.graph.increment_version(weight)
+        update = series.begin(
+            item.tensors, item.settings, self._buffer(item), records=self._record_delta
+        )
+        if item.piece.storage is not None and self._overlap:
+            item.piece.storage.expect(update)
+
+    def _buffer(self, item: Item) -> torch.Tensor:
+        """The host memory that gradients and weights of a piece pass through."""
+        if id(item.run) not in self._buffers:
+            dtype, device = item.tensors.weight.dtype, self._engine.device
+            self._buffers[id(item.run)] = host_buffer(item.run.numel, dtype, device)
+        return item.run.cut(self._buffers[id(item.run)], item.piece)
+
+    def _uncopied(self) -> dict[str, Any]:
+        own = {"_updates": [], "_buffers": {}, "_held": set(), "_bus": self._bus}
+        return {**super()._uncopied(), **own}
 
     def _global_sums(self) -> tuple[float, float, float]:
-        sums = self._sums.clone()
+        self.settle()
+        sums = torch.zeros(3, dtype=torch.float64, device="cpu")
+        sums[0] = self._numel
+        for delta in (*self._deltas, *(update.delta for update in self._updates)):
+            sums[1:] += delta.cpu()
         collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.tolist()
         return count, total, squares
 
 
-def _cut(whole: AnyTensors) -> Iterator[AnyTensors]:
-    """Equal parts of at most CHUNK elements, of whole blocks of quantised moments."""
-    numel = whole.weight.numel()
-    length = -(-numel // max(1, -(-numel // CHUNK)))
-    return iter(whole.parts(round_up(max(length, 1), BLOCK)))
+class Item(NamedTuple):
+    """What a step does to a piece of a run."""
+
+    run: Run
+    piece: Run
+    tensors: AnyTensors
+    settings: AdamSettings
 
 
-def _master_of(tensors: AnyTensors) -> torch.Tensor:
-    if tensors.master is None:
-        raise ValueError("weights without masters cannot be updated on another device")
-    return tensors.master
+def resident_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
+    """Ids of the owners whose states are on the device: the first that fit into `room` bytes.
 
-
-@contextlib.contextmanager
-def _all_cores() -> Iterator[None]:
-    """Use this rank's share of the host's cores in the body.
-
-    Launchers give every rank a single thread, enough to feed a GPU; here the CPU does the work.
+    First, because the forward pass needs them first, while the CPU updates the others. The same on
+    all ranks: storages count with the shard's size, whatever this rank's slices in it.
     """
-    current = world.current("AdamOffloadOptimizer")
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before, world.num_cores() // current.local_size))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _pin(state: AnyState, master: torch.Tensor) -> None:
-    """Page-lock the master weights of a state in place.
-
-    torch's own pinned allocations are rounded up to powers of two, which would waste up to half.
-    """
-    runtime = torch.cuda.cudart()
-    address, size = master.data_ptr(), master.nbytes
-    if size and int(runtime.cudaHostRegister(address, size, 0)) == 0:
-        weakref.finalize(state, _unpin, address)
-
-
-def _unpin(address: int) -> None:
-    """Unregister pinned memory, after the uploads of the last step, which may still read it."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+    found: set[int] = set()
+    for run in runs:
+        numel = run.numel if run.storage is None else run.storage.layout.shard_numel
+        size = numel * bytes_of(form, run.params[0].dtype)
+        if run.owner not in found and size <= room:
+            found.add(run.owner)
+            room -= size
+    return found

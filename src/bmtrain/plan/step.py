@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bmtrain.distributed.transport import SMALLEST_SHARED_BYTES, Transport
-from bmtrain.optim.offload import CHUNK, AdamOffloadOptimizer
 from bmtrain.plan.machine import COMMUNICATION, CONTEXT, LEAST_SLACK, SLACK, Machine
 from bmtrain.plan.outline import BlockCall, Group, Outline, numel_of
 from bmtrain.plan.settings import Settings
@@ -123,8 +122,9 @@ class Memory:
         per_element = _state_bytes(settings)
         held = sum(shard.used * per_element for shard in self.everything if shard.trained)
         is_away = settings.optimizer == "offload"
-        self.states = AdamOffloadOptimizer.DEPTH * 2 * CHUNK * 4 if is_away else held
-        self.host = held if is_away else 0
+        self.states = 0 if is_away else held
+        # beside the states, what gradients and weights pass through on their way
+        self.host = held + self.gradients if is_away else 0
         self.exchanges = self._exchanges()
         self.shared = self.exchanges + sum(
             shard.num_bytes

@@ -119,6 +119,7 @@ class Engine:
             self.transport.ledger, world.mesh.world, self.replicated, self._gradients
         )
         self._with_grad = True  # grad mode of the last forward pass
+        self._num_turns = 0  # storages met in the pass
 
     def ring(self, numel: int, dtype: torch.dtype) -> Ring:
         """The ring of all ZeRO-3 storages whose full buffer has this size."""
@@ -158,19 +159,33 @@ class Engine:
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
+                self._num_turns = 0
                 self._begin_forward()
                 self._compare_passes(residence)
             elif not residence.is_coming():
                 self.transport.fence()  # not prefetched: the program may just have written it
             self._with_grad = with_grad
+            residence.turn = self._num_turns
+            self._num_turns += 1
         following = self.schedule.observe(residence, phase)
+        self._finish_update(residence)
         full = residence.acquire(phase)
         # Backward gathers inside a pipeline only if a graph was retained. The successor may be
         # outside of it: the ranks of other stages reach that gather only after they have got
         # gradients from this rank, so a prefetch here would deadlock.
-        if following is not None and not (residence.is_pipelined and phase is Phase.BACKWARD):
+        is_apart = residence.is_pipelined and phase is Phase.BACKWARD
+        if following is not None and not is_apart and not following.is_late:
             following.prefetch(phase)
         return full
+
+    def _finish_update(self, residence: Residence) -> None:
+        """Wait for the values that a gather is about to read."""
+        if residence.is_late:
+            residence.is_late = False
+            # Without it, the gather could read the shard before the compute stream has waited for
+            # its new values.
+            self.transport.fence()
+        residence.settle()
 
     def replicate(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Keep ordinary parameters the same on all ranks: rank 0's values, gradients summed."""
@@ -183,6 +198,9 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
+        # A replay reads shards without asking for them.
+        for residence in list(self._residences):
+            self._finish_update(residence)
         # A capture that follows cannot wait for events of work that was issued before it.
         self.transport.streams.join()
         self.schedule.restart()

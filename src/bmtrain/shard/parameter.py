@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -165,6 +166,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             torch.Size(slot.shape),
             torch.Size(slot.whole_shape),
         )
+        self.count_holders()
         for alias in self._living_aliases():
             alias._local, alias._cut = self._local, self._cut
 
@@ -204,9 +206,9 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
             )
         values = cut_like(value, self)
         for alias in self._living_aliases():  # in one process they keep their memory
-            alias._local = alias._local.clone()
+            alias._local = alias.local.clone()
         self._aliases.clear()
-        self._local.copy_(values.local)
+        self.local.copy_(values.local)
         self.mark_written()
         if isinstance(value, Slices) and value.cut.is_like(self._cut):
             value._local = self._local
@@ -233,6 +235,16 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
                 f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
             )
         self.shown_grad = cut_like(value, self)
+
+    @property
+    def local(self) -> torch.Tensor:
+        self._storage.settle()
+        return self._local
+
+    @property
+    def is_held(self) -> bool:
+        shared = sum(alias._local is self._local for alias in self._living_aliases())
+        return sys.getrefcount(self._local) - shared > self._num_holders
 
     @property
     def storage_of(self) -> Storage:
@@ -277,7 +289,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     def read(self) -> torch.Tensor:
         self._expect_whole_gradients()
-        return self._local
+        return self.local
 
     def whole(self) -> torch.Tensor:
         self._expect_whole_gradients()
@@ -338,7 +350,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
     def set_slice(self, values: torch.Tensor) -> None:
         """Set the values of this rank's slice, (numel of the slice,)."""
         with torch.no_grad():
-            self._local.copy_(values)
+            self.local.copy_(values)
         self.mark_written()
 
     def mark_unset(self) -> None:
@@ -408,6 +420,11 @@ class ParameterAlias(Sharded):
     """`.data` of a sharded parameter, or the parameter detached."""
 
     param: DistributedParameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        self.param.storage_of.settle()
+        return self._local
 
     @property
     def owner(self) -> Slices:

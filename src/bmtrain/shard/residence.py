@@ -154,6 +154,10 @@ class Ring:
             buffer.owner = None
 
 
+def _nothing() -> None:
+    """No update is ever under way."""
+
+
 class Residence(ABC):
     """Gathers one shard on demand.
 
@@ -169,6 +173,13 @@ class Residence(ABC):
     label: Label | None = None
     #: version of the parameters when the last gather was started; None where nothing is gathered
     version: int | None = None
+    #: place in the last pass that gathered it
+    turn: int = 0
+    #: whether an update may still be under way: prefetching would make the host wait too early. The
+    #: same on all ranks, whichever of them has waited already.
+    is_late: bool = False
+    #: waits for updates that are under way
+    settle: Callable[[], None] = staticmethod(_nothing)
 
     def rename(self, label: Label) -> None:
         """Set the name in messages."""

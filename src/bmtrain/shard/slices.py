@@ -6,6 +6,7 @@ ranks' losses.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Slices(torch.Tensor):
 
     _local: torch.Tensor  # (numel of the slice,), without a graph
     _cut: Cut
+    _num_holders: int = 0
     #: how often the tensor was written through this object; see `num_written`
     num_own_writes: int = 0
     #: whether it is a gradient that the engine shows
@@ -62,6 +64,15 @@ class Slices(torch.Tensor):
         A write to it is a write to the tensor.
         """
         return self._local
+
+    @property
+    def is_held(self) -> bool:
+        """Whether more refer to the slice's tensor than at the last `count_holders`."""
+        return sys.getrefcount(self._local) > self._num_holders
+
+    def count_holders(self) -> None:
+        """Only the library refers to the slice's tensor now."""
+        self._num_holders = sys.getrefcount(self._local)
 
     @property
     def cut(self) -> Cut:
@@ -93,11 +104,11 @@ class Slices(torch.Tensor):
 
     def read(self) -> torch.Tensor:
         """The slice, for a function that computes with it outside of any graph."""
-        return self._local
+        return self.local
 
     def alias(self) -> Slices:
         """Another tensor with the same values in the same memory, outside of any graph."""
-        return self.kind()(self._local, self._cut)
+        return self.kind()(self.local, self._cut)
 
     def differentiable_local(self) -> torch.Tensor:
         """The slice in the graph: its gradient is that of the sum of the ranks' losses."""
@@ -115,7 +126,7 @@ class Slices(torch.Tensor):
         Of a tensor-parallel one, this tensor rank's part.
         """
         with torch.inference_mode(False), torch.no_grad():
-            return self._cut.gathered(self._local)
+            return self._cut.gathered(self.local)
 
     def expect_gradients_of_torch(self) -> None:
         """Torch's own code has put this tensor itself into its graph."""
@@ -123,7 +134,7 @@ class Slices(torch.Tensor):
     def whole_of_parts(self) -> torch.Tensor:
         """The same with a tensor-parallel split undone. Collective."""
         with torch.inference_mode(False), torch.no_grad():
-            return self._cut.whole(self._local)
+            return self._cut.whole(self.local)
 
     def mark_written(self) -> None:
         """The tensor was written.
@@ -174,7 +185,7 @@ class Slices(torch.Tensor):
                 f"of shape {tuple(whole.shape)}."
             )
         with torch.no_grad():
-            self._local.copy_(self._cut.own(whole) if is_part else self._cut.own_of_whole(whole))
+            self.local.copy_(self._cut.own(whole) if is_part else self._cut.own_of_whole(whole))
         self.mark_written()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch says no more than Any
@@ -190,7 +201,7 @@ class Slices(torch.Tensor):
         return format(repr(self), spec) if len(self._cut.shape) else format(self.item(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        memo[id(self)] = copied = self.kind()(self._local.clone(), self._cut)
+        memo[id(self)] = copied = self.kind()(self.local.clone(), self._cut)
         return copied
 
     def __copy__(self) -> Any:

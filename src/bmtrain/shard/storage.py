@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -18,9 +19,10 @@ from bmtrain.shard.engine import Engine
 from bmtrain.shard.gradient import Gradient, GradientPolicy
 from bmtrain.shard.layout import Layout, Piece, Split
 from bmtrain.shard.placement import EVERYWHERE, Placement
-from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed, alias
+from bmtrain.shard.residence import Absent, Alias, Kept, Residence, Ringed, alias, num_references
 from bmtrain.shard.sharded import Sharded
 from bmtrain.shard.slices import Slices
+from bmtrain.torch_internals import version_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,16 @@ class ShardPolicy:
 
     def __post_init__(self) -> None:
         check_zero_level(self.zero_level)
+
+
+class Update(Protocol):
+    """New values of a shard, or of a part of it, that are computed beside the program."""
+
+    def finish(self) -> None:
+        """Wait for the values and write them. May be called again.
+
+        Later work on the current stream finds them.
+        """
 
 
 class Storage:
@@ -83,13 +95,16 @@ class Storage:
         # Mapping memory of other ranks costs whole pages and milliseconds: not for storages of
         # other stages, which are empty here, nor for those that a block will soon replace.
         numel = self.layout.shard_numel if self.is_here else 0
-        self.shard, source = engine.transport.new_shard(
+        self._shard, source = engine.transport.new_shard(
             numel, dtype, self.axis, shared=self.is_here and not adoptable
         )
+        self._updates: list[Update] = []
+        self._num_own = num_references(self._shard)  # if no one has made a view of it
         # Weak, as parameters hold their storage: a shard would otherwise outlive its model until
         # Python's collector finds the cycle, at different times on different ranks.
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._leaves: list[torch.Tensor] | None = None
+        self._num_leaf_views = 0  # tensors made for `_leaves`
         wire = GradientPolicy(
             dtype=dtype,
             reduce_dtype=policy.reduce_dtype or dtype,
@@ -106,6 +121,7 @@ class Storage:
         )
         self.residence = self._make_residence(source)
         self.residence.is_pipelined = placement.stage is not None
+        self.residence.settle = functools.partial(_settle, weakref.ref(self))
         engine.register(self.residence, self.gradient)
 
     def _make_residence(self, source: ShardSource) -> Residence:
@@ -120,6 +136,44 @@ class Storage:
             return Kept(source, engine.transport, axis, version)
         return Ringed(
             source, engine.transport, axis, version, engine.ring(self.layout.numel, self.dtype)
+        )
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's values (shard_numel,); waits for an update that is under way."""
+        self.settle()
+        return self._shard
+
+    def expect(self, update: Update) -> None:
+        """Values are computed beside the program: whoever asks for them waits.
+
+        Called at the same place on all ranks, those without elements of it too. The caller has
+        counted the write, so that versions do not depend on when the values come.
+        """
+        self._updates.append(update)
+        self.residence.is_late = True
+
+    def settle(self) -> None:
+        """Wait for updates that are under way. Not collective.
+
+        Raises:
+            Exception: what ended an update; then the values are not to be had any more.
+        """
+        while self._updates:
+            update = self._updates[0]
+            update.finish()
+            self._updates = [other for other in self._updates if other is not update]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the program holds memory of the shard, as `param.local` for example.
+
+        It can read that at any time without asking.
+        """
+        params = [param for param in self.params if param is not None]
+        own = self._num_own + len(params) + self._num_leaf_views
+        return num_references(self._shard) > own or any(
+            isinstance(param, Slices) and param.is_held for param in params
         )
 
     def attach(self, params: Sequence[torch.nn.Parameter]) -> None:
@@ -169,7 +223,7 @@ class Storage:
 
     def version(self) -> int:
         """A number that changes when a parameter is written in place on this rank."""
-        return 0 if self.shard.is_inference() else self.shard._version
+        return version_of(self._shard)
 
     def cut(self, index: int) -> Cut:
         """How the parameter of slot `index` is cut into slices."""
@@ -191,7 +245,9 @@ class Storage:
         if self.axis.size > 1:
             return self.views(full)
         if self._leaves is None:
+            before = num_references(self._shard)
             self._leaves = self.views(alias(self.shard))
+            self._num_leaf_views = num_references(self._shard) - before
         return self._leaves
 
     def gather(self) -> torch.Tensor:
@@ -234,3 +290,9 @@ def _looking_whole(cuts: Sequence[Cut], local: torch.Tensor, index: int) -> Slic
 def _version_of(storage: weakref.ref[Storage]) -> int:
     found = storage()
     return 0 if found is None else found.version()
+
+
+def _settle(storage: weakref.ref[Storage]) -> None:
+    found = storage()
+    if found is not None:
+        found.settle()

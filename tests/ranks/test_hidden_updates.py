@@ -1,0 +1,669 @@
+"""The offloaded update beside the program: whoever reads or writes weights or states waits for it,
+and the values are bit for bit those of an update that nobody passes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.ranks.runner import run_ranks
+from tests.tensors import grad_of
+from torch import nn
+
+import bmtrain as bmt
+from bmtrain.errors import RanksPartedError, StaleParameterError
+from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.optim.worker import Worker
+from bmtrain.runtime import world
+from bmtrain.shard.slices import local_of
+from bmtrain.snapshot import CheckpointManager
+
+DIM, ROWS, NUM_BLOCKS = 10, 4, 3
+
+
+class Gate:
+    """While it is closed, holds the worker before the next job for a tenth of a second."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.open()
+
+    def __call__(self) -> None:
+        self._open.wait(0.1)
+        self.open()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self._open.clear()
+
+
+def use_worker(before_job: Callable[[], None] | None) -> None:
+    current = world.current()
+    current.services[Worker] = Worker(current, before_job)
+
+
+def ones(*shape: int) -> torch.Tensor:
+    return torch.ones(*shape, device=bmt.device())
+
+
+def is_on_gpu() -> bool:
+    """Where the device's arithmetic differs from the CPU's in the last bits."""
+    return bmt.device().type != "cpu"
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 3 * DIM)
+        self.down = nn.Linear(3 * DIM, DIM, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def make_model(dtype: torch.dtype, zero_level: int, use_checkpoint: bool = False) -> Any:
+    torch.manual_seed(5)
+    model = nn.Sequential(
+        nn.Embedding(17, DIM), *(Layer() for _ in range(NUM_BLOCKS)), nn.Linear(DIM, 17)
+    ).to(bmt.device(), dtype)
+    for place in range(1, NUM_BLOCKS + 1):
+        model[place] = bmt.Block(model[place], zero_level=zero_level, use_checkpoint=use_checkpoint)
+    return bmt.BMTrainModelWrapper(model)
+
+
+def batch(step: int) -> torch.Tensor:
+    rows = torch.randint(17, (ROWS, 6), generator=torch.Generator().manual_seed(step))
+    return rows.chunk(bmt.world_size())[bmt.rank()].to(bmt.device())
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    ids = batch(step)
+    logits = model(ids[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.reshape(-1, 17), ids[:, 1:].reshape(-1))
+
+
+def values_of(model: nn.Module, optimizer: AdamOffloadOptimizer) -> dict[str, torch.Tensor]:
+    """Copies of this rank's weights and states."""
+    found = {name: local_of(x).detach().clone() for name, x in model.named_parameters()}
+    for place, state in enumerate(optimizer.state_dict()["state"].values()):
+        found |= {f"{place} {name}": torch.as_tensor(x).clone() for name, x in state.items()}
+    return found
+
+
+def check_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), f"{name}: {got[name]} is not {value}"
+
+
+# ---- every reader waits ----
+
+
+@dataclasses.dataclass
+class Run:
+    """A program after its second step."""
+
+    model: Any
+    optimizer: AdamOffloadOptimizer
+    manager: OptimManager
+    folder: pathlib.Path
+
+    @property
+    def param(self) -> Any:
+        """Of the block that is updated last."""
+        return self.model[NUM_BLOCKS].up.weight
+
+
+def read_state(run: Run, name: str) -> Any:
+    return run.optimizer.state[run.param][name]
+
+
+def saved_file(run: Run) -> Any:
+    bmt.save(run.model, str(run.folder / "model.pt"))
+    return torch.load(run.folder / "model.pt") if bmt.rank() == 0 else None
+
+
+def checkpointed(run: Run) -> Any:
+    with CheckpointManager(run.folder / "checkpoints") as checkpoints:
+        checkpoints.save(2, run.model, run.manager)
+    other = start(run.folder, overlap=False, num_steps=0)
+    with CheckpointManager(run.folder / "checkpoints") as checkpoints:
+        checkpoints.restore(other.model, other.manager)
+    return values_of(other.model, other.optimizer)
+
+
+def written(run: Run, write: Callable[[Any], object]) -> Any:
+    with torch.no_grad():
+        write(run.param)
+    return run.param.local.clone()
+
+
+def written_and_trained(run: Run) -> Any:
+    """Masters follow weights that the program writes after the step, and only those."""
+    with torch.no_grad():
+        run.param.mul_(0.5)
+    train(run, 2)
+    return values_of(run.model, run.optimizer)
+
+
+def restored(run: Run) -> Any:
+    """What a load gives is not overwritten by an update that was under way."""
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    weights = {name: x.clone() for name, x in run.model.state_dict().items()}
+    train(run, 2)
+    run.model.load_state_dict(weights)
+    run.optimizer.load_state_dict(saved)
+    first = values_of(run.model, run.optimizer)
+    train(run, 3)
+    return [first, values_of(run.model, run.optimizer)]
+
+
+def loaded_at_once(run: Run) -> Any:
+    weights = {
+        name: torch.full_like(x, 0.25) for name, x in make_model(DTYPE, 3).state_dict().items()
+    }
+    run.model.load_state_dict(weights)
+    return values_of(run.model, run.optimizer)
+
+
+def copied(run: Run) -> Any:
+    memo: dict[int, Any] = {}
+    model = copy.deepcopy(run.model, memo)
+    optimizer = copy.deepcopy(run.optimizer, memo)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    other = Run(model, optimizer, manager, run.folder)
+    train(other, 2)
+    return [values_of(one.model, one.optimizer) for one in (run, other)]
+
+
+def stepped_by_another(run: Run) -> Any:
+    other = torch.optim.SGD([run.param], lr=0.1)
+    run.param.grad = torch.ones_like(run.param)
+    other.step()
+    return run.param.local.clone()
+
+
+def stepped_on_the_device(run: Run) -> Any:
+    other = AdamOptimizer([run.param], lr=0.1)
+    run.param.grad = torch.ones_like(run.param)
+    other.step()
+    return run.param.local.clone()
+
+
+def evaluated(run: Run) -> Any:
+    run.model.eval()
+    with torch.no_grad():
+        return loss_of(run.model, 9)
+
+
+def evaluated_in_inference_mode(run: Run) -> Any:
+    with torch.inference_mode():
+        return loss_of(run.model, 9).clone()
+
+
+def gathered_then_trained(run: Run) -> Any:
+    whole = run.param.gather().detach().clone()
+    train(run, 2)
+    return [whole, values_of(run.model, run.optimizer)]
+
+
+def cleared(run: Run) -> Any:
+    run.optimizer.zero_grad(set_to_none=False)
+    return values_of(run.model, run.optimizer)
+
+
+def overwritten_gradients(run: Run) -> Any:
+    for param in run.model.parameters():
+        grad_of(param).fill_(100.0)
+    return values_of(run.model, run.optimizer)
+
+
+def grown(run: Run) -> Any:
+    run.optimizer.add_param_group({"params": [bmt.DistributedParameter(ones(5))]})
+    return values_of(run.model, run.optimizer)
+
+
+def stepped_without_forward(run: Run) -> Any:
+    for param in run.model.parameters():
+        grad_of(param).mul_(2.0)
+    run.optimizer.step()
+    run.optimizer.step()
+    return values_of(run.model, run.optimizer)
+
+
+def ran_backward_again(run: Run) -> Any:
+    """A graph of weights before the step is refused, whether the new ones are there or not."""
+    loss = loss_of(run.model, 7)
+    loss.backward(retain_graph=True)
+    run.manager.step()
+    with pytest.raises(StaleParameterError, match="changed in place"):
+        loss.backward()
+    run.manager.zero_grad()
+    train(run, 2)
+    return values_of(run.model, run.optimizer)
+
+
+READERS: dict[str, Callable[[Run], Any]] = {
+    "state_dict of the model": lambda run: dict(run.model.state_dict()),
+    "state_dict of the optimizer": lambda run: run.optimizer.state_dict()["state"],
+    "gathered state_dict": lambda run: run.optimizer.state_dict(gather=True)["state"],
+    "state_dict of the manager": lambda run: run.manager.state_dict()["optimizers"][0]["state"],
+    "sharded_state_dict": lambda run: {
+        place: {name: local_of(x) if name != "step" else x for name, x in state.items()}
+        for place, state in run.optimizer.sharded_state_dict()["state"].items()
+    },
+    "state": lambda run: read_state(run, "exp_avg").local,
+    "function of a state": lambda run: read_state(run, "exp_avg_sq").norm(),
+    "copy of a state": lambda run: copy.deepcopy(read_state(run, "exp_avg")).local,
+    "alias of a state": lambda run: read_state(run, "exp_avg").detach().local,
+    "local": lambda run: run.param.local,
+    "data": lambda run: run.param.data.local,
+    "function": lambda run: (run.param * 2).local,
+    "norm": lambda run: run.param.norm(),
+    "gather": lambda run: run.param.gather(),
+    "matmul": lambda run: ones(1, DIM) @ run.param.float().T,
+    "item": lambda run: run.param[0, 0].item(),
+    "bmt.save": saved_file,
+    "CheckpointManager": checkpointed,
+    "mul_": lambda run: written(run, lambda param: param.mul_(3.0)),
+    "data.copy_": lambda run: written(run, lambda param: param.data.copy_(ones(30, DIM))),
+    "data =": lambda run: written(
+        run, lambda param: type(param).data.fset(param, ones(30, DIM).to(param.dtype))
+    ),
+    "set_full": lambda run: written(run, lambda param: param.set_full(ones(30, DIM))),
+    "written and trained": written_and_trained,
+    "load_state_dict of both": restored,
+    "load_state_dict of the model": loaded_at_once,
+    "deepcopy": copied,
+    "SGD": stepped_by_another,
+    "AdamOptimizer": stepped_on_the_device,
+    "evaluation": evaluated,
+    "inference mode": evaluated_in_inference_mode,
+    "gathered then trained": gathered_then_trained,
+    "zero_grad": cleared,
+    "overwritten gradients": overwritten_gradients,
+    "add_param_group": grown,
+    "steps without forward": stepped_without_forward,
+    "backward of an old graph": ran_backward_again,
+    "training loss": lambda run: loss_of(run.model, 5).detach(),
+    "inspect": lambda run: repr(bmt.inspect.inspect_model(run.model, "*")),
+}
+DTYPE = torch.bfloat16
+
+
+def train(run: Run, step: int) -> None:
+    run.manager.zero_grad()
+    run.manager.backward(loss_of(run.model, step))
+    run.manager.clip_grad_norm(run.optimizer.param_groups, 0.3)
+    run.manager.step()
+
+
+def start(folder: pathlib.Path, *, overlap: bool, num_steps: int = 2) -> Run:
+    model = make_model(DTYPE, 3)
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, weight_decay=0.1, overlap=overlap)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    run = Run(model, optimizer, manager, folder)
+    for step in range(num_steps):
+        train(run, step)
+    return run
+
+
+def plain(value: Any) -> Any:
+    """Nothing of it changes later."""
+    if isinstance(value, dict):
+        return {name: plain(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    return local_of(value).detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def check_equal(got: Any, want: Any, place: str) -> None:
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), place
+        for name in want:
+            check_equal(got[name], want[name], f"{place} {name}")
+    elif isinstance(want, list):
+        for number, (one, other) in enumerate(zip(got, want, strict=True)):
+            check_equal(one, other, f"{place} {number}")
+    elif isinstance(want, torch.Tensor):
+        assert torch.equal(got.nan_to_num(9.5), want.nan_to_num(9.5)), (
+            f"{place}: {got} is not {want}"
+        )
+    else:
+        assert got == want, place
+
+
+def is_under_way(run: Run) -> bool:
+    return any(not update.job.done.done() for update in run.optimizer._updates)
+
+
+def read(name: str, folder: pathlib.Path) -> None:
+    use_worker(None)
+    want = plain(READERS[name](start(folder / "at once", overlap=False)))
+    gate = Gate()
+    use_worker(gate)
+    run = start(folder / "beside", overlap=True, num_steps=1)
+    run.optimizer.settle()
+    gate.close()
+    train(run, 1)
+    assert is_under_way(run), "nothing was hidden"
+    try:
+        got = plain(READERS[name](run))
+    finally:
+        gate.open()
+    check_equal(got, want, name)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("names", [list(READERS)[place::6] for place in range(6)], ids=str)
+def test_every_reader_waits(names: list[str], world_size: int, tmp_path: pathlib.Path) -> None:
+    """With a worker that begins every job late, each way to weights and states finds those of the
+    step.
+    """
+    run_ranks(read_all, world_size, names, tmp_path)
+
+
+def read_all(names: list[str], folder: pathlib.Path) -> None:
+    for place, name in enumerate(names):
+        for kind in ("at once", "beside"):
+            (folder / str(place) / kind).mkdir(parents=True, exist_ok=True)
+        read(name, folder / str(place))
+
+
+# ---- the same values as of an update that nobody passes ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A program drawn from a seed."""
+
+    seed: int
+    overlap: bool = True
+
+    @property
+    def draws(self) -> random.Random:
+        return random.Random(self.seed)
+
+
+def groups_of(model: nn.Module, split: bool) -> Any:
+    if not split:
+        return model.parameters()
+    named = list(model.named_parameters())
+    return [
+        {"params": [x for name, x in named if x.dim() > 1], "weight_decay": 0.2},
+        {"params": [x for name, x in named if x.dim() <= 1], "lr": 0.02, "hold_steps": 1},
+    ]
+
+
+def program(case: Case) -> list[Any]:
+    """Train by a program drawn from the seed; returns everything that it has seen."""
+    draws = case.draws
+    dtype = draws.choice([torch.float32, torch.bfloat16, torch.float16])
+    model = make_model(dtype, draws.choice([2, 3]), draws.random() < 0.3)
+    if draws.random() < 0.3:
+        model[NUM_BLOCKS + 1].weight = model[0].weight  # tied
+    is_scaled = dtype == torch.float16 or draws.random() < 0.3
+    params = groups_of(model, draws.random() < 0.5)
+    ordinary = nn.Parameter(ones(3).to(dtype)) if draws.random() < 0.3 else None
+    device_bytes = draws.choice([0, 0, 5000, 10**6])
+    optimizers: list[Any] = [
+        AdamOffloadOptimizer(
+            params,
+            lr=0.05,
+            weight_decay=draws.choice([0.0, 0.1]),
+            moments=draws.choice(["fp32", "fp32", "8bit"]),
+            record_delta=draws.random() < 0.3,
+            overlap=case.overlap,
+            device_bytes=device_bytes if case.overlap or is_on_gpu() else 0,
+        )
+    ]
+    if ordinary is not None:
+        optimizers.append(AdamOffloadOptimizer([ordinary], lr=0.1, overlap=case.overlap))
+    manager = OptimManager(loss_scale=64 if is_scaled else None, loss_scale_steps=3)
+    manager.add_optimizer(optimizers[0], bmt.lr_scheduler.Linear(optimizers[0], 0.05, 2, 20))
+    for optimizer in optimizers[1:]:
+        manager.add_optimizer(optimizer)
+    seen: list[Any] = []
+    kept: list[Any] = []
+    for step in range(8):
+        one_step(case, draws, step, model, manager, optimizers, ordinary, seen, kept)
+    seen.append(values_of(model, optimizers[0]))
+    seen.append([local_of(x) for x in kept])
+    seen.append([manager.skipped_steps, manager.loss_scale, optimizers[0].param_groups[0]["lr"]])
+    return seen
+
+
+def one_step(
+    case: Case,
+    draws: random.Random,
+    step: int,
+    model: Any,
+    manager: OptimManager,
+    optimizers: list[Any],
+    ordinary: nn.Parameter | None,
+    seen: list[Any],
+    kept: list[Any],
+) -> None:
+    num_micro = draws.choice([1, 1, 2, 3])
+    defers, is_spoilt = draws.random() < 0.3, draws.random() < 0.15
+    for number in range(num_micro):
+        loss = loss_of(model, 10 * step + number) / num_micro
+        if ordinary is not None:
+            loss = loss + ordinary.float().square().sum()
+        if is_spoilt and number == num_micro - 1:
+            loss = loss * math.inf
+        manager.backward(loss, reduce_gradients=not defers or number == num_micro - 1)
+        seen.append(loss.detach())
+    params = [x for group in optimizers[0].param_groups for x in group["params"]]
+    what = draws.randrange(8)
+    if what == 0:
+        seen.append(manager.clip_grad_norm(params, draws.choice([0.01, 1e3])))
+    elif what == 1:
+        grad_of(params[3]).mul_(0.5)
+    elif what == 2:
+        params[2].grad = None
+    manager.step()
+    param = params[draws.randrange(len(params))]
+    after = draws.randrange(12)
+    if after == 0:
+        seen.append(values_of(model, optimizers[0]))
+    elif after == 1:
+        with torch.no_grad():
+            param.mul_(0.9)
+    elif after == 2:
+        with torch.no_grad():
+            seen.append(loss_of(model, 100 + step))
+    elif after == 3:
+        kept.append(param.local)  # from now on the program can read it without asking
+    elif after == 4:
+        state = optimizers[0].state.get(param, {})
+        kept.extend(local_of(x) for name, x in state.items() if name == "exp_avg")
+    elif after == 5:
+        saved = copy.deepcopy(manager.state_dict())
+        weights = {name: x.clone() for name, x in model.state_dict().items()}
+        model.load_state_dict(weights)
+        manager.load_state_dict(saved)
+    elif after == 6 and optimizers[0]._record_delta:
+        # sums in another order where states are in other places
+        deltas = optimizers[0].get_avg_delta(), optimizers[0].get_var_delta()
+        seen.append([round(x, 12) for x in deltas])
+    elif after == 7:
+        seen.append(param.gather().detach().clone())
+    elif after == 8:
+        grad_of(params[1]).zero_() if params[1].grad is not None else None
+    seen.append([x.clone() for x in map(local_of, kept)])
+    manager.zero_grad(set_to_none=draws.random() < 0.6)
+
+
+class Jitter:
+    """Begins jobs at times drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._draws = random.Random(seed)
+
+    def __call__(self) -> None:
+        time.sleep(self._draws.choice([0, 0, 0.002, 0.01]))
+
+
+def compare(seeds: list[int]) -> None:
+    for seed in seeds:
+        use_worker(Jitter(seed + 1000 * bmt.rank()))
+        want = plain(program(Case(seed, overlap=False)))
+        check_equal(plain(program(Case(seed))), want, f"seed {seed}:")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("first", range(0, 16, 4))
+def test_programs_see_the_same_values(first: int, world_size: int) -> None:
+    """Bit for bit, whatever the program does and however late the worker is."""
+    run_ranks(compare, world_size, list(range(first, first + 4)))
+
+
+# ---- what is hidden, and in which order ----
+
+
+def hides(zero_level: int, use_checkpoint: bool) -> None:
+    """Nothing of the library's own counts as memory that the program holds."""
+    model = make_model(torch.bfloat16, zero_level, use_checkpoint)
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    run = Run(model, optimizer, manager, pathlib.Path())
+    layouts = set()
+    for step in range(4):
+        train(run, step)
+        assert not optimizer._held
+        layouts.add(id(optimizer._layout))
+    assert len(layouts) == 1, "states were moved, which a step must not do"
+    model.state_dict()
+    kept = run.param.local
+    train(run, 4)
+    assert optimizer._held == {id(run.param.storage_of)}
+    del kept
+    state = read_state(run, "exp_avg").local[:3]  # empty on a rank that has none of it
+    train(run, 5)
+    assert optimizer._held == {id(run.param.storage_of)}
+    del state
+    train(run, 6)
+    assert not optimizer._held
+    use_worker(lambda: time.sleep(0.01))
+    manager.backward(loss_of(model, 7))
+    for _ in range(2):  # an update that is under way holds views of what it updates
+        optimizer.step()
+        assert not optimizer._held
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("zero_level", [2, 3])
+def test_updates_of_ordinary_programs_are_hidden(
+    zero_level: int, use_checkpoint: bool, world_size: int
+) -> None:
+    """All of them, but for those of which the program holds memory."""
+    run_ranks(hides, world_size, zero_level, use_checkpoint)
+
+
+class Watch(nn.Module):
+    """Lets the worker begin another job when a block begins."""
+
+    def __init__(self, inner: nn.Module, go_on: threading.Semaphore) -> None:
+        super().__init__()
+        self.inner, self.go_on = inner, go_on
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.go_on.release()
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+def in_order() -> None:
+    go_on = threading.Semaphore(1)
+    in_time: list[bool] = []
+    use_worker(lambda: in_time.append(go_on.acquire(timeout=5.0)))
+    torch.manual_seed(1)
+    # made in another order than they are called in
+    parts = [Watch(Layer(), go_on) for _ in range(5)]
+    blocks = bmt.TransformerBlockList(bmt.Block(part, use_checkpoint=False) for part in parts[::-1])
+    params = [param for part in parts for param in part.parameters()]
+    optimizer = AdamOffloadOptimizer(params, lr=0.05)
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    for _ in range(3):
+        manager.backward(blocks(ones(2, 3, DIM)).sum())
+        while go_on.acquire(blocking=False):
+            pass
+        go_on.release()
+        manager.step()
+        manager.zero_grad()
+    assert len(optimizer._updates) == 5
+    assert len(in_time) >= 10
+    assert all(in_time), in_time
+    go_on.release(5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_block_waits_for_its_own_update_only(world_size: int) -> None:
+    """Blocks are updated in the order in which the forward pass comes to them, and the gather of
+    the next one, which waits for it, is not begun before a block runs.
+    """
+    run_ranks(in_order, world_size)
+
+
+def fails() -> None:
+    run = start(pathlib.Path(), overlap=True, num_steps=1)
+    run.optimizer.settle()
+
+    current = world.current()
+    current.services[Worker] = BrokenWorker(current)
+    train(run, 1)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no memory in the worker"):
+            run.optimizer.state_dict()
+        with pytest.raises(MemoryError, match="no memory in the worker"):
+            run.model.state_dict()
+        with pytest.raises(MemoryError, match="no memory in the worker"):
+            loss_of(run.model, 2)
+        with pytest.raises(MemoryError, match="no memory in the worker"):
+            run.manager.step()
+
+
+class BrokenWorker(Worker):
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise MemoryError("no memory in the worker")
+
+
+def test_an_error_of_the_worker_comes_up_wherever_values_are_asked_for() -> None:
+    """Again and again: no checkpoint can be taken of half a step."""
+    run_ranks(fails, 1)
+
+
+def parts_ways(name: str) -> None:
+    model = make_model(torch.bfloat16, 3)
+    settings = {"overlap": bmt.rank() == 0} if name == "overlap" else {"device_bytes": bmt.rank()}
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, **settings)
+    with pytest.raises(RanksPartedError, match=name):
+        loss_of(model, 0).backward()
+        optimizer.step()
+        loss_of(model, 1)
+
+
+@pytest.mark.parametrize("name", ["overlap", "device_bytes"])
+def test_ranks_that_hide_otherwise_are_told(name: str) -> None:
+    """They would gather in another order, or have states in other places."""
+    run_ranks(parts_ways, 2, name)
