@@ -296,6 +296,19 @@ def wait_for(result: Any) -> None:
             wait()
 
 
+def num_collectives() -> list[int]:
+    """Collectives that this process has begun so far, by process group and backend.
+
+    Left out are those of backends that do not count.
+    """
+    counts = []
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        for device in group._device_types:
+            with contextlib.suppress(RuntimeError):
+                counts.append(group._get_backend(device)._get_sequence_number_for_group())
+    return counts
+
+
 def default_store() -> Any:
     """The store through which the ranks of the run found each other."""
     return torch.distributed.distributed_c10d._get_default_store()

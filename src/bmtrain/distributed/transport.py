@@ -60,19 +60,8 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def fork(self) -> None:
-        """Make both side streams wait for all work issued so far on the compute stream.
-
-        In a CUDA graph capture this adds them to the graph: otherwise their work would run at once
-        instead of being captured.
-        """
-
-    @abstractmethod
     def join(self) -> None:
-        """Make the compute stream wait for all work issued so far on the side streams.
-
-        A CUDA graph capture that ends with unjoined side streams fails.
-        """
+        """Make the compute stream wait for all work issued so far on the side streams."""
 
     @abstractmethod
     def renew(self) -> None:
@@ -100,9 +89,6 @@ class NullStreams(Streams):
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         for job in jobs:
             job()
-
-    def fork(self) -> None:
-        return None
 
     def join(self) -> None:
         return None
@@ -161,11 +147,6 @@ class CudaStreams(Streams):
         mark.age = self._age
         torch.cuda.current_stream().record_event(mark)
         return mark
-
-    def fork(self) -> None:
-        compute = torch.cuda.current_stream()
-        for side in (self._gather, self._reduce):
-            side.wait_stream(compute)
 
     def join(self) -> None:
         compute = torch.cuda.current_stream()

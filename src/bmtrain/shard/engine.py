@@ -116,7 +116,7 @@ class Engine:
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
         self._steps = Steps(
-            self.transport.ledger, world.mesh.world, self.replicated, self._gradients
+            self.transport.ledger, world.mesh.world, self.replicated, self._gradients, self.host
         )
         self._with_grad = True  # grad mode of the last forward pass
 
@@ -155,6 +155,10 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
+        self.host.uses(residence)
+        # A captured pass is no pass of the schedule: its values were gathered before it, and stay.
+        if self.host.is_capturing:
+            return residence.acquire(phase)
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
@@ -188,14 +192,22 @@ class Engine:
         self.schedule.restart()
         self._begin_forward()
 
-    def settle_gradients(self) -> list[tuple[Gradient | Replicated, tuple[bool, ...]]]:
-        """Between passes: move all gradients to fixed places; returns who has one, by parameter."""
-        everything: list[Gradient | Replicated] = [self.replicated, *self._gradients]
-        return [(gradient, gradient.settle()) for gradient in everything]
+    def trainable(self) -> list[tuple[bool, ...]]:
+        """Which parameters require grad, ordinary ones first."""
+        return [self.replicated.trainable(), *[each.trainable() for each in self._gradients]]
 
-    def ring_buffers(self) -> list[torch.Tensor]:
-        """The memory of all rings, which a captured graph must keep alive."""
-        return [tensor for ring in self._rings.values() for tensor in ring.tensors]
+    def place(self, residence: Residence) -> Residence:
+        """Where a call that begins now finds the values of a storage.
+
+        While a pass is captured, that is where each replay will find them.
+        """
+        return self.fixed(residence) if self.host.is_capturing else residence
+
+    def fixed(self, residence: Residence) -> Residence:
+        """The residence of the same values that stays where it is, for as long as it is held."""
+        found = residence.fixed()
+        self._residences.add(found)
+        return found
 
     def num_ring_buffers(self) -> int:
         """Full buffers allocated in all rings."""
@@ -205,10 +217,10 @@ class Engine:
         """Compare ledgers with the other ranks in the background, once per forward pass.
 
         On a GPU the host does not wait for gathers: without this, ranks that part in a forward pass
-        would hang with no message. Not on a tape: a capture does not run collectives.
+        would hang with no message.
         """
         ledger = self.transport.ledger
-        if residence.label is not None and not ledger.is_immediate and self.host.tape is None:
+        if residence.label is not None and not ledger.is_immediate:
             ledger.compare_later(residence.label.axis)
 
     def _begin_forward(self) -> None:
