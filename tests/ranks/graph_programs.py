@@ -39,7 +39,7 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Blocks, a sharded layer outside of them, and an ordinary parameter."""
 
-    def __init__(self, level: int, recompute: bool, compiled: bool, dim: int) -> None:
+    def __init__(self, level: int, recompute: bool | str, compiled: bool, dim: int) -> None:
         super().__init__()
         torch.manual_seed(3)
         blocks = [
@@ -61,7 +61,7 @@ class Run:
         self,
         capture: bool,
         level: int = 3,
-        recompute: bool = False,
+        recompute: bool | str = False,
         compiled: bool = False,
         dim: int = 8,
         **options: Any,
@@ -72,10 +72,10 @@ class Run:
         self.manager = bmt.optim.OptimManager(**options)
         self.manager.add_optimizer(self.optimizer, self.scheduler)
         self.num_calls = 0
-        self.step = (
-            bmt.cuda_graph(self.forward_and_backward) if capture else self.forward_and_backward
-        )
-        self.look = bmt.cuda_graph(self.forward) if capture else self.forward
+        graphed: Callable[[Any], Any] = bmt.cuda_graph if capture else lambda function: function
+        self.step, self.look = graphed(self.forward_and_backward), graphed(self.forward)
+        self.clearing, self.clearing_each = graphed(self.clear_first), graphed(self.clear_each)
+        self.parts, self.holding = graphed(self.two_parts), graphed(self.hold_back)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
@@ -85,6 +85,30 @@ class Run:
         self.num_calls += 1
         loss = self.net(x).square().mean()
         self.manager.backward(loss)
+        return loss
+
+    def clear_first(self, x: torch.Tensor) -> torch.Tensor:
+        self.manager.zero_grad()
+        return self.forward_and_backward(x)
+
+    def clear_each(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        return self.forward_and_backward(x)
+
+    def two_parts(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Two micro-batches that are reduced together, and a third pass for some layers only."""
+        self.num_calls += 1
+        first, second = self.net(x).square().mean(), self.net(y).abs().mean()
+        self.manager.backward(first, reduce_gradients=False)
+        self.manager.backward(second)
+        third = self.net.blocks[0](self.net.blocks[0](x)).square().mean()
+        self.manager.backward(third)
+        return first + second.detach() + third
+
+    def hold_back(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        loss = self.net(x).square().mean()
+        self.manager.backward(loss, reduce_gradients=False)
         return loss
 
     def rows(self, step: int, count: int = 4) -> torch.Tensor:
@@ -181,6 +205,54 @@ def evaluating_captured(run: Run, step: int) -> torch.Tensor:
     return before + loss.detach()
 
 
+def clearing_inside(run: Run, step: int) -> torch.Tensor:
+    loss = run.clearing(run.rows(step))
+    run.update()
+    return loss
+
+
+def clearing_each_inside(run: Run, step: int) -> torch.Tensor:
+    loss = run.clearing_each(run.rows(step))
+    run.update()
+    return loss
+
+
+def in_parts(run: Run, step: int) -> torch.Tensor:
+    loss = run.parts(run.rows(step), run.rows(step + 50))
+    run.update()
+    if step % 2:
+        run.manager.zero_grad()
+    return loss
+
+
+def held_back(run: Run, step: int) -> torch.Tensor:
+    losses = [run.holding(run.rows(10 * step + part)) for part in range(2)]
+    if step % 3:
+        losses.append(run.step(run.rows(10 * step + 2)))
+    run.update()
+    if step != 6:
+        run.manager.zero_grad()
+    return torch.stack(losses)
+
+
+def dropping_held_back(run: Run, step: int) -> torch.Tensor:
+    run.holding(run.rows(step))
+    run.net.blocks[0].down.weight.grad = None
+    return plainly(run, step)
+
+
+def hooked(run: Run, step: int) -> torch.Tensor:
+    if step == 0:
+        first, second, *_ = run.net.blocks[1].parameters()
+        first.register_hook(lambda grad: grad * 0.5)
+        second.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
+    loss = run.step(run.rows(step))
+    run.update()
+    if step % 2:
+        run.manager.zero_grad()
+    return loss
+
+
 PROGRAMS = (
     plainly,
     keeping_zeros,
@@ -192,6 +264,12 @@ PROGRAMS = (
     partly_cleared,
     freezing,
     evaluating_captured,
+    clearing_inside,
+    clearing_each_inside,
+    in_parts,
+    held_back,
+    dropping_held_back,
+    hooked,
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.ranks import graph_programs, graphs
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
@@ -30,9 +31,17 @@ def compare_options() -> None:
     recorded = graphs.use()
     for level, recompute in itertools.product((2, 3), (False, True)):
         graph_programs.compare(graph_programs.plainly, level, recompute)
+    graph_programs.compare(graph_programs.plainly, recompute="auto")
+    graph_programs.compare(graph_programs.in_parts, recompute="auto")
     run = graph_programs.compare(graph_programs.plainly, loss_scale=4.0, loss_scale_steps=2)
     assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
-    assert recorded.num_captures == 5
+    assert recorded.num_captures == 7
+
+
+def compare_by_copies() -> None:
+    graphs.use()
+    for program in (graph_programs.plainly, graph_programs.in_parts, graph_programs.held_back):
+        graph_programs.compare(program, dim=256)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -40,6 +49,11 @@ def compare_options() -> None:
 def test_training_is_bitwise_the_same(compare_all: Callable[[], None], world_size: int) -> None:
     """Losses and weights, for every way of going from one step to the next."""
     run_ranks(compare_all, world_size)
+
+
+def test_copies_between_ranks() -> None:
+    """Shards in memory that the ranks share, large enough to be read and summed there."""
+    run_ranks(compare_by_copies, 2, init={"transport": "copy_engine"})
 
 
 class Small:
@@ -85,7 +99,7 @@ def clip(small: Small) -> None:
 
 
 def read(small: Small) -> None:
-    small.block(x()["x"]).sum().item()
+    x()["x"].sum().item()
 
 
 def read_gradient(small: Small) -> None:
@@ -135,6 +149,118 @@ def test_what_cannot_be_captured_runs_as_it_is(world_size: int) -> None:
     too.
     """
     run_ranks(fall_back, world_size)
+
+
+class Talking:
+    """A block and an ordinary parameter; the function that may be captured does `inside`."""
+
+    def __init__(self, inside: Callable[[Talking, torch.Tensor], torch.Tensor]) -> None:
+        torch.manual_seed(1)
+        self.block = bmt.Block(nn.Linear(3, 4), use_checkpoint=False)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.optimizer = torch.optim.SGD([*self.block.parameters(), self.scale], lr=0.1)
+        self.manager = bmt.optim.OptimManager()
+        self.manager.add_optimizer(self.optimizer)
+        self.inside = inside
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.inside(self, x)
+        self.manager.backward(loss)
+        return loss
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.block(x) * self.scale).square().sum()
+
+
+def reduces(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    return bmt.distributed.all_reduce(talking.loss(x), "avg")
+
+
+def sums_loss(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    return loss * bmt.sum_loss(loss).detach().cos()
+
+
+def calls_torch(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return loss * whole.cos()
+
+
+def takes_norm(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    return talking.loss(x) + talking.block.weight.norm()
+
+
+def writes(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    talking.block.weight.data.mul_(0.5)
+    return talking.loss(x)
+
+
+def writes_whole(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        first = talking.loss(x)
+        talking.block.weight.set_full(torch.full((4, 3), 0.5))
+    return first + talking.loss(x)
+
+
+def steps(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    loss.backward(retain_graph=True)
+    talking.optimizer.step()
+    return talking.loss(x)
+
+
+def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        talking.scale.sub_(talking.scale.grad * 0.1)
+    return talking.loss(x)
+
+
+TOGETHER = (
+    reduces,
+    sums_loss,
+    calls_torch,
+    takes_norm,
+    writes,
+    writes_whole,
+    steps,
+    reads_ordinary,
+)
+
+
+def refuse_inside() -> None:
+    recorded = graphs.use()
+    for inside in TOGETHER:
+        name = inside.__name__
+        talking, plain = Talking(inside), Talking(inside)
+        step = bmt.cuda_graph(talking.run)
+        messages: list[str] = []
+        for number in range(6):
+            rows = x(2 + number % 2)["x"]
+            losses: list[torch.Tensor] = []
+            messages += warned(lambda: losses.append(step(rows)))  # noqa: B023
+            assert torch.equal(losses[0], plain.run(rows).detach()), f"{name}: loss {number}"
+            for each in (talking, plain):
+                each.manager.step()
+                each.manager.zero_grad()
+        assert len(messages) == 1, (name, messages)
+        for mine, theirs in zip(
+            talking.optimizer.param_groups[0]["params"],
+            plain.optimizer.param_groups[0]["params"],
+            strict=True,
+        ):
+            assert torch.equal(mine.detach() + 0, theirs.detach() + 0), name
+    assert recorded.num_replays == 0
+
+
+def test_what_ranks_do_together_is_never_captured() -> None:
+    """Collectives inside, writes that a gather would have to see, gradients that are read: one
+    warning on each rank, and what the function computes without a graph.
+    """
+    run_ranks(refuse_inside, 2)
 
 
 def fail_on_one_rank() -> None:
