@@ -299,13 +299,14 @@ def wait_for(result: Any) -> None:
 def num_collectives() -> list[int]:
     """Collectives that this process has begun so far, by process group and backend.
 
-    Left out are those of backends that do not count.
+    Left out are backends that do not count.
     """
-    counts = []
+    counts: list[int] = []
     for group in torch.distributed.distributed_c10d._world.pg_map:
         for device in group._device_types:
             with contextlib.suppress(RuntimeError):
-                counts.append(group._get_backend(device)._get_sequence_number_for_group())
+                count = getattr(group._get_backend(device), "_get_sequence_number_for_group", None)
+                counts += [] if count is None else [count()]
     return counts
 
 

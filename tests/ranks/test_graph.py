@@ -215,7 +215,7 @@ def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
     loss = talking.loss(x)
     loss.backward(retain_graph=True)
     with torch.no_grad():
-        talking.scale.sub_(talking.scale.grad * 0.1)
+        talking.scale.sub_(torch.as_tensor(talking.scale.grad) * 0.1)
     return talking.loss(x)
 
 

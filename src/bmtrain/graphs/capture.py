@@ -33,8 +33,9 @@ class Graphs(ABC):
     def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
         """Capture what `body` issues on the current stream, without running it.
 
-        `body` must not use `streams`, whose earlier events it does not wait for. It gets two contexts for each of `num_twice` parts of its work: what is computed in them
-        draws the same random numbers.
+        `body` issues nothing on `streams`; what it waits for there has been waited for. It gets two
+        contexts for each of `num_twice` parts of its work: what is computed in them draws the same
+        random numbers.
 
         Returns the replay. Raises what `body` raises, and RuntimeError for what cannot be captured;
         the capture is undone then.

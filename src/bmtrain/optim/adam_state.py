@@ -175,7 +175,7 @@ class AdamLayout:
             self._show(run, state)
         self._params = [list(group["params"]) for group in groups]
         self._shown = [states[param] for params in self._params for param in params]
-        self._names = sorted({name for shown in self._shown for name in shown})
+        self._names = sorted({name for shown in self._shown for name in shown} - {"step"})
         self._views = list(self._shown_views())
         self._gradients = Gradients([run for _, run in runs])
         self._versions = self._current_versions()

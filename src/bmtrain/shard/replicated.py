@@ -262,7 +262,6 @@ def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
         )
 
 
-
 def _hide(param: torch.Tensor) -> None:
     param.grad = Unreadable.like(param)
 

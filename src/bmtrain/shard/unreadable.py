@@ -32,7 +32,7 @@ class Unreadable(torch.Tensor):
         raise _refused()
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> NoReturn:
         raise _refused()

@@ -276,9 +276,7 @@ class Use:
                 storage.engine.backward.begin_use(self)
             residence = self._residences[storage]
             full = storage.engine.acquire(
-                residence,
-                Phase.BACKWARD if backward else Phase.FORWARD,
-                with_grad=self._with_grad,
+                residence, Phase.BACKWARD if backward else Phase.FORWARD, with_grad=self._with_grad
             )
             gathered = residence.version
             if gathered is not None and gathered != storage.version():
