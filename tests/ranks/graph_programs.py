@@ -4,10 +4,12 @@ backward pass.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bmtrain as bmt
@@ -241,6 +243,12 @@ def dropping_held_back(run: Run, step: int) -> torch.Tensor:
     return plainly(run, step)
 
 
+def tied(run: Run, step: int) -> torch.Tensor:
+    if step == 0:
+        run.net.blocks[2].up.weight = run.net.blocks[0].up.weight
+    return plainly(run, step)
+
+
 def hooked(run: Run, step: int) -> torch.Tensor:
     if step == 0:
         first, second, *_ = run.net.blocks[1].parameters()
@@ -269,6 +277,7 @@ PROGRAMS = (
     in_parts,
     held_back,
     dropping_held_back,
+    tied,
     hooked,
 )
 
@@ -293,3 +302,116 @@ def compare(program: Program, *args: Any, **options: Any) -> Run:
     for name, value in want.items():
         assert torch.equal(got[name], value), f"{what}: {name}"
     return run
+
+
+def warned(do: Callable[[], object]) -> list[str]:
+    """What `do` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        do()
+    return [str(warning.message) for warning in caught]
+
+
+class Talking:
+    """A block and an ordinary parameter; the function that may be captured does `inside`."""
+
+    def __init__(self, inside: Callable[[Talking, torch.Tensor], torch.Tensor]) -> None:
+        torch.manual_seed(1)
+        self.block = bmt.Block(nn.Linear(3, 4), use_checkpoint=False)
+        self.scale = nn.Parameter(torch.ones(4, device=bmt.device()))
+        self.optimizer = torch.optim.SGD([*self.block.parameters(), self.scale], lr=0.1)
+        self.manager = bmt.optim.OptimManager()
+        self.manager.add_optimizer(self.optimizer)
+        self.inside = inside
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.inside(self, x)
+        self.manager.backward(loss)
+        return loss
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.block(x) * self.scale).square().sum()
+
+
+def reduces(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    return bmt.distributed.all_reduce(talking.loss(x), "avg")
+
+
+def sums_loss(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    return loss * bmt.sum_loss(loss).detach().cos()
+
+
+def calls_torch(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return loss * whole.cos()
+
+
+def takes_norm(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    return talking.loss(x) + talking.block.weight.norm()
+
+
+def writes(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    talking.block.weight.data.mul_(0.5)
+    return talking.loss(x)
+
+
+def writes_whole(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        first = talking.loss(x)
+        talking.block.weight.set_full(torch.full((4, 3), 0.5, device=bmt.device()))
+    return first + talking.loss(x)
+
+
+def steps(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    loss.backward(retain_graph=True)
+    talking.optimizer.step()
+    return talking.loss(x)
+
+
+def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        talking.scale.sub_(torch.as_tensor(talking.scale.grad) * 0.1)
+    return talking.loss(x)
+
+
+TOGETHER = (
+    reduces,
+    sums_loss,
+    calls_torch,
+    takes_norm,
+    writes,
+    writes_whole,
+    steps,
+    reads_ordinary,
+)
+
+
+def refuse_together() -> None:
+    """Each of TOGETHER computes what it does without a graph, after one warning."""
+    for inside in TOGETHER:
+        name = inside.__name__
+        talking, plain = Talking(inside), Talking(inside)
+        step = bmt.cuda_graph(talking.run)
+        messages: list[str] = []
+        for number in range(6):
+            x = torch.linspace(-1, 1, 3 * (2 + number % 2), device=bmt.device()).view(-1, 3)
+            rows = x + bmt.rank()
+            losses: list[torch.Tensor] = []
+            messages += warned(lambda: losses.append(step(rows)))  # noqa: B023
+            assert torch.equal(losses[0], plain.run(rows).detach()), f"{name}: loss {number}"
+            for each in (talking, plain):
+                each.manager.step()
+                each.manager.zero_grad()
+        assert len(messages) == 1, (name, messages)
+        for mine, theirs in zip(
+            talking.optimizer.param_groups[0]["params"],
+            plain.optimizer.param_groups[0]["params"],
+            strict=True,
+        ):
+            assert torch.equal(mine.detach() + 0, theirs.detach() + 0), name

@@ -5,13 +5,11 @@ graphs.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.ranks import graph_programs, graphs
 from tests.ranks.runner import run_ranks
 from tests.tensors import grad_of
@@ -21,9 +19,12 @@ import bmtrain as bmt
 from bmtrain.recompute.level import Level
 
 
-def compare_programs() -> None:
+NUM_PARTS = 4
+
+
+def compare_programs(part: int) -> None:
     graphs.use()
-    for program in graph_programs.PROGRAMS:
+    for program in graph_programs.PROGRAMS[part::NUM_PARTS]:
         graph_programs.compare(program)
 
 
@@ -45,10 +46,16 @@ def compare_by_copies() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("compare_all", [compare_programs, compare_options])
-def test_training_is_bitwise_the_same(compare_all: Callable[[], None], world_size: int) -> None:
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_training_is_bitwise_the_same(part: int, world_size: int) -> None:
     """Losses and weights, for every way of going from one step to the next."""
-    run_ranks(compare_all, world_size)
+    run_ranks(compare_programs, world_size, part)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_options_are_bitwise_the_same(world_size: int) -> None:
+    """ZeRO-2 and ZeRO-3, recomputation, a loss scale."""
+    run_ranks(compare_options, world_size)
 
 
 def test_copies_between_ranks() -> None:
@@ -82,14 +89,6 @@ class Small:
         self.manager.clip_grad_norm(self.block.parameters(), float("inf"))
 
 
-def warned(do: Callable[[], object]) -> list[str]:
-    """What `do` warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        do()
-    return [str(warning.message) for warning in caught]
-
-
 def x(count: int = 2) -> dict[str, torch.Tensor]:
     return {"x": torch.linspace(-1, 1, 3 * count).view(count, 3) + bmt.rank()}
 
@@ -111,7 +110,10 @@ def read_gradient(small: Small) -> None:
 def behind(small: Small, inside: Callable[[Small], object]) -> tuple[list[str], list[torch.Tensor]]:
     """Warnings and losses of five calls."""
     losses: list[torch.Tensor] = []
-    messages = [warned(lambda: losses.append(small.step(x(), inside=inside))) for _ in range(5)]
+    messages = [
+        graph_programs.warned(lambda: losses.append(small.step(x(), inside=inside)))
+        for _ in range(5)
+    ]
     return [text for found in messages for text in found], losses
 
 
@@ -151,108 +153,9 @@ def test_what_cannot_be_captured_runs_as_it_is(world_size: int) -> None:
     run_ranks(fall_back, world_size)
 
 
-class Talking:
-    """A block and an ordinary parameter; the function that may be captured does `inside`."""
-
-    def __init__(self, inside: Callable[[Talking, torch.Tensor], torch.Tensor]) -> None:
-        torch.manual_seed(1)
-        self.block = bmt.Block(nn.Linear(3, 4), use_checkpoint=False)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.optimizer = torch.optim.SGD([*self.block.parameters(), self.scale], lr=0.1)
-        self.manager = bmt.optim.OptimManager()
-        self.manager.add_optimizer(self.optimizer)
-        self.inside = inside
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        loss = self.inside(self, x)
-        self.manager.backward(loss)
-        return loss
-
-    def loss(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.block(x) * self.scale).square().sum()
-
-
-def reduces(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    return bmt.distributed.all_reduce(talking.loss(x), "avg")
-
-
-def sums_loss(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    loss = talking.loss(x)
-    return loss * bmt.sum_loss(loss).detach().cos()
-
-
-def calls_torch(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    loss = talking.loss(x)
-    whole = loss.detach().clone()
-    dist.all_reduce(whole)
-    return loss * whole.cos()
-
-
-def takes_norm(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    return talking.loss(x) + talking.block.weight.norm()
-
-
-def writes(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    talking.block.weight.data.mul_(0.5)
-    return talking.loss(x)
-
-
-def writes_whole(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        first = talking.loss(x)
-        talking.block.weight.set_full(torch.full((4, 3), 0.5))
-    return first + talking.loss(x)
-
-
-def steps(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    loss = talking.loss(x)
-    loss.backward(retain_graph=True)
-    talking.optimizer.step()
-    return talking.loss(x)
-
-
-def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
-    loss = talking.loss(x)
-    loss.backward(retain_graph=True)
-    with torch.no_grad():
-        talking.scale.sub_(torch.as_tensor(talking.scale.grad) * 0.1)
-    return talking.loss(x)
-
-
-TOGETHER = (
-    reduces,
-    sums_loss,
-    calls_torch,
-    takes_norm,
-    writes,
-    writes_whole,
-    steps,
-    reads_ordinary,
-)
-
-
 def refuse_inside() -> None:
     recorded = graphs.use()
-    for inside in TOGETHER:
-        name = inside.__name__
-        talking, plain = Talking(inside), Talking(inside)
-        step = bmt.cuda_graph(talking.run)
-        messages: list[str] = []
-        for number in range(6):
-            rows = x(2 + number % 2)["x"]
-            losses: list[torch.Tensor] = []
-            messages += warned(lambda: losses.append(step(rows)))  # noqa: B023
-            assert torch.equal(losses[0], plain.run(rows).detach()), f"{name}: loss {number}"
-            for each in (talking, plain):
-                each.manager.step()
-                each.manager.zero_grad()
-        assert len(messages) == 1, (name, messages)
-        for mine, theirs in zip(
-            talking.optimizer.param_groups[0]["params"],
-            plain.optimizer.param_groups[0]["params"],
-            strict=True,
-        ):
-            assert torch.equal(mine.detach() + 0, theirs.detach() + 0), name
+    graph_programs.refuse_together()
     assert recorded.num_replays == 0
 
 
@@ -321,7 +224,7 @@ def kinds() -> None:
     assert any(
         "more than 4" in text
         for count in range(3, 7)
-        for text in warned(lambda: small.step(x(count)))  # noqa: B023
+        for text in graph_programs.warned(lambda: small.step(x(count)))  # noqa: B023
     )
     with pytest.raises(ValueError, match="max_graphs"):
         bmt.cuda_graph(small.run, max_graphs=0)
@@ -367,7 +270,7 @@ def refuse_strangers() -> None:
         loss.backward()
         return loss
 
-    messages = [text for _ in range(4) for text in warned(lambda: step(x()["x"]))]
+    messages = [text for _ in range(4) for text in graph_programs.warned(lambda: step(x()["x"]))]
     assert len(messages) == 1, messages
     assert "neither sharded nor in an optimizer" in messages[0]
     assert torch.allclose(grad_of(stranger), 4 * block(x()["x"]).detach().sum(0))
