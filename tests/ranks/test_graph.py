@@ -18,7 +18,6 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.recompute.level import Level
 
-
 NUM_PARTS = 4
 
 
@@ -42,7 +41,7 @@ def compare_options() -> None:
 def compare_by_copies() -> None:
     graphs.use()
     for program in (graph_programs.plainly, graph_programs.in_parts, graph_programs.held_back):
-        graph_programs.compare(program, dim=256)
+        graph_programs.compare(program, dim=128)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

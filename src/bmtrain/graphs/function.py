@@ -22,7 +22,6 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.shard.backward import Backward, Draws
 from bmtrain.shard.engine import Engine
-from bmtrain.shard.label import Phase
 from bmtrain.shard.residence import Residence
 from bmtrain.torch_internals import (
     TreeSpec,
@@ -233,11 +232,7 @@ class _CallKind:
 
     def gather(self) -> None:
         """Bring the full parameters to where the graph reads them. Collective."""
-        # All are started before the first is waited for: they overlap.
-        for residence in self._gathered:
-            residence.prefetch(Phase.FORWARD)
-        for residence in self._gathered:
-            residence.release(residence.acquire(Phase.FORWARD))
+        self._engine.bring(self._gathered)
 
     def capture(self, graphs: Graphs) -> str | None:
         """Capture the graph, after `gather`; returns why that failed, or None."""

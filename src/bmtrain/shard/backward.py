@@ -33,7 +33,7 @@ class Tape(Protocol):
     after: list[Work]  # work to do after each replay
 
     def uses(self, residence: Residence) -> None:
-        """The pass reads the full values of a storage."""
+        """The pass reads the full values of a storage, which a graph needs before each replay."""
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`, as each replay finds it."""
@@ -70,11 +70,6 @@ class HostSteps:
             return flags
 
         return [bool(flag) for flag in self._ledger.largest(flags, axis)]
-
-    def uses(self, residence: Residence) -> None:
-        """The pass reads the full values of a storage: a graph needs them before each replay."""
-        if self.tape is not None:
-            self.tape.uses(residence)
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`; on a tape a 0-dim fp32 tensor on `device`, filled before each replay.

@@ -19,7 +19,7 @@ from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Residence, Ring
+from bmtrain.shard.residence import Fixed, Residence, Ring
 from bmtrain.shard.steps import Steps
 
 Item = TypeVar("Item", bound=Hashable)
@@ -141,6 +141,20 @@ class Engine:
             gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}"
         )
 
+    def bring(self, residences: Sequence[Residence]) -> None:
+        """Gather what is missing of `residences` as one, readable on the compute stream.
+
+        Collective, with the same residences in the same order on all ranks.
+        """
+        missing = [each for each in residences if isinstance(each, Fixed) and not each.is_coming()]
+        if missing:
+            gathers = [each.missing(Phase.FORWARD) for each in missing]
+            ready = self.transport.gather_together(gathers, None)
+            for each in missing:
+                each.arrives(ready)
+        for residence in residences:
+            residence.release(residence.acquire(Phase.FORWARD))
+
     @property
     def num_alive(self) -> int:
         """Number of storages in use."""
@@ -155,10 +169,12 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
-        self.host.uses(residence)
-        # A captured pass is no pass of the schedule: its values were gathered before it, and stay.
-        if self.host.is_capturing:
-            return residence.acquire(phase)
+        tape = self.host.tape
+        if tape is not None:
+            tape.uses(residence)
+            # No pass of the schedule: the values were gathered before it, and stay.
+            if tape.is_capturing:
+                return residence.acquire(phase)
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
@@ -201,7 +217,8 @@ class Engine:
 
         While a pass is captured, that is where each replay will find them.
         """
-        return self.fixed(residence) if self.host.is_capturing else residence
+        tape = self.host.tape
+        return residence if tape is None or not tape.is_capturing else self.fixed(residence)
 
     def fixed(self, residence: Residence) -> Residence:
         """The residence of the same values that stays where it is, for as long as it is held."""

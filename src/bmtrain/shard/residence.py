@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from bmtrain.distributed.transport import ShardSource, Transport
+from bmtrain.distributed.transport import Gather, ShardSource, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.label import Label, Phase
@@ -287,15 +287,19 @@ class Fixed(Residence):
         return self._is_current
 
     def prefetch(self, phase: Phase) -> None:
-        if self._is_current:
-            return
+        if not self._is_current:
+            self.arrives(self._transport.gather_together([self.missing(phase)], None))
+
+    def missing(self, phase: Phase) -> Gather:
+        """The gather that brings the values; `arrives` says that it was started."""
         if self._full is None:
             self._full = self._source.new_full(self._axis.size)
         self.version = self._version()
-        self._ready = self._transport.gather(
-            self._full, self._source, self._axis, None, self.place(phase)
-        )
-        self._is_current = True
+        return Gather(self._full, self._source, self._axis, self.place(phase))
+
+    def arrives(self, ready: torch.Event | None) -> None:
+        """The values are there after `ready`."""
+        self._ready, self._is_current = ready, True
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)
