@@ -275,10 +275,10 @@ def ours_t5(batch: Pairs, graphed: bool = False) -> Step:
 
 def transformers_t5(batch: Pairs, dtype: torch.dtype) -> Step:
     """transformers' T5-base, compiled whole; with fp32 weights under autocast."""
-    config = transformers.T5Config(
-        d_model=768, d_ff=3072, num_layers=12, num_heads=12, decoder_start_token_id=0
-    )
-    model = transformers.T5ForConditionalGeneration(config).to(device="cuda", dtype=dtype).train()
+    config = transformers.T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12)
+    config.decoder_start_token_id = 0
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    model.to(device="cuda", dtype=dtype).train()
     return training_there(
         model,
         lambda compiled, ids, labels: compiled(input_ids=ids, labels=labels).loss,

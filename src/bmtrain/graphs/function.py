@@ -61,21 +61,26 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
 
     Values, gradients, accumulation into `.grad` and random numbers are the same as without it. Keep
     clipping, `step` and everything else that counts or decides on the host outside: Python code of
-    `function` runs in the first calls only.
+    `function` runs in the first calls only. Gradients are added to `.grad` after each replay, by
+    the engine: `function` can clear them (`OptimManager.zero_grad`), not read or set them.
+
+    With several ranks the graph does not communicate. All parameters that `function` reads are
+    gathered before each replay, and their buffers stay; gradients of all of them wait for the end
+    of the replay, when they are reduced. In bf16 that takes 4 bytes a parameter.
 
     Args:
         function: takes tensors on this rank's device in any containers, and constants; returns
             tensors in containers. Arguments are copied in, results are copies without a graph.
-            Anything else that it reads on the device must keep its address, as parameters, buffers
-            and gradients do. Ordinary parameters must belong to an optimizer of an OptimManager.
+            Anything else that it reads on the device must keep its address, as parameters and
+            buffers do. Ordinary parameters must belong to an optimizer of an OptimManager.
         max_graphs: how many kinds of calls are captured. The kind of a call consists of the shapes,
             dtypes and constants of the arguments, training and gradient mode, autocast, and which
-            parameters are trained and which have a gradient already (accumulation).
+            parameters are trained.
 
     The first two calls of a kind run eagerly. All graphs share one memory pool. If something cannot
-    be captured (a value read by the host, tensors on the CPU, too many kinds), one warning names it
-    and `function` runs eagerly from then on. On the CPU and in runs of several ranks it always runs
-    eagerly.
+    be captured (a value read by the host, tensors on the CPU, ranks that communicate in `function`,
+    pipeline or tensor parallelism, too many kinds), one warning names it and `function` runs
+    eagerly from then on, on all ranks. On the CPU it always runs eagerly.
     """
     if type(max_graphs) is not int or max_graphs < 1:
         raise ConfigurationError(
