@@ -380,6 +380,12 @@ def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
     return talking.loss(x)
 
 
+def takes_gradient(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    (grad,) = torch.autograd.grad(loss, [talking.scale], retain_graph=True)
+    return loss + grad.square().sum()
+
+
 TOGETHER = (
     reduces,
     sums_loss,
@@ -389,6 +395,7 @@ TOGETHER = (
     writes_whole,
     steps,
     reads_ordinary,
+    takes_gradient,
 )
 
 

@@ -37,6 +37,7 @@ class Replicated:
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
         self._had: dict[int, bool] = {}  # whether those had a gradient before the pass
+        self._met: dict[int, torch.Tensor] = {}  # computed by a captured pass, not in `.grad` yet
         self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
@@ -173,7 +174,7 @@ class Replicated:
 
         return collect
 
-    def _take(self, param: torch.nn.Parameter | None, grad: torch.Tensor) -> None:
+    def _take(self, param: torch.Tensor | None, grad: torch.Tensor) -> None:
         """Keep a gradient of this rank until the end of the pass."""
         key = id(param)
         self._had.setdefault(key, param is not None and param.grad is not None)
@@ -198,12 +199,13 @@ class Replicated:
                 if param.requires_grad:
                     handles += [
                         param.register_hook(functools.partial(self._meet, weakref.ref(param))),
-                        param.register_post_accumulate_grad_hook(_hide),
+                        param.register_post_accumulate_grad_hook(self._put_off),
                     ]
             yield
             for param in params:
                 self._note_clearing(param)
         finally:
+            self._met.clear()
             for handle in handles:
                 handle.remove()
             for param, grad in zip(params, before, strict=True):
@@ -218,16 +220,24 @@ class Replicated:
             self._host.refuse("an ordinary parameter has a sparse gradient")
         if param is not None:
             self._note_clearing(param)
+            self._met[id(param)] = grad
             param.grad = None  # autograd would add to it
-        self._host.when_computed(functools.partial(self._arrive, reference, grad))
         return None
+
+    def _put_off(self, param: torch.Tensor) -> None:
+        """Autograd has brought the gradient of a leaf to `.grad`: each replay does it again."""
+        grad = self._met.pop(id(param))
+        self._host.when_computed(functools.partial(self._arrive, weakref.ref(param), grad))
+        param.grad = Unreadable.like(param)
 
     def _note_clearing(self, param: torch.nn.Parameter) -> None:
         """The program may have cleared `.grad` inside: each replay does it again."""
+        if id(param) in self._met:
+            self._host.refuse("torch.autograd.grad takes the gradient of an ordinary parameter")
         if param.grad is None:
             self._host.when_computed(functools.partial(_clear, weakref.ref(param)))
 
-    def _arrive(self, reference: weakref.ref[torch.nn.Parameter], grad: torch.Tensor) -> None:
+    def _arrive(self, reference: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
         """What `_collector` and autograd do with the gradient of a leaf, after a replay."""
         param = reference()
         if param is None:
@@ -260,10 +270,6 @@ def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
             "whose parameters' hooks get the sum, or "
             "change `.grad` after backward."
         )
-
-
-def _hide(param: torch.Tensor) -> None:
-    param.grad = Unreadable.like(param)
 
 
 def _clear(reference: weakref.ref[torch.nn.Parameter]) -> None:
