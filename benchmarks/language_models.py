@@ -1,13 +1,17 @@
-"""model_center's models beside others on one GPU; prints one JSON record per measurement and saves
-all of them.
+"""model_center's models beside others; prints a JSON record per measurement and saves all of them.
 
 python benchmarks/language_models.py --name language-models --commit $(git rev-parse HEAD)
+torchrun --standalone --nproc_per_node=2 benchmarks/language_models.py --what bert t5 --name small
 
 llama   forward and backward of LLaMA 3 8B with 8 layers, 8192 tokens: model_center's, and a plain
         one in the same engine
 bert    whole training steps of BERT-large on 256 sequences of 128 tokens: model_center's, and
         transformers' with SDPA and torch.compile, with fp32 weights under autocast (its Trainer's
         bf16=True) and with weights and optimizer in bf16 alone
+t5      the same of T5-base on 32 pairs of 512 and 128 tokens
+
+On several GPUs each has as many rows, and transformers' models are in DistributedDataParallel with
+gradients in bf16. model_center's are measured with and without `bmtrain.cuda_graph`.
 
 loading a checkpoint of 2.7e9 parameters in bf16, in several safetensors files:
 benchmarks/loading.py
@@ -16,6 +20,7 @@ benchmarks/loading.py
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
 import statistics
@@ -23,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,10 +36,12 @@ import transformers
 from machine import machine
 from reports import report_of, write
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import bmtrain as bmt
 from model_center.model.bert import Bert, BertConfig
 from model_center.model.llama import Llama, LlamaConfig
+from model_center.model.t5 import T5, T5Config
 from models import LlamaShape
 
 HERE = pathlib.Path(__file__).parent
@@ -138,7 +145,61 @@ class Classifier(nn.Module):
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def ours_bert(batch: Batch) -> Step:
+def training(
+    model: nn.Module,
+    loss_of: Callable[..., torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    graphed: bool,
+) -> Step:
+    """Whole steps of a model in this engine: clip to norm 1, AdamW with fp32 masters."""
+    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-5, weight_decay=0.01)
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+
+    def forward_backward(*tensors: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(*tensors)
+        manager.backward(loss)
+        return loss
+
+    run = bmt.cuda_graph(forward_backward) if graphed else forward_backward
+
+    def step() -> torch.Tensor:
+        manager.zero_grad()
+        loss = run(*batch)
+        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+        manager.step()
+        return loss
+
+    return step
+
+
+def training_there(
+    model: nn.Module,
+    loss_of: Callable[..., torch.Tensor],
+    batch: Sequence[torch.Tensor],
+    autocasts: bool,
+) -> Step:
+    """The same by torch: `model` is in what `loss_of(compiled, *batch)` is called with."""
+    params = list(model.parameters())
+    if bmt.world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.register_comm_hook(None, bf16_compress_hook)
+    compiled = torch.compile(model, dynamic=False)
+    optimizer = torch.optim.AdamW(params, lr=1e-5, weight_decay=0.01, fused=True)
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocasts):
+            loss = loss_of(compiled, *batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ours_bert(batch: Batch, graphed: bool = False) -> Step:
     """model_center's BERT-large: bf16 weights, fp32 masters in the optimizer."""
     config = BertConfig(
         vocab_size=30522,
@@ -156,19 +217,10 @@ def ours_bert(batch: Batch) -> Step:
         block.compile(dynamic=False)
     head = nn.Linear(1024, 2, device="cuda", dtype=torch.bfloat16)
     model = Classifier(encoder, head, output_logits=False, output_pooler_output=True)
-    optimizer = bmt.optim.AdamOptimizer(model.parameters(), lr=1e-5, weight_decay=0.01)
-    manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
     loss_function = bmt.loss.FusedCrossEntropy()
-
-    def step() -> None:
-        loss = loss_function(model(batch[0], batch[1]), batch[2])
-        manager.zero_grad()
-        manager.backward(loss)
-        manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
-        manager.step()
-
-    return step
+    return training(
+        model, lambda ids, mask, labels: loss_function(model(ids, mask), labels), batch, graphed
+    )
 
 
 def transformers_bert(batch: Batch, dtype: torch.dtype) -> Step:
@@ -178,18 +230,94 @@ def transformers_bert(batch: Batch, dtype: torch.dtype) -> Step:
     )
     encoder = transformers.BertModel(config)  # SDPA is its default
     model = Classifier(encoder, nn.Linear(1024, 2)).to(device="cuda", dtype=dtype).train()
-    compiled = torch.compile(model, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
+    return training_there(
+        model,
+        lambda compiled, ids, mask, labels: nn.functional.cross_entropy(
+            compiled(ids, mask).float(), labels
+        ),
+        batch,
+        dtype == torch.float32,
+    )
 
-    def step() -> None:
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=dtype == torch.float32):
-            loss = nn.functional.cross_entropy(compiled(batch[0], batch[1]).float(), batch[2])
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+Pairs = tuple[torch.Tensor, torch.Tensor]
+
+
+def ours_t5(batch: Pairs, graphed: bool = False) -> Step:
+    """model_center's T5-base, bf16 weights."""
+    config = T5Config(
+        vocab_size=32128,
+        dim_model=768,
+        num_heads=12,
+        dim_head=64,
+        dim_ff=3072,
+        num_encoder_layers=12,
+        num_decoder_layers=12,
+        dropout_p=0.1,
+        tied=True,
+        scale_logits=True,
+        dtype="bfloat16",
+        use_checkpoint=False,
+    )
+    model = T5(config)
+    bmt.init_parameters(model)
+    for block in [*model.encoder.layers, *model.decoder.layers]:
+        block.compile(dynamic=False)
+    loss_function = bmt.loss.FusedCrossEntropy()
+
+    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        given = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], 1)
+        logits = model(input_ids=ids, decoder_input_ids=given, output_logits=True).logits
+        return loss_function(logits.flatten(0, 1), labels.flatten())
+
+    return training(model, loss_of, batch, graphed)
+
+
+def transformers_t5(batch: Pairs, dtype: torch.dtype) -> Step:
+    """transformers' T5-base, compiled whole; with fp32 weights under autocast."""
+    config = transformers.T5Config(d_model=768, d_ff=3072, num_layers=12, num_heads=12)
+    config.decoder_start_token_id = 0
+    model: nn.Module = transformers.T5ForConditionalGeneration(config)
+    model.to(device="cuda", dtype=dtype).train()
+    return training_there(
+        model,
+        lambda compiled, ids, labels: compiled(input_ids=ids, labels=labels).loss,
+        batch,
+        dtype == torch.float32,
+    )
+
+
+def t5_records() -> Iterator[dict[str, Any]]:
+    """All T5s."""
+    batch = (
+        torch.randint(1000, 30000, (32, 512), device="cuda"),
+        torch.randint(1000, 30000, (32, 128), device="cuda"),
+    )
+    yield from _compared(
+        {"what": "t5", "sequences": 32},
+        {
+            "model_center": lambda: ours_t5(batch),
+            "model_center, cuda_graph": lambda: ours_t5(batch, graphed=True),
+            "transformers, autocast": lambda: transformers_t5(batch, torch.float32),
+            "transformers, bf16": lambda: transformers_t5(batch, torch.bfloat16),
+        },
+    )
+
+
+def _compared(
+    common: dict[str, Any], builders: dict[str, Callable[[], Step]]
+) -> Iterator[dict[str, Any]]:
+    """Two measurements of each, in turn, so that a drift of the machine shows."""
+    steps = {name: build() for name, build in builders.items()}
+    for repeat in range(2):
+        for name, step in steps.items():
+            yield {
+                **common,
+                "gpus": bmt.world_size(),
+                "model": name,
+                "repeat": repeat,
+                **timed(step),
+            }
 
 
 def llama_records() -> Iterator[dict[str, Any]]:
@@ -219,22 +347,17 @@ def bert_records() -> Iterator[dict[str, Any]]:
     }
     for kind, mask in masks.items():
         batch = (ids, mask, labels)
-        steps = {
-            "model_center": ours_bert(batch),
-            "transformers, autocast": transformers_bert(batch, torch.float32),
-            "transformers, bf16": transformers_bert(batch, torch.bfloat16),
-        }
-        for repeat in range(2):
-            for name, step in steps.items():
-                yield {
-                    "what": "bert",
-                    "mask": kind,
-                    "model": name,
-                    "repeat": repeat,
-                    "sequences": 256,
-                    **timed(step),
-                }
-        del steps
+        yield from _compared(
+            {"what": "bert", "mask": kind, "sequences": 256},
+            {
+                "model_center": functools.partial(ours_bert, batch),
+                "model_center, cuda_graph": functools.partial(ours_bert, batch, graphed=True),
+                "transformers, autocast": functools.partial(
+                    transformers_bert, batch, torch.float32
+                ),
+                "transformers, bf16": functools.partial(transformers_bert, batch, torch.bfloat16),
+            },
+        )
 
 
 def loading_records() -> Iterator[dict[str, Any]]:
@@ -255,7 +378,7 @@ def loading_records() -> Iterator[dict[str, Any]]:
             yield {"what": "loading", **json.loads(done.stdout.splitlines()[-1])}
 
 
-KINDS = {"llama": llama_records, "bert": bert_records, "loading": loading_records}
+KINDS = {"llama": llama_records, "bert": bert_records, "t5": t5_records, "loading": loading_records}
 
 
 def main() -> None:
@@ -273,8 +396,10 @@ def main() -> None:
     records = []
     for what in args.what:
         for record in KINDS[what]():
-            print(json.dumps(record), flush=True)
+            bmt.print_rank(json.dumps(record), flush=True)
             records.append(record)
+    if bmt.rank() > 0:
+        return
     command = f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}"
     path = pathlib.Path(args.folder) / f"{args.name}.json"
     write(

@@ -81,6 +81,22 @@ SUITES = (
         ),
     ),
     Suite(
+        name="gpt2-two-gpus",
+        about="GPT-2 124M on two GPUs, beside DistributedDataParallel",
+        gpus=(2,),
+        seconds=40,
+        repeat=2,
+        in_default=False,
+        runs=_runs(
+            "--shape gpt2 --batch 8 32 --steps 20",
+            "bmtrain --cuda-graph",
+            "plain",
+            "bmtrain",
+            "fsdp2",
+            "plain --cuda-graph",
+        ),
+    ),
+    Suite(
         name="2.7b-offload",
         about="GPT 2.7B on one GPU, optimizer in host memory",
         gpus=(1,),

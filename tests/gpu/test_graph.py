@@ -20,22 +20,23 @@ import bmtrain as bmt
 pytestmark = pytest.mark.gpu
 
 
-def on_a_gpu(fn: Any, *args: Any) -> None:
-    """Run on one rank: several capture nothing."""
-    run_ranks(fn, 1, *args, device=None, timeout=100)
+RANKS = [count for count in (1, 2) if count <= torch.cuda.device_count()]
+# With few columns shards are small, and collectives carry them; with many, copies do.
+SEVERAL = [
+    (count, transport, dim)
+    for count in RANKS
+    for transport, dim in (("auto", 8), *([("auto", 256), ("collective", 8)] if count > 1 else []))
+]
 
 
-def warned(do: Callable[[], object]) -> list[str]:
-    """What `do` warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        do()
-    return [str(warning.message) for warning in caught]
+def on_gpus(fn: Any, *args: Any, ranks: int = 1, transport: str = "auto") -> None:
+    """Run on so many GPUs."""
+    run_ranks(fn, ranks, *args, device=None, timeout=100, init={"transport": transport})
 
 
-def compare_programs() -> None:
+def compare_programs(dim: int) -> None:
     for program in graph_programs.PROGRAMS:
-        graph_programs.compare(program)
+        graph_programs.compare(program, dim=dim)
 
 
 def compare_options(level: int, recompute: bool, compiled: bool) -> None:
@@ -50,22 +51,30 @@ def compare_scaled() -> None:
     assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
 
 
-def test_every_way_of_training() -> None:
+@pytest.mark.parametrize(("ranks", "transport", "dim"), SEVERAL)
+def test_every_way_of_training(ranks: int, transport: str, dim: int) -> None:
     """All programs of the CPU tests."""
-    on_a_gpu(compare_programs)
+    on_gpus(compare_programs, dim, ranks=ranks, transport=transport)
 
 
+@pytest.mark.skipif(len(RANKS) < 2, reason="one GPU communicates with nobody")
+def test_what_ranks_do_together_is_never_captured() -> None:
+    """Collectives inside, of torch's own too: one warning, and what the function computes."""
+    on_gpus(graph_programs.refuse_together, ranks=2)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("level", [2, 3])
-def test_every_kind_of_block(level: int, recompute: bool, compiled: bool) -> None:
+def test_every_kind_of_block(level: int, recompute: bool, compiled: bool, ranks: int) -> None:
     """ZeRO-2 and ZeRO-3, recomputed or not, compiled or not."""
-    on_a_gpu(compare_options, level, recompute, compiled)
+    on_gpus(compare_options, level, recompute, compiled, ranks=ranks)
 
 
 def test_a_loss_scale_that_changes() -> None:
     """The scale is read before each replay."""
-    on_a_gpu(compare_scaled)
+    on_gpus(compare_scaled, ranks=RANKS[-1])
 
 
 class Dropped(nn.Module):
@@ -122,13 +131,14 @@ def draw(recompute: bool, compiled: bool) -> None:
         assert torch.equal(mine, again), "the seed decides"
 
 
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_dropout(recompute: bool, compiled: bool) -> None:
+def test_dropout(recompute: bool, compiled: bool, ranks: int) -> None:
     """Every replay draws anew, backward sees what forward drew, recomputed too, and a seed repeats
     it all.
     """
-    on_a_gpu(draw, recompute, compiled)
+    on_gpus(draw, recompute, compiled, ranks=ranks)
 
 
 class Failing:
@@ -182,12 +192,12 @@ def fail() -> None:
     for inside in (to_the_host, while_capturing, synchronising):
         failing = Failing(inside)
         got: list[float] = []
-        messages = warned(lambda: got.extend(failing.losses(6)))  # noqa: B023
+        messages = graph_programs.warned(lambda: got.extend(failing.losses(6)))  # noqa: B023
         assert len(messages) == 1, (inside.__name__, messages)
         assert "without a CUDA graph" in messages[0], messages
         assert got == expected, (inside.__name__, got, expected)
         again = Failing(lambda x: None)
-        assert not warned(lambda: got.extend(again.losses(6)))  # noqa: B023
+        assert not graph_programs.warned(lambda: got.extend(again.losses(6)))  # noqa: B023
         assert got[6:] == expected, (inside.__name__, "a graph made afterwards")
 
 
@@ -195,7 +205,7 @@ def test_errors_inside_a_capture_leave_everything_usable() -> None:
     """A value read by the host, an exception, a synchronisation: one warning, the same losses, and
     graphs afterwards.
     """
-    on_a_gpu(fail)
+    on_gpus(fail)
 
 
 def count_memory() -> None:
@@ -212,9 +222,10 @@ def count_memory() -> None:
     assert run.num_calls == 9, "it was not captured"
 
 
-def test_replays_take_no_memory() -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_replays_take_no_memory(ranks: int) -> None:
     """What is allocated stays as it is from replay to replay."""
-    on_a_gpu(count_memory)
+    on_gpus(count_memory, ranks=ranks)
 
 
 def never_wait() -> None:
@@ -230,6 +241,7 @@ def never_wait() -> None:
     assert run.num_calls == 3, "it was not captured"
 
 
-def test_replays_never_make_the_host_wait() -> None:
+@pytest.mark.parametrize("ranks", RANKS)
+def test_replays_never_make_the_host_wait(ranks: int) -> None:
     """Nothing between two replays looks at the device."""
-    on_a_gpu(never_wait)
+    on_gpus(never_wait, ranks=ranks)

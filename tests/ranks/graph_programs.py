@@ -4,10 +4,12 @@ backward pass.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bmtrain as bmt
@@ -39,7 +41,7 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """Blocks, a sharded layer outside of them, and an ordinary parameter."""
 
-    def __init__(self, level: int, recompute: bool, compiled: bool, dim: int) -> None:
+    def __init__(self, level: int, recompute: bool | str, compiled: bool, dim: int) -> None:
         super().__init__()
         torch.manual_seed(3)
         blocks = [
@@ -61,7 +63,7 @@ class Run:
         self,
         capture: bool,
         level: int = 3,
-        recompute: bool = False,
+        recompute: bool | str = False,
         compiled: bool = False,
         dim: int = 8,
         **options: Any,
@@ -72,10 +74,10 @@ class Run:
         self.manager = bmt.optim.OptimManager(**options)
         self.manager.add_optimizer(self.optimizer, self.scheduler)
         self.num_calls = 0
-        self.step = (
-            bmt.cuda_graph(self.forward_and_backward) if capture else self.forward_and_backward
-        )
-        self.look = bmt.cuda_graph(self.forward) if capture else self.forward
+        graphed: Callable[[Any], Any] = bmt.cuda_graph if capture else lambda function: function
+        self.step, self.look = graphed(self.forward_and_backward), graphed(self.forward)
+        self.clearing, self.clearing_each = graphed(self.clear_first), graphed(self.clear_each)
+        self.parts, self.holding = graphed(self.two_parts), graphed(self.hold_back)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.num_calls += 1
@@ -85,6 +87,30 @@ class Run:
         self.num_calls += 1
         loss = self.net(x).square().mean()
         self.manager.backward(loss)
+        return loss
+
+    def clear_first(self, x: torch.Tensor) -> torch.Tensor:
+        self.manager.zero_grad()
+        return self.forward_and_backward(x)
+
+    def clear_each(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        return self.forward_and_backward(x)
+
+    def two_parts(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Two micro-batches that are reduced together, and a third pass for some layers only."""
+        self.num_calls += 1
+        first, second = self.net(x).square().mean(), self.net(y).abs().mean()
+        self.manager.backward(first, reduce_gradients=False)
+        self.manager.backward(second)
+        third = self.net.blocks[0](self.net.blocks[0](x)).square().mean()
+        self.manager.backward(third)
+        return first + second.detach() + third
+
+    def hold_back(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        loss = self.net(x).square().mean()
+        self.manager.backward(loss, reduce_gradients=False)
         return loss
 
     def rows(self, step: int, count: int = 4) -> torch.Tensor:
@@ -181,6 +207,60 @@ def evaluating_captured(run: Run, step: int) -> torch.Tensor:
     return before + loss.detach()
 
 
+def clearing_inside(run: Run, step: int) -> torch.Tensor:
+    loss = run.clearing(run.rows(step))
+    run.update()
+    return loss
+
+
+def clearing_each_inside(run: Run, step: int) -> torch.Tensor:
+    loss = run.clearing_each(run.rows(step))
+    run.update()
+    return loss
+
+
+def in_parts(run: Run, step: int) -> torch.Tensor:
+    loss = run.parts(run.rows(step), run.rows(step + 50))
+    run.update()
+    if step % 2:
+        run.manager.zero_grad()
+    return loss
+
+
+def held_back(run: Run, step: int) -> torch.Tensor:
+    losses = [run.holding(run.rows(10 * step + part)) for part in range(2)]
+    if step % 3:
+        losses.append(run.step(run.rows(10 * step + 2)))
+    run.update()
+    if step != 6:
+        run.manager.zero_grad()
+    return torch.stack(losses)
+
+
+def dropping_held_back(run: Run, step: int) -> torch.Tensor:
+    run.holding(run.rows(step))
+    run.net.blocks[0].down.weight.grad = None
+    return plainly(run, step)
+
+
+def tied(run: Run, step: int) -> torch.Tensor:
+    if step == 0:
+        run.net.blocks[2].up.weight = run.net.blocks[0].up.weight
+    return plainly(run, step)
+
+
+def hooked(run: Run, step: int) -> torch.Tensor:
+    if step == 0:
+        first, second, *_ = run.net.blocks[1].parameters()
+        first.register_hook(lambda grad: grad * 0.5)
+        second.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2.0))
+    loss = run.step(run.rows(step))
+    run.update()
+    if step % 2:
+        run.manager.zero_grad()
+    return loss
+
+
 PROGRAMS = (
     plainly,
     keeping_zeros,
@@ -192,6 +272,13 @@ PROGRAMS = (
     partly_cleared,
     freezing,
     evaluating_captured,
+    clearing_inside,
+    clearing_each_inside,
+    in_parts,
+    held_back,
+    dropping_held_back,
+    tied,
+    hooked,
 )
 
 
@@ -215,3 +302,123 @@ def compare(program: Program, *args: Any, **options: Any) -> Run:
     for name, value in want.items():
         assert torch.equal(got[name], value), f"{what}: {name}"
     return run
+
+
+def warned(do: Callable[[], object]) -> list[str]:
+    """What `do` warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        do()
+    return [str(warning.message) for warning in caught]
+
+
+class Talking:
+    """A block and an ordinary parameter; the function that may be captured does `inside`."""
+
+    def __init__(self, inside: Callable[[Talking, torch.Tensor], torch.Tensor]) -> None:
+        torch.manual_seed(1)
+        self.block = bmt.Block(nn.Linear(3, 4), use_checkpoint=False)
+        self.scale = nn.Parameter(torch.ones(4, device=bmt.device()))
+        self.optimizer = torch.optim.SGD([*self.block.parameters(), self.scale], lr=0.1)
+        self.manager = bmt.optim.OptimManager()
+        self.manager.add_optimizer(self.optimizer)
+        self.inside = inside
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.inside(self, x)
+        self.manager.backward(loss)
+        return loss
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.block(x) * self.scale).square().sum()
+
+
+def reduces(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    return bmt.distributed.all_reduce(talking.loss(x), "avg")
+
+
+def sums_loss(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    return loss * bmt.sum_loss(loss).detach().cos()
+
+
+def calls_torch(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return loss * whole.cos()
+
+
+def takes_norm(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    return talking.loss(x) + talking.block.weight.norm()
+
+
+def writes(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    talking.block.weight.data.mul_(0.5)
+    return talking.loss(x)
+
+
+def writes_whole(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        first = talking.loss(x)
+        talking.block.weight.set_full(torch.full((4, 3), 0.5, device=bmt.device()))
+    return first + talking.loss(x)
+
+
+def steps(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    loss.backward(retain_graph=True)
+    talking.optimizer.step()
+    return talking.loss(x)
+
+
+def reads_ordinary(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        talking.scale.sub_(torch.as_tensor(talking.scale.grad) * 0.1)
+    return talking.loss(x)
+
+
+def takes_gradient(talking: Talking, x: torch.Tensor) -> torch.Tensor:
+    loss = talking.loss(x)
+    (grad,) = torch.autograd.grad(loss, [talking.scale], retain_graph=True)
+    return loss + grad.square().sum()
+
+
+TOGETHER = (
+    reduces,
+    sums_loss,
+    calls_torch,
+    takes_norm,
+    writes,
+    writes_whole,
+    steps,
+    reads_ordinary,
+    takes_gradient,
+)
+
+
+def refuse_together() -> None:
+    """Each of TOGETHER computes what it does without a graph, after one warning."""
+    for inside in TOGETHER:
+        name = inside.__name__
+        talking, plain = Talking(inside), Talking(inside)
+        step = bmt.cuda_graph(talking.run)
+        messages: list[str] = []
+        for number in range(6):
+            x = torch.linspace(-1, 1, 3 * (2 + number % 2), device=bmt.device()).view(-1, 3)
+            rows = x + bmt.rank()
+            losses: list[torch.Tensor] = []
+            messages += warned(lambda: losses.append(step(rows)))  # noqa: B023
+            assert torch.equal(losses[0], plain.run(rows).detach()), f"{name}: loss {number}"
+            for each in (talking, plain):
+                each.manager.step()
+                each.manager.zero_grad()
+        assert len(messages) == 1, (name, messages)
+        for mine, theirs in zip(
+            talking.optimizer.param_groups[0]["params"],
+            plain.optimizer.param_groups[0]["params"],
+            strict=True,
+        ):
+            assert torch.equal(mine.detach() + 0, theirs.detach() + 0), name

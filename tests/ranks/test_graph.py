@@ -5,7 +5,6 @@ graphs.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +12,18 @@ import pytest
 import torch
 from tests.ranks import graph_programs, graphs
 from tests.ranks.runner import run_ranks
-from tests.tensors import grad_of, own_slice
+from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
 from bmtrain.recompute.level import Level
 
+NUM_PARTS = 4
 
-def compare_programs() -> None:
+
+def compare_programs(part: int) -> None:
     graphs.use()
-    for program in graph_programs.PROGRAMS:
+    for program in graph_programs.PROGRAMS[part::NUM_PARTS]:
         graph_programs.compare(program)
 
 
@@ -30,16 +31,35 @@ def compare_options() -> None:
     recorded = graphs.use()
     for level, recompute in itertools.product((2, 3), (False, True)):
         graph_programs.compare(graph_programs.plainly, level, recompute)
+    graph_programs.compare(graph_programs.plainly, recompute="auto")
+    graph_programs.compare(graph_programs.in_parts, recompute="auto")
     run = graph_programs.compare(graph_programs.plainly, loss_scale=4.0, loss_scale_steps=2)
     assert run.manager.loss_scale > 16, "the scale grew while a graph was replayed"
-    assert recorded.num_captures == 5
+    assert recorded.num_captures == 7
+
+
+def compare_by_copies() -> None:
+    graphs.use()
+    for program in (graph_programs.plainly, graph_programs.in_parts, graph_programs.held_back):
+        graph_programs.compare(program, dim=128)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("compare_all", [compare_programs, compare_options])
-def test_training_is_bitwise_the_same(compare_all: Callable[[], None], world_size: int) -> None:
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_training_is_bitwise_the_same(part: int, world_size: int) -> None:
     """Losses and weights, for every way of going from one step to the next."""
-    run_ranks(compare_all, world_size)
+    run_ranks(compare_programs, world_size, part)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_options_are_bitwise_the_same(world_size: int) -> None:
+    """ZeRO-2 and ZeRO-3, recomputation, a loss scale."""
+    run_ranks(compare_options, world_size)
+
+
+def test_copies_between_ranks() -> None:
+    """Shards in memory that the ranks share, large enough to be read and summed there."""
+    run_ranks(compare_by_copies, 2, init={"transport": "copy_engine"})
 
 
 class Small:
@@ -68,14 +88,6 @@ class Small:
         self.manager.clip_grad_norm(self.block.parameters(), float("inf"))
 
 
-def warned(do: Callable[[], object]) -> list[str]:
-    """What `do` warns of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        do()
-    return [str(warning.message) for warning in caught]
-
-
 def x(count: int = 2) -> dict[str, torch.Tensor]:
     return {"x": torch.linspace(-1, 1, 3 * count).view(count, 3) + bmt.rank()}
 
@@ -85,17 +97,22 @@ def clip(small: Small) -> None:
 
 
 def read(small: Small) -> None:
-    own_slice(grad_of(next(small.block.parameters()))).sum().item()
+    x()["x"].sum().item()
 
 
-def keep_back(small: Small) -> None:
-    small.manager.backward(small.block(x()["x"]).sum(), reduce_gradients=False)
+def read_gradient(small: Small) -> None:
+    grad = next(small.block.parameters()).grad
+    assert grad is not None
+    grad.norm()
 
 
 def behind(small: Small, inside: Callable[[Small], object]) -> tuple[list[str], list[torch.Tensor]]:
     """Warnings and losses of five calls."""
     losses: list[torch.Tensor] = []
-    messages = [warned(lambda: losses.append(small.step(x(), inside=inside))) for _ in range(5)]
+    messages = [
+        graph_programs.warned(lambda: losses.append(small.step(x(), inside=inside)))
+        for _ in range(5)
+    ]
     return [text for found in messages for text in found], losses
 
 
@@ -109,7 +126,7 @@ def fall_back() -> None:
     for inside, reason in (
         (clip, "clip_grad_norm"),
         (read, "not permitted"),
-        (keep_back, "reduce_gradients"),
+        (read_gradient, "gradients are read inside"),
         (offload, "Level.OFFLOADED"),
     ):
         small, plain = Small(), Small()
@@ -133,6 +150,19 @@ def test_what_cannot_be_captured_runs_as_it_is(world_size: int) -> None:
     too.
     """
     run_ranks(fall_back, world_size)
+
+
+def refuse_inside() -> None:
+    recorded = graphs.use()
+    graph_programs.refuse_together()
+    assert recorded.num_replays == 0
+
+
+def test_what_ranks_do_together_is_never_captured() -> None:
+    """Collectives inside, writes that a gather would have to see, gradients that are read: one
+    warning on each rank, and what the function computes without a graph.
+    """
+    run_ranks(refuse_inside, 2)
 
 
 def fail_on_one_rank() -> None:
@@ -193,7 +223,7 @@ def kinds() -> None:
     assert any(
         "more than 4" in text
         for count in range(3, 7)
-        for text in warned(lambda: small.step(x(count)))  # noqa: B023
+        for text in graph_programs.warned(lambda: small.step(x(count)))  # noqa: B023
     )
     with pytest.raises(ValueError, match="max_graphs"):
         bmt.cuda_graph(small.run, max_graphs=0)
@@ -239,7 +269,7 @@ def refuse_strangers() -> None:
         loss.backward()
         return loss
 
-    messages = [text for _ in range(4) for text in warned(lambda: step(x()["x"]))]
+    messages = [text for _ in range(4) for text in graph_programs.warned(lambda: step(x()["x"]))]
     assert len(messages) == 1, messages
     assert "neither sharded nor in an optimizer" in messages[0]
     assert torch.allclose(grad_of(stranger), 4 * block(x()["x"]).detach().sum(0))

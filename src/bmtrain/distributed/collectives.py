@@ -44,6 +44,12 @@ def _enter(axis: Axis, what: str, x: torch.Tensor | None = None) -> None:
         )
 
 
+def _enter_alone(axis: Axis, what: str) -> None:
+    """Before a transfer between some ranks of an axis, which is not logged."""
+    if axis.size > 1 and world.is_initialized():
+        world.current().service(Ledger).refuse_sealed(axis, what)
+
+
 @contextlib.contextmanager
 def _on_host(axis: Axis, what: str) -> Iterator[None]:
     """Log the collective, whose errors name the rank that does not come.
@@ -116,11 +122,13 @@ def reduce_(x: torch.Tensor, target: int, op: str, axis: Axis) -> None:
 
 def send(x: torch.Tensor, target: int, axis: Axis) -> None:
     """Send `x` to the rank at index `target` of the axis."""
+    _enter_alone(axis, "a send")
     dist.send(x, dst=axis.ranks[target], group=axis.group)
 
 
 def receive_(x: torch.Tensor, source: int, axis: Axis) -> None:
     """Overwrite `x` with what the rank at index `source` sends."""
+    _enter_alone(axis, "a receive")
     dist.recv(x, src=axis.ranks[source], group=axis.group)
 
 
@@ -142,18 +150,21 @@ def start_send(tensors: Sequence[torch.Tensor], target: int, axis: Axis) -> Tran
 
     Point to point: the other ranks of the axis do not take part.
     """
+    _enter_alone(axis, "a send")
     ops = [dist.P2POp(dist.isend, x, axis.ranks[target], group=axis.group) for x in tensors]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
 def start_receive(tensors: Sequence[torch.Tensor], source: int, axis: Axis) -> Transfer:
     """Start overwriting contiguous tensors with what the rank at index `source` sends."""
+    _enter_alone(axis, "a receive")
     ops = [dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x in tensors]
     return Transfer(tensors, dist.batch_isend_irecv(ops) if ops else [])
 
 
 def send_object(value: Any, target: int, axis: Axis) -> None:
     """Send the picklable `value` to the rank at index `target`; travels on the CPU."""
+    _enter_alone(axis, "a send")
     dist.send_object_list(
         [value], dst=axis.ranks[target], group=axis.group, device=torch.device("cpu")
     )
@@ -161,6 +172,7 @@ def send_object(value: Any, target: int, axis: Axis) -> None:
 
 def receive_object(source: int, axis: Axis) -> Any:
     """Receive what the rank at index `source` sends by `send_object`."""
+    _enter_alone(axis, "a receive")
     box: list[Any] = [None]
     dist.recv_object_list(box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu"))
     return box[0]
@@ -170,6 +182,7 @@ def exchange(
     sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]], axis: Axis
 ) -> None:
     """Run all sends and receives as one batch, which cannot deadlock whatever order ranks use."""
+    _enter_alone(axis, "an exchange")
     ops = [dist.P2POp(dist.isend, x, axis.ranks[to], group=axis.group) for x, to in sends]
     ops += [
         dist.P2POp(dist.irecv, x, axis.ranks[source], group=axis.group) for x, source in receives

@@ -16,7 +16,8 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -122,16 +123,27 @@ class Ledger:
         self._store = world.store
         self._lines: dict[tuple[int, ...], _Line] = {}
         self._parted: str | None = None
-        self._is_paused = False
+        self._refuse: Callable[[str], NoReturn] | None = None
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Log nothing inside: the body is captured into a CUDA graph and runs on each replay."""
-        self._is_paused = True
+    def sealed(self, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+        """Inside, the ranks do nothing together: `refuse(what)` raises for what they would do.
+
+        Nothing is logged either: ranks may do what is inside at different times.
+
+        For the capture of a CUDA graph: on a device, operations that wait for other ranks must not
+        run on the branches of one, and on the host they would not run again.
+        """
+        self._refuse = refuse
         try:
             yield
         finally:
-            self._is_paused = False
+            self._refuse = None
+
+    def refuse_sealed(self, axis: Axis, what: str) -> None:
+        """Inside of `sealed`, have `what` refused."""
+        if self._refuse is not None and axis.size > 1:
+            self._refuse(what)
 
     def note(self, axis: Axis, what: str) -> None:
         """Log that this rank is about to do `what` with the others of the axis.
@@ -140,7 +152,7 @@ class Ledger:
             RanksPartedError: if ranks have diverged before.
         """
         # What is traced or captured now runs later.
-        if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:
+        if axis.size == 1 or torch.compiler.is_compiling() or self._refuse is not None:
             return
         if self._parted is not None:
             raise RanksPartedError(self._parted)
@@ -163,11 +175,20 @@ class Ledger:
         Raises:
             RanksPartedError: on all ranks, if they are about to do different things.
         """
-        if axis.size == 1 or torch.compiler.is_compiling() or self._is_paused:
+        if axis.size == 1 or torch.compiler.is_compiling():
             return
+        self.refuse_sealed(axis, what)
         self.note(axis, what)
         if is_on_host or self.is_immediate:
             self.compare(axis)
+
+    def compare_at(self, axis: Axis, what: str) -> None:
+        """`enter` a place of the program at which the ranks do nothing together but that.
+
+        Inside of `sealed` nothing is compared.
+        """
+        if self._refuse is None:
+            self.enter(axis, what, is_on_host=False)
 
     def compare(self, axis: Axis) -> None:
         """Compare the logs of all ranks. Collective on the CPU.
@@ -185,6 +206,7 @@ class Ledger:
         Raises:
             RanksPartedError: as `compare`.
         """
+        self.refuse_sealed(axis, "an agreement of the hosts")
         self.note(axis, f"agreement on {len(figures)} figures")
         wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
         self._largest_(wire, axis)
@@ -225,7 +247,7 @@ class Ledger:
 
     def compare_later(self, axis: Axis) -> None:
         """Start a background comparison; the next comparison of this axis reports its result."""
-        if axis.size == 1 or self._is_paused:
+        if axis.size == 1:
             return
         self.settle(axis)
         line = self._line(axis)

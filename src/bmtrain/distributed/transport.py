@@ -60,19 +60,8 @@ class Streams(ABC):
         """
 
     @abstractmethod
-    def fork(self) -> None:
-        """Make both side streams wait for all work issued so far on the compute stream.
-
-        In a CUDA graph capture this adds them to the graph: otherwise their work would run at once
-        instead of being captured.
-        """
-
-    @abstractmethod
     def join(self) -> None:
-        """Make the compute stream wait for all work issued so far on the side streams.
-
-        A CUDA graph capture that ends with unjoined side streams fails.
-        """
+        """Make the compute stream wait for all work issued so far on the side streams."""
 
     @abstractmethod
     def renew(self) -> None:
@@ -100,9 +89,6 @@ class NullStreams(Streams):
     def side_by_side(self, jobs: Sequence[Callable[[], object]]) -> None:
         for job in jobs:
             job()
-
-    def fork(self) -> None:
-        return None
 
     def join(self) -> None:
         return None
@@ -161,11 +147,6 @@ class CudaStreams(Streams):
         mark.age = self._age
         torch.cuda.current_stream().record_event(mark)
         return mark
-
-    def fork(self) -> None:
-        compute = torch.cuda.current_stream()
-        for side in (self._gather, self._reduce):
-            side.wait_stream(compute)
 
     def join(self) -> None:
         compute = torch.cuda.current_stream()
@@ -277,6 +258,23 @@ class ShardSource:
         self._memory = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """A gather to be started.
+
+    Attributes:
+        full: what is filled, (n * ranks,).
+        source: the shard (n,) of this rank, and where those of the others are.
+        axis: the ranks.
+        place: what is gathered, and where in the program, for messages.
+    """
+
+    full: torch.Tensor
+    source: ShardSource
+    axis: Axis
+    place: str = ""
+
+
 class Transport:
     """All-gathers and reduce-scatters of a run, over any axis.
 
@@ -329,40 +327,62 @@ class Transport:
     ) -> torch.Event | None:
         """Start filling `full` (n * ranks,) with the shard (n,) of every rank of the axis.
 
+        Args:
+            place: what is gathered, and where in the program, for messages.
+
+        The rest is as in `gather_together`.
+        """
+        return self.gather_together([Gather(full, source, axis, place)], free)
+
+    def gather_together(
+        self, gathers: Sequence[Gather], free: torch.Event | None
+    ) -> torch.Event | None:
+        """Start several gathers as one, which costs little more than the largest of them.
+
         Waits for `free`, the event of the buffer's last reader; without that, the gather would
         overwrite weights that a kernel still reads. Newly allocated memory has no such event: its
         last reader may be anything issued so far on the compute stream, so the gather waits for all
         of it.
 
-        Args:
-            place: what is gathered, and where in the program, for messages.
-
         Returns:
-            The event after the gather; None on a CPU.
+            The event after all of them; None on a CPU.
 
         Raises:
             RanksPartedError: on all ranks, if they are known to have diverged.
         """
-        self.ledger.enter(axis, f"gather of {place or source.name}", is_on_host=False)
+        for gather in gathers:
+            self.ledger.enter(
+                gather.axis, f"gather of {gather.place or gather.source.name}", is_on_host=False
+            )
         streams = self.streams
         after = streams.mark_compute() if self._fence or free is None else free
         self._fence = False
+        by_copies: dict[Peers, list[Gather]] = {}
         with streams.gathering(after):
-            if source.peers is None:
-                gather_shards(full, source.get(), axis)
-            else:
-                self._copy_shards(full, source.memory, source.peers)
+            for gather in gathers:
+                if gather.source.peers is None:
+                    gather_shards(gather.full, gather.source.get(), gather.axis)
+                else:
+                    by_copies.setdefault(gather.source.peers, []).append(gather)
+            for peers, members in by_copies.items():
+                self._copy_shards(peers, members)
             return streams.mark_current()
 
-    def _copy_shards(self, full: torch.Tensor, memory: PeerMemory | None, peers: Peers) -> None:
+    def _copy_shards(self, peers: Peers, gathers: Sequence[Gather]) -> None:
         axis = peers.axis
-        parts = () if memory is None else memory.parts
+        # held until the copies are issued: it keeps the memory mapped
+        memories = [(gather.full, gather.source.memory) for gather in gathers]
+        copies = [
+            (full.chunk(axis.size), memory.parts) for full, memory in memories if memory is not None
+        ]
+
+        def copy_from(rank: int) -> None:
+            for pieces, parts in copies:
+                pieces[rank].copy_(parts[rank])
+
         # Without it, the copies could read a peer's shard before its optimizer has written it.
         peers.barrier(GATHERS)
-        pieces = full.chunk(axis.size)
-        self.streams.side_by_side(
-            [functools.partial(pieces[rank].copy_, parts[rank]) for rank in rotated(axis) if parts]
-        )
+        self.streams.side_by_side([functools.partial(copy_from, rank) for rank in rotated(axis)])
         # Without it, a rank could update its shard while a peer still copies from it.
         peers.barrier(GATHERS)
 

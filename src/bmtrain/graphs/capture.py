@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from bmtrain.distributed.transport import Streams
-from bmtrain.runtime.log import warn
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import end_allocation
 
@@ -32,10 +31,11 @@ class Graphs(ABC):
 
     @abstractmethod
     def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
-        """Capture what `body` issues on the current stream and on `streams`, without running it.
+        """Capture what `body` issues on the current stream, without running it.
 
-        `body` gets two contexts for each of `num_twice` parts of its work: what is computed in them
-        draws the same random numbers.
+        `body` issues nothing on `streams`; what it waits for there has been waited for. It gets two
+        contexts for each of `num_twice` parts of its work: what is computed in them draws the same
+        random numbers.
 
         Returns the replay. Raises what `body` raises, and RuntimeError for what cannot be captured;
         the capture is undone then.
@@ -74,12 +74,10 @@ class CudaGraphs(Graphs):
             streams.renew()
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode=MODE)
-                streams.fork()
                 body([iter(random.twice(number)) for number in range(num_twice)])
-                streams.join()
                 graph.capture_end()
             except BaseException:
-                self._abandon(graph, streams)
+                self._abandon(graph)
                 raise
             finally:
                 streams.renew()
@@ -90,13 +88,12 @@ class CudaGraphs(Graphs):
 
         return replay
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, streams: Streams) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that failed.
 
         If CUDA has invalidated the capture, `capture_end` fails and leaves torch's allocator in
         capture mode for the pool: end that by hand.
         """
-        fails(streams.join)
         if fails(graph.capture_end):
             fails(lambda: end_allocation(self._device.index, self._pool))
             # The device's generator stays registered to the lost capture until another one ends, as
@@ -170,17 +167,5 @@ def fails(step: Callable[[], object]) -> bool:
 
 
 def make_graphs(world: World) -> Graphs | None:
-    """Captures graphs on this rank's device. None on the CPU, and in runs of several ranks.
-
-    A CPU has no launch latency to hide. On several ranks, replays that communicate have been seen
-    to deadlock on two GPUs.
-    """
-    if world.device.type == "cpu":
-        return None
-    if world.world_size > 1:
-        warn(
-            "cuda_graph captures nothing in a run of several ranks: functions are called "
-            "as they are."
-        )
-        return None
-    return CudaGraphs(world.device)
+    """Captures graphs on this rank's device. None on the CPU, which has no launch latency."""
+    return None if world.device.type == "cpu" else CudaGraphs(world.device)

@@ -20,9 +20,16 @@ from bmtrain.runtime import world
 from bmtrain.runtime.log import warn
 from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
-from bmtrain.shard.backward import Draws
+from bmtrain.shard.backward import Backward, Draws
 from bmtrain.shard.engine import Engine
-from bmtrain.torch_internals import TreeSpec, in_backward, tree_flatten, tree_unflatten
+from bmtrain.shard.residence import Residence
+from bmtrain.torch_internals import (
+    TreeSpec,
+    in_backward,
+    num_collectives,
+    tree_flatten,
+    tree_unflatten,
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # The first compiles and learns the order of gathers; the second runs as all later ones.
@@ -54,21 +61,26 @@ def cuda_graph(function: Callable[..., Any] | None = None, *, max_graphs: int = 
 
     Values, gradients, accumulation into `.grad` and random numbers are the same as without it. Keep
     clipping, `step` and everything else that counts or decides on the host outside: Python code of
-    `function` runs in the first calls only.
+    `function` runs in the first calls only. Gradients are added to `.grad` after each replay, by
+    the engine: `function` can clear them (`OptimManager.zero_grad`), not read or set them.
+
+    With several ranks the graph does not communicate. All parameters that `function` reads are
+    gathered before each replay, and their buffers stay; gradients of all of them wait for the end
+    of the replay, when they are reduced. In bf16 that takes 4 bytes a parameter.
 
     Args:
         function: takes tensors on this rank's device in any containers, and constants; returns
             tensors in containers. Arguments are copied in, results are copies without a graph.
-            Anything else that it reads on the device must keep its address, as parameters, buffers
-            and gradients do. Ordinary parameters must belong to an optimizer of an OptimManager.
+            Anything else that it reads on the device must keep its address, as parameters and
+            buffers do. Ordinary parameters must belong to an optimizer of an OptimManager.
         max_graphs: how many kinds of calls are captured. The kind of a call consists of the shapes,
             dtypes and constants of the arguments, training and gradient mode, autocast, and which
-            parameters are trained and which have a gradient already (accumulation).
+            parameters are trained.
 
     The first two calls of a kind run eagerly. All graphs share one memory pool. If something cannot
-    be captured (a value read by the host, tensors on the CPU, too many kinds), one warning names it
-    and `function` runs eagerly from then on. On the CPU and in runs of several ranks it always runs
-    eagerly.
+    be captured (a value read by the host, tensors on the CPU, ranks that communicate in `function`,
+    pipeline or tensor parallelism, too many kinds), one warning names it and `function` runs
+    eagerly from then on, on all ranks. On the CPU it always runs eagerly.
     """
     if type(max_graphs) is not int or max_graphs < 1:
         raise ConfigurationError(
@@ -94,7 +106,8 @@ class Readiness(enum.IntEnum):
 
     NEVER = 0
     EAGER = 1
-    READY = 2
+    READY = 2  # to be captured
+    CAPTURED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,21 +174,27 @@ class _Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """A captured pass: its replay, the host's part, its results, and memory that it needs."""
+    """A captured pass: its replay, the host's part, and its results."""
 
     replay: Repeat
     tape: Capture
     results: Sequence[Any]
     spec: TreeSpec
-    kept: Sequence[torch.Tensor]
 
-    def run(self) -> Any:
-        """Replay the pass; returns copies of its results, which the next replay overwrites."""
+    def run(self, backward: Backward) -> Any:
+        """Replay the pass; returns copies of its results, which the next replay overwrites.
+
+        The parameters that it reads must have been gathered.
+        """
         for work in self.tape.before:
             work()
         self.replay()
-        for work in self.tape.after:
-            work()
+        try:
+            for work in self.tape.after:
+                work()
+        except BaseException:
+            backward.abandon()  # as after a backward pass that raised
+            raise
         return tree_unflatten([_copy(leaf) for leaf in self.results], self.spec)
 
 
@@ -190,11 +209,13 @@ class _CallKind:
             self._places = [torch.empty_like(tensor) for tensor in arguments.tensors]
         self._num_rehearsals = 0
         self._rehearsal = Rehearsal()
+        self._gathered: list[Residence] = []  # held for as long as the graph reads them
         self._graph: _Graph | None = None
-        self.number = 0  # of the capture, the same on all ranks; 0 before it
 
     @property
     def level(self) -> Readiness:
+        if self._graph is not None:
+            return Readiness.CAPTURED
         return Readiness.READY if self._num_rehearsals >= NUM_REHEARSALS else Readiness.EAGER
 
     def take(self, arguments: Arguments) -> None:
@@ -209,34 +230,37 @@ class _CallKind:
         with graphs.aside(), taped(self._engine.host, self._rehearsal):
             leaves, spec = tree_flatten(self._run())
         self._num_rehearsals += 1
-        kept_back = (
-            "it keeps gradients back (reduce_gradients=False)"
-            if self._engine.backward.has_deferred
-            else None
-        )
-        return tree_unflatten([_copy(leaf) for leaf in leaves], spec), kept_back or _strangers(
+        self._gathered = [self._engine.fixed(residence) for residence in self._rehearsal.used]
+        return tree_unflatten([_copy(leaf) for leaf in leaves], spec), _strangers(
             leaves, self._engine
         )
 
+    def gather(self) -> None:
+        """Bring the full parameters to where the graph reads them. Collective."""
+        self._engine.bring(self._gathered)
+
     def capture(self, graphs: Graphs) -> str | None:
-        """Capture the graph; returns why that failed, or None."""
+        """Capture the graph, after `gather`; returns why that failed, or None."""
         engine = self._engine
         out: list[Any] = []
         tapes: list[Capture] = []
-        before = engine.ring_buffers()
 
         def body(draws: Sequence[Draws]) -> None:
-            tape = Capture(self._rehearsal, draws)
-            with taped(engine.host, tape):
+            tape = Capture(self._rehearsal, self._gathered, draws)
+            before = num_collectives()
+            with (
+                engine.transport.ledger.sealed(tape.refuse_communication),
+                taped(engine.host, tape),
+                engine.replicated.put_off(),
+            ):
                 out.extend(tree_flatten(self._run()))
-                engine.replicated.fix()
-                engine.replicated.show()
-            tape.check_complete()
+            # Those that the program has called past this library are in the graph by now.
+            if num_collectives() != before:
+                tape.refuse_communication("a collective of torch.distributed")
             tapes.append(tape)
 
         try:
-            with engine.transport.ledger.paused():
-                replay = graphs.capture(body, engine.transport.streams, self._rehearsal.num_twice)
+            replay = graphs.capture(body, engine.transport.streams, self._rehearsal.num_twice)
         # The function may still run eagerly, and then raises again if the error is its own.
         except Exception as error:
             return (
@@ -244,14 +268,14 @@ class _CallKind:
                 f"{(str(error).strip() or 'no reason given').splitlines()[0]}"
             )
         results = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in out[0]]
-        self._graph = _Graph(replay, tapes[0], results, out[1], before + engine.ring_buffers())
+        self._graph = _Graph(replay, tapes[0], results, out[1])
         return None
 
     def replay(self) -> Any:
         """Replay the graph on the static inputs."""
         if self._graph is None:
             raise RuntimeError("a graph was replayed before it was captured")
-        return self._graph.run()
+        return self._graph.run(self._engine.backward)
 
     def _run(self) -> Any:
         args, kwargs = self._arguments.with_tensors(self._places)
@@ -264,7 +288,6 @@ class GraphedFunction:
     def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
         self._function, self._max_graphs = function, max_graphs
         self._kinds: dict[Hashable, _CallKind] = {}
-        self._num_captures = 0
         # Storages ever made, storages alive, blocks alive. A change may mean that the function runs
         # other modules, so graphs are discarded.
         self._inventory = (0, 0, 0)
@@ -277,27 +300,22 @@ class GraphedFunction:
         if graphs is None or self._gave_up or engine.host.tape is not None or in_backward():
             return self._plainly(args, kwargs)
         arguments = Arguments.of(args, kwargs)
-        obstacle = self._obstacle or (
-            "it is pipelined" if current.pipe_enabled else arguments.obstacle(engine.device)
-        )
+        obstacle = self._obstacle or _split(current) or arguments.obstacle(engine.device)
         engine.rest()
-        kind = None if obstacle or engine.backward.has_deferred else self._kind(arguments, current)
-        own = Readiness.EAGER if kind is None else kind.level
+        kind = None if obstacle else self._kind(arguments, current)
         obstacle = obstacle or self._too_many()
-        level, number = _agree(
-            Readiness.NEVER if obstacle else own,
-            kind.number if kind is not None else 0,
-            current.mesh.world,
+        level = _agree(
+            Readiness.NEVER if obstacle or kind is None else kind.level, current.mesh.world
         )
-        if level is Readiness.NEVER:
-            self._give_up(obstacle or "another rank cannot")
         if level is Readiness.NEVER or kind is None:
+            self._give_up(obstacle or "another rank cannot")
             return self._plainly(args, kwargs)
         kind.take(arguments)
         if level is Readiness.EAGER:
             out, self._obstacle = kind.rehearse(graphs)
             return out
-        if number == 0 and not self._capture(kind, graphs, current.mesh.world):
+        kind.gather()
+        if level is Readiness.READY and not self._capture(kind, graphs, current.mesh.world):
             return self._plainly(args, kwargs)
         return kind.replay()
 
@@ -326,7 +344,7 @@ class GraphedFunction:
             torch.get_autocast_dtype(device),
             # A WeakSet keeps its order while the modules are alive.
             tuple(module.training for module in modules),
-            tuple((given, gradient.trainable()) for gradient, given in engine.settle_gradients()),
+            tuple(engine.trainable()),
         )
         key = (arguments.kind(), state)
         if key not in self._kinds:
@@ -341,18 +359,13 @@ class GraphedFunction:
         )
 
     def _capture(self, kind: _CallKind, graphs: Graphs, axis: Axis) -> bool:
-        """Capture on all ranks, or on none."""
+        """Capture on the ranks that have not yet, or give up on all."""
         engine = world.current("cuda_graph").service(Engine)
-        before = engine.settle_gradients()
-        problem = kind.capture(graphs)
-        level, _ = _agree(Readiness.NEVER if problem else Readiness.READY, 0, axis)
-        engine.rest()
-        if level is Readiness.READY:
-            self._num_captures += 1
-            kind.number = self._num_captures
+        problem = None if kind.level is Readiness.CAPTURED else kind.capture(graphs)
+        level = _agree(Readiness.NEVER if problem else Readiness.CAPTURED, axis)
+        if level is Readiness.CAPTURED:
             return True
-        for gradient, given in before:
-            gradient.hide(given)
+        engine.rest()
         self._give_up(problem or "another rank cannot")
         return False
 
@@ -362,10 +375,17 @@ class GraphedFunction:
         warn(f"{name} runs without a CUDA graph from now on: {reason}.")
 
 
-def _agree(level: Readiness, number: int, axis: Axis) -> tuple[Readiness, int]:
-    """The lowest level of any rank; the number of the capture, 0 if it differs between ranks."""
-    negative, high, negative_low = map(int, largest([-level, number, -number], axis))
-    return Readiness(-negative), high if high == -negative_low else 0
+def _agree(level: Readiness, axis: Axis) -> Readiness:
+    """The lowest level of any rank."""
+    (negative,) = largest([-level], axis)
+    return Readiness(-int(negative))
+
+
+def _split(current: World) -> str | None:
+    """Why no function of this run can be captured, or None."""
+    if current.pipe_enabled:
+        return "it is pipelined"
+    return "it is tensor-parallel" if current.mesh.tp.size > 1 else None
 
 
 def _copy(leaf: Any) -> Any:

@@ -1,8 +1,9 @@
 """The host's part of a pass that a CUDA graph repeats.
 
-The graph repeats the device's work; host work that must repeat with it is recorded here. A pass is
-rehearsed before it is captured. What the ranks agree on in the rehearsal holds for the graph:
-during a capture nothing runs on the device, so ranks have nothing new to tell each other.
+The graph repeats what the device computes. Everything else is done anew for each replay: before it,
+full parameters are gathered and numbers are set; after it, gradients are reduced and added to
+`.grad`, as at the end of any backward pass. That work is recorded here, in its order. A pass is
+rehearsed before it is captured, which tells what it needs.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
 from bmtrain.shard.backward import Draws, HostSteps, Work
+from bmtrain.shard.residence import Residence
 
 Entry = TypeVar("Entry")
 _OTHER_PASS = "the pass used other parameters than the one before it"
@@ -28,8 +30,8 @@ class Rehearsal:
     """The host's part of an eager pass, before it is captured.
 
     Attributes:
-        after: work to do after each replay.
-        answers: agreements between ranks: flags of this rank, and the flags of any rank.
+        after: work to do after each replay; an eager pass has none.
+        used: where the full values are that it reads, in the order of their first use.
         places: 0-dim fp32 tensors for numbers that the host sets in each pass. Allocated outside of
             the capture: memory allocated in it may have been used earlier in the graph, and a
             replay would overwrite the number there.
@@ -40,14 +42,13 @@ class Rehearsal:
 
     def __init__(self) -> None:
         self.after: list[Work] = []
-        self.answers: list[tuple[list[bool], list[bool]]] = []
+        self.used: dict[Residence, None] = {}
         self.places: list[torch.Tensor] = []
         self.num_twice = 0
 
-    def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
-        """`ask()`, whose answer the capture reuses."""
-        self.answers.append((flags, ask()))
-        return self.answers[-1][1]
+    def uses(self, residence: Residence) -> None:
+        """Note what has to be gathered before each replay."""
+        self.used[residence] = None
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`; allocates its place for the capture."""
@@ -68,6 +69,7 @@ class Capture:
 
     Args:
         rehearsal: the pass before it.
+        gathered: where the full values of the rehearsal's residences are, at fixed addresses.
         draws: contexts for the parts that are computed twice.
 
     Attributes:
@@ -77,22 +79,18 @@ class Capture:
 
     is_capturing = True
 
-    def __init__(self, rehearsal: Rehearsal, draws: Iterable[Draws]) -> None:
-        self._answers, self._places = iter(rehearsal.answers), iter(rehearsal.places)
-        self._draws = iter(draws)
+    def __init__(
+        self, rehearsal: Rehearsal, gathered: Iterable[Residence], draws: Iterable[Draws]
+    ) -> None:
+        self._places, self._draws = iter(rehearsal.places), iter(draws)
+        self._gathered = set(gathered)
         self.before: list[Work] = []
         self.after: list[Work] = []
 
-    def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
-        """The answer that the ranks agreed on in the rehearsal.
-
-        Raises:
-            NotCapturableError: if the pass asks something else than its rehearsal did.
-        """
-        asked, answer = _next(self._answers)
-        if asked != flags:
+    def uses(self, residence: Residence) -> None:
+        """NotCapturableError if the values of `residence` were not gathered before."""
+        if residence not in self._gathered:
             raise NotCapturableError(_OTHER_PASS)
-        return answer
 
     def number(self, value: Callable[[], float], device: torch.device) -> torch.Tensor:
         """A 0-dim fp32 tensor on `device`, filled before each replay."""
@@ -104,14 +102,13 @@ class Capture:
         """Contexts with generator states that start alike."""
         return _next(self._draws)
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
         """Raise NotCapturableError."""
         raise NotCapturableError(what)
 
-    def check_complete(self) -> None:
-        """Raise NotCapturableError if the rehearsal had further agreements."""
-        if next(self._answers, None) is not None:
-            raise NotCapturableError(_OTHER_PASS)
+    def refuse_communication(self, what: str) -> NoReturn:
+        """Raise NotCapturableError: the ranks would do `what` together inside of the graph."""
+        raise NotCapturableError(f"the ranks communicate inside of it: {what}")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from bmtrain.optim.gradients import Gradients, Parts
 from bmtrain.optim.runs import contiguous_runs
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, BOUND, POSITIVE, check
+from bmtrain.shard.engine import Engine
 
 
 def clip_grad_norm(
@@ -68,6 +69,7 @@ def clip_gradients(
         f"clip_grad_norm (max_norm {float(max_norm):.17g}, norm of order {float(order):g}, loss "
         f"scale {float(scale):.17g}, eps {float(eps):g})",
     )
+    current.service(Engine).host.refuse("gradients are clipped inside: clip after the function")
     found = gradients.look()
     norm = (_global_norm(*found, float(order)) / scale).to(_dtype_of(found))
     if not math.isinf(max_norm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -179,12 +180,14 @@ class OptimManager:
                 "backward got a loss that optimizer.loss_scale() has scaled already: "
                 "pass the loss itself, or call loss.backward()."
             )
-        if not self._has_gradients():
-            self._mark.clear()
-        seen = loss.detach()
-        self._engine.host.when_computed(lambda: self._mark.add(seen))
+        self._engine.host.when_computed(functools.partial(self._note_loss, loss.detach()))
         with contextlib.nullcontext() if reduce_gradients else self._engine.backward.deferring():
             self.scale_loss(loss).backward()
+
+    def _note_loss(self, loss: torch.Tensor) -> None:
+        if not self._has_gradients():
+            self._mark.clear()
+        self._mark.add(loss)
 
     def _has_gradients(self) -> bool:
         return self._engine.backward.has_deferred or any(
@@ -195,7 +198,10 @@ class OptimManager:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers, deferred ones included."""
-        self._engine.host.now_and_again(self._mark.clear)
+        self._engine.host.when_computed(functools.partial(self._zero_grad, set_to_none))
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self._mark.clear()
         has_deferred = self._engine.backward.has_deferred
         for optimizer in self.optimizers:
             for param in parameters_of(optimizer.param_groups) if has_deferred else ():

@@ -17,6 +17,7 @@ from bmtrain.distributed.transport import Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.gradient import Gradient
+from bmtrain.shard.residence import Residence
 from bmtrain.torch_internals import at_end_of_backward, backward_pass, in_backward
 
 NO_PASS: Final = -1  # the number while no backward pass runs
@@ -31,8 +32,8 @@ class Tape(Protocol):
     is_capturing: bool  # whether the device's work is being captured, not run
     after: list[Work]  # work to do after each replay
 
-    def any_rank(self, flags: list[bool], ask: Callable[[], list[bool]]) -> list[bool]:
-        """`ask()`, or the answer it gave in the rehearsal."""
+    def uses(self, residence: Residence) -> None:
+        """The pass reads the full values of a storage, which a graph needs before each replay."""
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`, as each replay finds it."""
@@ -68,10 +69,7 @@ class HostSteps:
         if axis.size == 1 or not flags:
             return flags
 
-        def ask() -> list[bool]:
-            return [bool(flag) for flag in self._ledger.largest(flags, axis)]
-
-        return ask() if self.tape is None else self.tape.any_rank(flags, ask)
+        return [bool(flag) for flag in self._ledger.largest(flags, axis)]
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`; on a tape a 0-dim fp32 tensor on `device`, filled before each replay.
@@ -80,17 +78,11 @@ class HostSteps:
         """
         return value() if self.tape is None else self.tape.number(value, device)
 
-    def now_and_again(self, work: Work) -> None:
-        """Do `work` now, and again after each replay of this pass."""
-        work()
-        if self.tape is not None:
-            self.tape.after.append(work)
-
     def when_computed(self, work: Work) -> None:
-        """Do `work`, which needs values on the host, as soon as they are computed.
+        """Do `work`, which is no part of a graph, as soon as what it needs is computed.
 
         That is now, or after each replay while the pass is being captured: then nothing is computed
-        yet, and reading a value would break the capture.
+        yet. Several works are done in the order in which they were handed over.
         """
         if self.tape is not None and self.tape.is_capturing:
             self.tape.after.append(work)
@@ -191,10 +183,6 @@ class Backward:
 
         The first pass outside reduces them all, or else `flush`.
         """
-        self._host.refuse(
-            "reduce_gradients=False keeps gradients back on the host's account: call "
-            "backward without it"
-        )
         before, self._deferring = self._deferring, True
         try:
             yield
@@ -230,20 +218,48 @@ class Backward:
     def add(self, gradient: Gradient, grads: Sequence[torch.Tensor | None]) -> None:
         """Reduce one full gradient of a storage; inside `deferring`, keep it on this rank."""
         self.join()
-        if not gradient.is_open:
-            gradient.open()
-            self._gradients.append(gradient)
-        if not self._deferring:
+        self._host.when_computed(functools.partial(self._add, gradient, grads, self._deferring))
+
+    def _add(
+        self, gradient: Gradient, grads: Sequence[torch.Tensor | None], is_deferred: bool
+    ) -> None:
+        self._open(gradient)
+        if not is_deferred:
             self._note_reduction(gradient)
-        gradient.add(grads, defer=self._deferring)
+        gradient.add(grads, defer=is_deferred)
 
     def add_slice(self, gradient: Gradient, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of this rank's slice of slot `index`, already summed over ranks."""
         self.join()
+        self._host.when_computed(
+            functools.partial(
+                self._add_slice,
+                gradient,
+                index,
+                grad,
+                is_deferred=self._deferring,
+                is_in_graph=self._host.is_capturing,
+            )
+        )
+
+    def _add_slice(
+        self,
+        gradient: Gradient,
+        index: int,
+        grad: torch.Tensor,
+        *,
+        is_deferred: bool,
+        is_in_graph: bool,
+    ) -> None:
+        self._open(gradient)
+        # It is kept until the end of the pass, or longer: the next replay would overwrite it.
+        gradient.add_slice(index, grad.clone() if is_in_graph else grad, defer=is_deferred)
+
+    def _open(self, gradient: Gradient) -> None:
         if not gradient.is_open:
+            self._refuse_lost()  # `join` has, unless a graph was replayed
             gradient.open()
             self._gradients.append(gradient)
-        gradient.add_slice(index, grad, defer=self._deferring)
 
     def finish(self) -> None:
         """End the pass. Called by autograd after the last node; harmless when nothing is open."""
@@ -251,7 +267,10 @@ class Backward:
         for use in self._uses:
             use.drop()
         self._uses.clear()
-        if not self._deferring:
+        self._host.when_computed(functools.partial(self._end_pass, self._deferring))
+
+    def _end_pass(self, is_deferred: bool) -> None:
+        if not is_deferred:
             self._flush_deferred()
         self._close()
         self._on_finish()
@@ -306,7 +325,7 @@ class Backward:
         # with the reductions in flight, and so would the optimizer.
         self._transport.wait_for_reductions()
         for gradient, flags in zip(done, touched, strict=True):
-            self._host.now_and_again(functools.partial(gradient.close, flags))
+            gradient.close(flags)
         # Collectives too: at this place on every rank.
         try:
             for participant in self.participants:
@@ -320,7 +339,7 @@ class Backward:
         if task in (self.task, NO_PASS):
             return
         if self.task != NO_PASS and (self._end is None or self._end() is None):
-            self._abandon()  # it has raised, and nothing was gathered since
+            self.abandon()  # it has raised, and nothing was gathered since
         if self.task != NO_PASS:
             self._refuse_hooks()
             # A pass inside a pass, as reentrant checkpointing runs one. Autograd tells only the
@@ -335,7 +354,7 @@ class Backward:
     def abandon_if_dead(self) -> None:
         """Drop a pass that an exception has ended: outside of backward none can be running."""
         if self.task != NO_PASS and not in_backward():
-            self._abandon()
+            self.abandon()
 
     def _refuse_lost(self) -> None:
         """ParameterError while a sum over micro-batches is incomplete."""
@@ -360,7 +379,7 @@ class Backward:
                 "use_checkpoint=False, or change `.grad` later."
             )
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Drop a pass that an exception has ended.
 
         Nothing here is collective: other ranks may not have failed, and would not come.

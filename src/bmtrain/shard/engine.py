@@ -19,7 +19,7 @@ from bmtrain.shard.gradient import Gradient
 from bmtrain.shard.label import Label, Phase
 from bmtrain.shard.parting import Sameness
 from bmtrain.shard.replicated import Replicated
-from bmtrain.shard.residence import Residence, Ring
+from bmtrain.shard.residence import Fixed, Residence, Ring
 from bmtrain.shard.steps import Steps
 
 Item = TypeVar("Item", bound=Hashable)
@@ -116,7 +116,7 @@ class Engine:
         self.num_registered = 0
         world.service(Sameness)  # refuses wrappers that take over modules
         self._steps = Steps(
-            self.transport.ledger, world.mesh.world, self.replicated, self._gradients
+            self.transport.ledger, world.mesh.world, self.replicated, self._gradients, self.host
         )
         self._with_grad = True  # grad mode of the last forward pass
         self._num_turns = 0  # storages met in the pass
@@ -142,6 +142,20 @@ class Engine:
             gradient.axis, f"the making of {gradient.label.text}: {gradient.policy.dtype} {shapes}"
         )
 
+    def bring(self, residences: Sequence[Residence]) -> None:
+        """Gather what is missing of `residences` as one, readable on the compute stream.
+
+        Collective, with the same residences in the same order on all ranks.
+        """
+        missing = [each for each in residences if isinstance(each, Fixed) and not each.is_coming()]
+        if missing:
+            gathers = [each.missing(Phase.FORWARD) for each in missing]
+            ready = self.transport.gather_together(gathers, None)
+            for each in missing:
+                each.arrives(ready)
+        for residence in residences:
+            residence.release(residence.acquire(Phase.FORWARD))
+
     @property
     def num_alive(self) -> int:
         """Number of storages in use."""
@@ -156,6 +170,12 @@ class Engine:
         """
         if self.backward.task != NO_PASS:
             self.backward.abandon_if_dead()
+        tape = self.host.tape
+        if tape is not None:
+            tape.uses(residence)
+            # No pass of the schedule: the values were gathered before it, and stay.
+            if tape.is_capturing:
+                return residence.acquire(phase)
         if phase is Phase.FORWARD:
             if self.schedule.begins_pass(residence, phase) or with_grad is not self._with_grad:
                 self.schedule.restart()
@@ -206,14 +226,23 @@ class Engine:
         self.schedule.restart()
         self._begin_forward()
 
-    def settle_gradients(self) -> list[tuple[Gradient | Replicated, tuple[bool, ...]]]:
-        """Between passes: move all gradients to fixed places; returns who has one, by parameter."""
-        everything: list[Gradient | Replicated] = [self.replicated, *self._gradients]
-        return [(gradient, gradient.settle()) for gradient in everything]
+    def trainable(self) -> list[tuple[bool, ...]]:
+        """Which parameters require grad, ordinary ones first."""
+        return [self.replicated.trainable(), *[each.trainable() for each in self._gradients]]
 
-    def ring_buffers(self) -> list[torch.Tensor]:
-        """The memory of all rings, which a captured graph must keep alive."""
-        return [tensor for ring in self._rings.values() for tensor in ring.tensors]
+    def place(self, residence: Residence) -> Residence:
+        """Where a call that begins now finds the values of a storage.
+
+        While a pass is captured, that is where each replay will find them.
+        """
+        tape = self.host.tape
+        return residence if tape is None or not tape.is_capturing else self.fixed(residence)
+
+    def fixed(self, residence: Residence) -> Residence:
+        """The residence of the same values that stays where it is, for as long as it is held."""
+        found = residence.fixed()
+        self._residences.add(found)
+        return found
 
     def num_ring_buffers(self) -> int:
         """Full buffers allocated in all rings."""
@@ -223,10 +252,10 @@ class Engine:
         """Compare ledgers with the other ranks in the background, once per forward pass.
 
         On a GPU the host does not wait for gathers: without this, ranks that part in a forward pass
-        would hang with no message. Not on a tape: a capture does not run collectives.
+        would hang with no message.
         """
         ledger = self.transport.ledger
-        if residence.label is not None and not ledger.is_immediate and self.host.tape is None:
+        if residence.label is not None and not ledger.is_immediate:
             ledger.compare_later(residence.label.axis)
 
     def _begin_forward(self) -> None:

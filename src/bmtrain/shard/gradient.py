@@ -108,7 +108,6 @@ class Gradient:
         #: whether a pass has raised that added to what earlier ones had deferred
         self.is_lost = False
         self._content = Content.UNWRITTEN
-        self._stays = False  # a captured graph has its address baked in
         self.is_open = False
 
     @property
@@ -319,20 +318,6 @@ class Gradient:
             self._slice(self._total, index).add_(grad)
         self._slices.clear()
 
-    def settle(self) -> tuple[bool, ...]:
-        """Between passes, move `.grad` for good to where `close` leaves it.
-
-        Returns which parameters have a gradient. A captured graph writes to fixed addresses: a
-        gradient that the program has put elsewhere, or memory that is freed and allocated again,
-        would not be where the replay writes.
-        """
-        self._stays = True
-        self._live = given = [grad is not None for grad in self._grads()]
-        if any(given):
-            self.open()
-            self.close([False] * len(given))
-        return tuple(given)
-
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters require grad."""
         with plain_functions():
@@ -342,16 +327,6 @@ class Gradient:
                     for param in (reference() for reference in self._params)
                 ]
             )
-
-    def hide(self, given: Sequence[bool]) -> None:
-        """Clear the gradients that were None when `settle` returned `given`.
-
-        A capture that is given up has shown them, but has computed nothing.
-        """
-        for reference, had in zip(self._params, given, strict=True):
-            param = reference()
-            if param is not None and not had:
-                param.shown_grad = None
 
     def shows(self, grad: object, index: int) -> bool:
         """Whether `grad`, of the parameter of slot `index`, is the view that this object shows."""
@@ -371,7 +346,7 @@ class Gradient:
         would overwrite `old` in silence. Returns what `.grad` shows now.
         """
         shown = list(map(operator.is_, grads, self._views))
-        if self._public is None or self._total is None or self._stays or all(shown):
+        if self._public is None or self._total is None or all(shown):
             return grads
         # Two references to each shown view are our own: one in `grads`, one in its parameter.
         if self._num_references() - 2 * sum(shown) <= self._num_own:
@@ -398,8 +373,8 @@ class Gradient:
         return views + num_references(self._slots[0])
 
     def _free_if_cleared(self) -> None:
-        # The address is in a graph, or a pass is writing there: then it must not be freed.
-        if self._total is None or self._total.nbytes < LEAST_FREED or self._stays or self.is_open:
+        # While a pass is writing there it must not be freed.
+        if self._total is None or self._total.nbytes < LEAST_FREED or self.is_open:
             return
         if any(grad is not None for grad in self._grads()):
             return

@@ -22,6 +22,7 @@ from bmtrain.shard.placement import Placement, split_of
 from bmtrain.shard.sharded import Args, Kwargs, Sharded, cut_like, described, run
 from bmtrain.shard.slices import Slices, without_memory
 from bmtrain.shard.storage import ShardPolicy, Storage
+from bmtrain.shard.unreadable import Unreadable
 from bmtrain.shard.unshard import Use
 
 Initializer = Callable[[torch.Tensor], object]
@@ -220,21 +221,28 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
         Collective if `reduce_gradients=False` held gradients back.
         """
+        if self._storage.engine.host.is_capturing:
+            return Unreadable.like(self)
         if self._storage.gradient.has_deferred:
             self._storage.engine.backward.flush()
         return self.shown_grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        host = self._storage.engine.host
         if value is None:
-            self._storage.gradient.discard_deferred(self._index)
-            self.shown_grad = None
+            host.when_computed(self._clear_gradient)
             return
+        host.refuse("gradients are set inside: set them after the function")
         if not isinstance(value, torch.Tensor) or value.dtype != self.dtype:
             raise ParameterError(
                 f"param.grad got {described(value)}: expected a tensor of {self.dtype}."
             )
         self.shown_grad = cut_like(value, self)
+
+    def _clear_gradient(self) -> None:
+        self._storage.gradient.discard_deferred(self._index)
+        self.shown_grad = None
 
     @property
     def local(self) -> torch.Tensor:
@@ -282,10 +290,13 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         return out
 
     def differentiable_whole(self) -> torch.Tensor:
-        if self._storage.placement.stage is None and len(self._storage.layout.slots) == 1:
-            return self.gather()
         # Only this tensor: not the rest of its storage, which only some ranks may have.
-        return super().differentiable_whole()
+        return self.gather() if self._is_alone else super().differentiable_whole()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether a gather of its storage brings this tensor and no other, to all ranks."""
+        return self._storage.placement.stage is None and len(self._storage.layout.slots) == 1
 
     def read(self) -> torch.Tensor:
         self._expect_whole_gradients()
@@ -293,7 +304,11 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
 
     def whole(self) -> torch.Tensor:
         self._expect_whole_gradients()
-        return super().whole()
+        if self._storage.engine.host.tape is None or not self._is_alone:
+            return super().whole()
+        # A graph finds it where the gathers before each replay have brought it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self.gather().clone()
 
     @torch.no_grad()
     def expect_gradients_of_torch(self) -> None:
@@ -309,7 +324,7 @@ class DistributedParameter(Hooked, torch.nn.Parameter):
         use = Use([self._storage])
         with use.running():
             view = use.open()[self._index]
-            return view if self._storage.residence.survives_forward else view.clone()
+            return view.clone() if use.is_gathered_again else view
 
     def gather_all(self) -> torch.Tensor:
         """The whole tensor, `_tp_original_shape`: as `gather`, the tensor-parallel split undone."""

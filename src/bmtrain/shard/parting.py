@@ -97,7 +97,7 @@ def _note_call(model: torch.nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling() and world.is_initialized():
         current = world.current()
         what = f"a call of {model.__class__.__name__}"
-        current.service(Ledger).enter(current.mesh.world, what, is_on_host=False)
+        current.service(Ledger).compare_at(current.mesh.world, what)
 
 
 def check_same_state(state: Mapping[str, Any], names: Collection[str]) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.backward import Backward, HostSteps
+from bmtrain.shard.unreadable import Unreadable
 
 _PARTED = (
     "an ordinary parameter of shape {} had a gradient before this backward pass on some ranks, and "
@@ -33,8 +37,8 @@ class Replicated:
         self._params: list[weakref.ref[torch.nn.Parameter]] = []
         self._incoming: dict[int, torch.Tensor] = {}
         self._had: dict[int, bool] = {}  # whether those had a gradient before the pass
+        self._met: dict[int, torch.Tensor] = {}  # computed by a captured pass, not in `.grad` yet
         self._retired: dict[int, weakref.ref[torch.nn.Parameter]] = {}
-        self._places: list[torch.Tensor] = []  # fixed memory of gradients, one per parameter
 
     def __iter__(self) -> Iterator[torch.nn.Parameter]:
         return (param for reference in self._params if (param := reference()) is not None)
@@ -150,43 +154,9 @@ class Replicated:
         self._incoming.clear()
         self._had.clear()
 
-    def settle(self) -> tuple[bool, ...]:
-        """Between passes, move each `.grad` to fixed memory; returns which parameters have one."""
-        for reference in self._params[len(self._places) :]:
-            param = reference()
-            self._places.append(
-                torch.empty(0, device="cpu")
-                if param is None
-                else torch.zeros_like(param, requires_grad=False)
-            )
-        self.fix()
-        return tuple(param.grad is not None for param in self)
-
     def trainable(self) -> tuple[bool, ...]:
         """Which parameters require grad."""
         return tuple(param.requires_grad for param in self)
-
-    def hide(self, given: Sequence[bool]) -> None:
-        """Clear the gradients that were None when `settle` returned `given`.
-
-        A capture that is given up has shown them, but has computed nothing.
-        """
-        for param, had in zip(self, given, strict=True):
-            if not had:
-                param.grad = None
-
-    def fix(self) -> None:
-        """After a pass, move gradients that autograd has put elsewhere back to fixed memory."""
-        for reference, place in zip(self._params, self._places, strict=False):
-            param = reference()
-            if param is not None and param.grad is not None and param.grad is not place:
-                place.copy_(param.grad)
-                param.grad = place
-
-    def show(self) -> None:
-        """Show the gradients that exist now, also after each replay, which has written them."""
-        shown = [(param, param.grad) for param in self if param.grad is not None]
-        self._host.now_and_again(lambda: _show(shown))
 
     def _collector(
         self, reference: weakref.ref[torch.nn.Parameter]
@@ -194,17 +164,90 @@ class Replicated:
         def collect(grad: torch.Tensor | None) -> torch.Tensor | None:
             if grad is None:  # reached, but this rank's loss does not depend on it
                 return None
+            self._backward.join()
+            if self._host.is_capturing:  # `put_off` sees it
+                return None
             # Autograd adds zeros to `.grad`; the sum over ranks is added at the end of the pass,
             # the same on every rank.
-            self._backward.join()
-            param = reference()
-            key = id(param)
-            self._had.setdefault(key, param is not None and param.grad is not None)
-            before = self._incoming.get(key)
-            self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)
+            self._take(reference(), grad)
             return torch.zeros_like(grad)
 
         return collect
+
+    def _take(self, param: torch.Tensor | None, grad: torch.Tensor) -> None:
+        """Keep a gradient of this rank until the end of the pass."""
+        key = id(param)
+        self._had.setdefault(key, param is not None and param.grad is not None)
+        before = self._incoming.get(key)
+        self._incoming[key] = grad if before is None else _plus_(before.clone(), grad)
+
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[None]:
+        """For the capture of a pass: gradients go to `.grad` after each replay, not inside.
+
+        What autograd does with a leaf would otherwise be frozen in the graph: whether `.grad` was
+        None, and where it was in memory.
+        """
+        params = list(self)
+        before = [param.grad for param in params]
+        handles: list[RemovableHandle] = []
+        try:
+            for param in params:
+                if getattr(param, "_post_accumulate_grad_hooks", None):
+                    self._host.refuse("an ordinary parameter has a hook that reads `.grad`")
+                param.grad = Unreadable.like(param)
+                if param.requires_grad:
+                    handles += [
+                        param.register_hook(functools.partial(self._meet, weakref.ref(param))),
+                        param.register_post_accumulate_grad_hook(self._put_off),
+                    ]
+            yield
+            for param in params:
+                self._note_clearing(param)
+        finally:
+            self._met.clear()
+            for handle in handles:
+                handle.remove()
+            for param, grad in zip(params, before, strict=True):
+                param.grad = grad
+
+    def _meet(
+        self, reference: weakref.ref[torch.nn.Parameter], grad: torch.Tensor
+    ) -> torch.Tensor | None:
+        """A captured pass has computed the gradient of a leaf."""
+        param = reference()
+        if grad.is_sparse:
+            self._host.refuse("an ordinary parameter has a sparse gradient")
+        if param is not None:
+            self._note_clearing(param)
+            self._met[id(param)] = grad
+            param.grad = None  # autograd would add to it
+        return None
+
+    def _put_off(self, param: torch.Tensor) -> None:
+        """Autograd has brought the gradient of a leaf to `.grad`: each replay does it again."""
+        grad = self._met.pop(id(param))
+        self._host.when_computed(functools.partial(self._arrive, weakref.ref(param), grad))
+        param.grad = Unreadable.like(param)
+
+    def _note_clearing(self, param: torch.nn.Parameter) -> None:
+        """The program may have cleared `.grad` inside: each replay does it again."""
+        if id(param) in self._met:
+            self._host.refuse("torch.autograd.grad takes the gradient of an ordinary parameter")
+        if param.grad is None:
+            self._host.when_computed(functools.partial(_clear, weakref.ref(param)))
+
+    def _arrive(self, reference: weakref.ref[torch.Tensor], grad: torch.Tensor) -> None:
+        """What `_collector` and autograd do with the gradient of a leaf, after a replay."""
+        param = reference()
+        if param is None:
+            return
+        if self._world.size > 1:
+            self._take(param, grad)
+            grad = torch.zeros_like(grad)
+        # a copy: the next replay overwrites `grad`
+        own = torch.empty_like(param, requires_grad=False).copy_(grad)
+        param.grad = own if param.grad is None else _plus_(param.grad, own)
 
 
 def _plus_(grad: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
@@ -229,6 +272,7 @@ def _refuse_hooks(param: torch.nn.Parameter | None) -> None:
         )
 
 
-def _show(grads: Iterable[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-    for param, grad in grads:
-        param.grad = grad
+def _clear(reference: weakref.ref[torch.nn.Parameter]) -> None:
+    param = reference()
+    if param is not None:
+        param.grad = None

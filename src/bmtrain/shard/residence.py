@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 
-from bmtrain.distributed.transport import ShardSource, Transport
+from bmtrain.distributed.transport import Gather, ShardSource, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.label import Label, Phase
@@ -205,6 +206,10 @@ class Residence(ABC):
     def release(self, full: torch.Tensor) -> None:
         """The holder of `full` has issued its last read."""
 
+    def fixed(self) -> Residence:
+        """One of the same values whose full buffer never moves: a CUDA graph reads its address."""
+        return self
+
     @abstractmethod
     def forget(self) -> None:
         """Parameters may change now: drop values that have no holder.
@@ -255,13 +260,83 @@ class Absent(Residence):
         return None
 
 
-class Kept(Residence):
-    """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
+class Gathered(Residence):
+    """Several ranks: what `Kept` and `Ringed` have in common."""
 
     def __init__(
         self, source: ShardSource, transport: Transport, axis: Axis, version: Version
     ) -> None:
         self._source, self._transport, self._axis, self._version = source, transport, axis, version
+        # Weak: the memory lives as long as the graphs that read it.
+        self._fixed: weakref.ref[Fixed] | None = None
+
+    def fixed(self) -> Residence:
+        found = None if self._fixed is None else self._fixed()
+        if found is None:
+            found = Fixed(self._source, self._transport, self._axis, self._version)
+            found.label = self.label
+            self._fixed = weakref.ref(found)
+        return found
+
+
+class Fixed(Residence):
+    """A buffer whose address never changes, gathered once between two calls of `forget`.
+
+    It stays allocated for as long as this object lives. Each gather waits for all that was issued
+    on the compute stream before it: holders need not say when they have read the buffer.
+    """
+
+    def __init__(
+        self, source: ShardSource, transport: Transport, axis: Axis, version: Version
+    ) -> None:
+        self._source, self._transport, self._axis, self._version = source, transport, axis, version
+        self._full: torch.Tensor | None = None
+        self._ready: torch.Event | None = None
+        self._is_current = False
+
+    def is_coming(self) -> bool:
+        return self._is_current
+
+    def prefetch(self, phase: Phase) -> None:
+        if not self._is_current:
+            self.arrives(self._transport.gather_together([self.missing(phase)], None))
+
+    def missing(self, phase: Phase) -> Gather:
+        """The gather that brings the values; `arrives` says that it was started."""
+        if self._full is None:
+            self._full = self._source.new_full(self._axis.size)
+        self.version = self._version()
+        return Gather(self._full, self._source, self._axis, self.place(phase))
+
+    def arrives(self, ready: torch.Event | None) -> None:
+        """The values are there after `ready`."""
+        self._ready, self._is_current = ready, True
+
+    def acquire(self, phase: Phase) -> torch.Tensor:
+        self.prefetch(phase)
+        # Without this wait, the module would read the buffer before the gather has filled it.
+        self._transport.streams.compute_waits(self._ready)
+        if self._full is None:
+            raise RuntimeError("a gather left no buffer")
+        return alias(self._full)
+
+    def release(self, full: torch.Tensor) -> None:
+        return None
+
+    def forget(self) -> None:
+        # Nobody may have waited for the gather: without this wait, what follows on the compute
+        # stream could write the shard while a peer still copies from it.
+        self._transport.streams.compute_waits(self._ready)
+        self._is_current = False
+
+
+class Kept(Gathered):
+    """ZeRO-2: a buffer of its own, kept from its gather until its last holder releases it."""
+
+    def __init__(
+        self, source: ShardSource, transport: Transport, axis: Axis, version: Version
+    ) -> None:
+        super().__init__(source, transport, axis, version)
         self._full: torch.Tensor | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0
@@ -302,7 +377,7 @@ class Kept(Residence):
         return self._full
 
 
-class Ringed(Residence):
+class Ringed(Gathered):
     """ZeRO-3: a turn in a ring of buffers.
 
     After release, the values stay until another storage takes the buffer.
@@ -313,13 +388,8 @@ class Ringed(Residence):
     def __init__(
         self, source: ShardSource, transport: Transport, axis: Axis, version: Version, ring: Ring
     ) -> None:
-        self._source, self._transport, self._axis, self._version, self._ring = (
-            source,
-            transport,
-            axis,
-            version,
-            ring,
-        )
+        super().__init__(source, transport, axis, version)
+        self._ring = ring
         self._buffer: RingBuffer | None = None
         self._ready: torch.Event | None = None
         self._num_holders = 0

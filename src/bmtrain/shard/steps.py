@@ -16,6 +16,7 @@ from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
+from bmtrain.shard.backward import HostSteps
 from bmtrain.shard.replicated import Replicated
 from bmtrain.shard.slices import Slices
 from bmtrain.torch_internals import plain_functions
@@ -31,16 +32,23 @@ class Steps:
         replicated: the ordinary parameters whose gradients are summed over ranks.
         sharded: everything that is sharded in this run; while it is empty, ordinary parameters are
             not checked.
+        host: refuses steps inside of a CUDA graph.
     """
 
     def __init__(
-        self, ledger: Ledger, axis: Axis, replicated: Replicated, sharded: Collection[object]
+        self,
+        ledger: Ledger,
+        axis: Axis,
+        replicated: Replicated,
+        sharded: Collection[object],
+        host: HostSteps,
     ) -> None:
-        self._ledger, self._axis, self._replicated, self._sharded = (
+        self._ledger, self._axis, self._replicated, self._sharded, self._host = (
             ledger,
             axis,
             replicated,
             sharded,
+            host,
         )
         self._ordinary: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Ordinary] = (
             weakref.WeakKeyDictionary()
@@ -69,6 +77,7 @@ class Steps:
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._replicated.refuse_retired(params)
+        self._host.refuse("an optimizer steps inside: step after the function")
         world.current().watchdog.step()
         if self._axis.size == 1:
             return

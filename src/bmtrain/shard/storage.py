@@ -210,6 +210,7 @@ class Storage:
         Called at the same place on all ranks: forgetting decides which gathers there are.
         """
         self.residence.forget()
+        self.engine.place(self.residence).forget()
         self.engine.transport.fence()
 
     def slice_of(self, index: int, value: torch.Tensor) -> torch.Tensor:

@@ -149,6 +149,10 @@ class Use:
 
     def __init__(self, storages: Sequence[Storage]) -> None:
         self._storages = storages
+        # Chosen once: the call may outlive the capture of the pass it belongs to.
+        self._residences = {
+            storage: storage.engine.place(storage.residence) for storage in storages
+        }
         self._full: dict[Storage, torch.Tensor] = {}
         self._written: dict[Storage, int] = {}
         self._running = 0
@@ -192,7 +196,7 @@ class Use:
     @property
     def is_gathered_again(self) -> bool:
         """Whether backward gathers again what forward has gathered (ZeRO-3)."""
-        return any(not storage.residence.survives_forward for storage in self._storages)
+        return any(not residence.survives_forward for residence in self._residences.values())
 
     def open(self) -> list[torch.Tensor]:
         """Gather; one view per slot of all storages, in the graph where gradients are wanted."""
@@ -270,15 +274,14 @@ class Use:
             if backward:
                 self._check_versions()
                 storage.engine.backward.begin_use(self)
+            residence = self._residences[storage]
             full = storage.engine.acquire(
-                storage.residence,
-                Phase.BACKWARD if backward else Phase.FORWARD,
-                with_grad=self._with_grad,
+                residence, Phase.BACKWARD if backward else Phase.FORWARD, with_grad=self._with_grad
             )
-            gathered = storage.residence.version
+            gathered = residence.version
             if gathered is not None and gathered != storage.version():
                 # A holder that is never released would pin the buffer.
-                storage.residence.release(full)
+                residence.release(full)
                 raise StaleParameterError(
                     f"parameters ({_names(storage)}) were written in place in the "
                     "middle of a forward pass, after their gather had "
@@ -333,7 +336,7 @@ class Use:
         self._has_end = True
         while self._full:
             storage, full = self._full.popitem()
-            storage.residence.release(full)
+            self._residences[storage].release(full)
 
     def _after_run(self) -> None:
         """Forward is over: release all but what backward will read from here (ZeRO-2)."""
@@ -342,8 +345,9 @@ class Use:
         if in_backward() or self._running:
             return
         for storage in list(self._full):
-            if not storage.residence.survives_forward or not torch.is_grad_enabled():
-                storage.residence.release(self._full.pop(storage))
+            residence = self._residences[storage]
+            if not residence.survives_forward or not torch.is_grad_enabled():
+                residence.release(self._full.pop(storage))
 
     def end(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Backward has computed the gradients of all slots: release the buffers, then reduce.
@@ -393,12 +397,12 @@ class Use:
 
         A saved view would keep the memory of the ring buffer, which then could not be filled again.
         """
-        if all(storage.residence.survives_forward for storage in self._storages):
+        if not self.is_gathered_again:
             return contextlib.nullcontext()
         owners = {
             self.hold(storage).untyped_storage().data_ptr(): storage
-            for storage in self._storages
-            if not storage.residence.survives_forward
+            for storage, residence in self._residences.items()
+            if not residence.survives_forward
         }
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
