@@ -15,11 +15,11 @@ from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
 from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.compact_state import CompactState, in_fp32, names_of
+from bmtrain.optim.compact_state import CompactState, foreign_masters, in_fp32, names_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
-from bmtrain.optim.saved import check_optimizer_state
+from bmtrain.optim.saved import check_masters, check_optimizer_state
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
@@ -151,7 +151,7 @@ class AdamBase(torch.optim.Optimizer):
         Copy the model in the same call.
         """
         self.dynamic_scale.settle()
-        self._lay_out()
+        self._lay_out().follow()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         shared: dict[str, Any] = {
@@ -211,7 +211,7 @@ class AdamBase(torch.optim.Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state itself, no copy: sharded tensors of sharded parameters."""
         self.dynamic_scale.settle()
-        self._lay_out().check()
+        self._lay_out().follow()
         return super().state_dict()
 
     def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
@@ -226,7 +226,7 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.settle()
         self._load_groups(saved["param_groups"])
         if self._layout is not None:
-            self._layout.has_stepped = False
+            self._layout.trust_weights()
         self._lay_out()
         live: dict[int, dict[str, Any]] = {}
         for index, param in enumerate(parameters_of(self.param_groups)):
@@ -248,6 +248,8 @@ class AdamBase(torch.optim.Optimizer):
         check_optimizer_state(state_dict)
         flat = parameters_of(self.param_groups)
         states = resharding.local_states(self.param_groups, state_dict)
+        if self._form.master_weights == "split":
+            check_masters(foreign_masters(flat, states))
         self._layout = None
         self._load_groups(state_dict["param_groups"])
         self.state.clear()

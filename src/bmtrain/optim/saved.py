@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bmtrain.distributed.agreement import agree
@@ -31,6 +31,25 @@ def check_optimizer_state(state: Any) -> None:
         CheckpointError: on every rank, if any has been given such a state.
     """
     _agree(_problem_of_optimizer(state))
+
+
+def check_masters(foreign: Sequence[int]) -> None:
+    """Refuse masters that are not those of the weights, before anything is changed. Collective.
+
+    Args:
+        foreign: indices of the parameters that have such masters on this rank.
+
+    Raises:
+        CheckpointError: on every rank, if any rank has such masters.
+    """
+    text = None
+    if foreign:
+        text = (
+            f"load_state_dict got master weights of parameter {foreign[0]} that its weights are "
+            "not rounded from, and master_weights='split' keeps their remainder to the weights: "
+            "load the weights first, then the optimizer's state, or use master_weights='fp32'."
+        )
+    agree(text, world.current("load_state_dict").mesh.world, kind=CheckpointError)
 
 
 def _agree(problem: str | None) -> None:
