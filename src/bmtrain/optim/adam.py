@@ -14,6 +14,7 @@ from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
+from bmtrain.optim.carried import CarriedScale
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.compact_state import CompactState, foreign_masters, in_fp32, names_of
 from bmtrain.optim.form import StateForm
@@ -85,6 +86,8 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale = LossScale(
             scale if scale is not None else (65536.0 if fp16 else 1.0), factor, growth_steps
         )
+        #: the loss scale of the gradients that are there
+        self.carried = CarriedScale(self.dynamic_scale.value)
         self._scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
@@ -97,8 +100,13 @@ class AdamBase(torch.optim.Optimizer):
 
     @property
     def scale(self) -> float:
-        """The loss scale of the 0.1.x API; the OptimManager's, if one drives this optimizer."""
-        return self.dynamic_scale.value
+        """The loss scale of the 0.1.x API; the OptimManager's, if one drives this optimizer.
+
+        Gradients that were kept over a step that has changed it are brought to it.
+        """
+        value = self.dynamic_scale.value
+        self.carried.become(value, parameters_of(self.param_groups), self._engine)
+        return value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""

@@ -14,6 +14,7 @@ from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam import AdamBase
+from bmtrain.optim.carried import CarriedScale
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares, parameters_of
 from bmtrain.optim.finite import LossMark
 from bmtrain.optim.gradients import GradientsCache
@@ -82,6 +83,7 @@ class OptimManager:
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
+        self._carried: list[CarriedScale] = []  # by the gradients of each optimizer
         self._num_steps = 0
         self._mark = LossMark()
         self._gradients = GradientsCache()
@@ -91,9 +93,13 @@ class OptimManager:
     def loss_scale(self) -> float:
         """The current loss scale; 1 without scaling.
 
-        Waits until the GPU has reported whether the last step overflowed.
+        Waits until the GPU has reported whether the last step overflowed. Gradients that were kept
+        over a step that has changed the scale are brought to it.
         """
-        return self._scale.value
+        value = self._scale.value
+        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
+            carried.become(value, parameters_of(optimizer.param_groups), self._engine)
+        return value
 
     @property
     def skipped_steps(self) -> int:
@@ -134,6 +140,9 @@ class OptimManager:
         if isinstance(optimizer, AdamBase):
             optimizer.dynamic_scale.settle()
             optimizer.dynamic_scale = self._scale
+            self._carried.append(optimizer.carried)
+        else:
+            self._carried.append(CarriedScale(self._scale.value))
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
 
@@ -235,7 +244,7 @@ class OptimManager:
         self._engine.backward.flush()
         self._settle()
         self._check_not_lost()
-        scale = self._scale.value
+        scale = self.loss_scale
         self._note_step()
         params = [
             param
@@ -289,8 +298,8 @@ class OptimManager:
 
     def _advance(self, scale: float) -> None:
         """Take one step with all optimizers and schedules."""
-        for optimizer in self.optimizers:
-            self._step_one(optimizer, scale)
+        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
+            self._step_one(optimizer, carried, scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1
@@ -314,7 +323,9 @@ class OptimManager:
 
         return take_back
 
-    def _step_one(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+    def _step_one(
+        self, optimizer: torch.optim.Optimizer, carried: CarriedScale, scale: float
+    ) -> None:
         if isinstance(optimizer, AdamBase):
             optimizer.step(scale=scale)
             return
@@ -322,6 +333,7 @@ class OptimManager:
             for found in self._gradients(parameters_of(optimizer.param_groups)).look():
                 for part in found.parts:
                     part.grad.div_(scale)
+            carried.value = 1.0
         optimizer.step()
 
     @property
