@@ -90,7 +90,7 @@ def kept() -> None:
     for name, (make, plain) in KINDS.items():
         for clipped in (False, True):
             want = in_one_process(plain, clipped)
-            for steps in (1, 2, 1000):
+            for steps in (1, 1000):
                 got = on_ranks(make, clipped, loss_scale_steps=steps)
                 models.assert_same_dicts(got, want, f"{name}, {clipped}, {steps}", 1e-5)
 

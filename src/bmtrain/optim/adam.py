@@ -252,18 +252,29 @@ class AdamBase(torch.optim.Optimizer):
         Raises:
             CheckpointError: on every rank, if this is no such state, or that of other parameters.
         """
+        self.take_own(self.own_of(state_dict))
+
+    def own_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a saved state, for `take_own`. Collective; changes nothing.
+
+        Raises:
+            CheckpointError: as `load_state_dict`.
+        """
         self.dynamic_scale.settle()
         check_optimizer_state(state_dict)
-        flat = parameters_of(self.param_groups)
         states = resharding.local_states(self.param_groups, state_dict)
         if self._form.master_weights == "split":
-            check_masters(foreign_masters(flat, states))
+            check_masters(foreign_masters(parameters_of(self.param_groups), states))
+        return {**state_dict, "state": states}
+
+    def take_own(self, own: dict[str, Any]) -> None:
+        """Load what `own_of` returned."""
         self._layout = None
-        self._load_groups(state_dict["param_groups"])
+        self._load_groups(own["param_groups"])
         self.state.clear()
-        for index, param in enumerate(flat):
-            if index in states:
-                self.state[param] = dict(states[index])
+        for index, param in enumerate(parameters_of(self.param_groups)):
+            if index in own["state"]:
+                self.state[param] = dict(own["state"][index])
         self._lay_out()
 
     def _load_groups(self, saved: Iterable[dict[str, Any]]) -> None:

@@ -378,14 +378,19 @@ class OptimManager:
         """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
-            CheckpointError: on every rank, if this is no such state, or if optimizers or schedulers
-                differ in number or shape.
+            CheckpointError: on every rank, if this is no such state, if optimizers or schedulers
+                differ in number or shape, or if ranks got different states; all is as it was.
         """
         self._settle()
         counts = {"optimizers": len(self.optimizers), "lr_schedulers": len(self.lr_schedulers)}
         check_manager_state(state, counts)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved)
+        # all of them are looked at before one is changed
+        both = list(zip(self.optimizers, state["optimizers"], strict=True))
+        for optimizer, own in [(optimizer, _own_of(optimizer, saved)) for optimizer, saved in both]:
+            if isinstance(optimizer, AdamBase):
+                optimizer.take_own(own)
+            else:
+                optimizer.load_state_dict(own)
         self.load_rest(state)
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
@@ -441,10 +446,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str
     }
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _own_of(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     if isinstance(optimizer, AdamBase):
-        optimizer.load_state_dict(saved)
-    else:
-        optimizer.load_state_dict(
-            {**saved, "state": resharding.local_states(optimizer.param_groups, saved)}
-        )
+        return optimizer.own_of(saved)
+    return {**saved, "state": resharding.local_states(optimizer.param_groups, saved)}

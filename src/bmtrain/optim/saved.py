@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bmtrain.distributed import collectives
 from bmtrain.distributed.agreement import agree
 from bmtrain.errors import CheckpointError
+from bmtrain.optim.alike import described
 from bmtrain.runtime import world
 
+# In the state of a manager, beside optimizers' states, which may be slices.
+OF_ALL_RANKS = (
+    *("lr_schedulers", "loss_scale", "loss_scale_enabled", "loss_scale_state"),
+    *("num_steps", "num_skipped"),
+)
 SAVED = "expected what state_dict() returned"
 
 
@@ -19,9 +26,19 @@ def check_manager_state(state: Any, counts: Mapping[str, int]) -> None:
         counts: of optimizers and schedules that the manager has, by the state's names for them.
 
     Raises:
-        CheckpointError: on every rank, if any has been given such a state.
+        CheckpointError: on every rank, if any has been given such a state, or another one than the
+            others; states of optimizers are not compared here.
     """
     _agree(_problem_of_manager(state, counts))
+    rest = {name: described(state.get(name)) for name in OF_ALL_RANKS}
+    everyone = collectives.gather_objects(rest, world.current("load_state_dict").mesh.world)
+    for other in everyone:
+        if other != everyone[0]:
+            name = next(name for name in OF_ALL_RANKS if other[name] != everyone[0][name])
+            raise CheckpointError(
+                f"load_state_dict got {name!r} that differs between ranks: give all of them the "
+                "same state, that of one file for example."
+            )
 
 
 def check_optimizer_state(state: Any) -> None:
