@@ -16,11 +16,11 @@ from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
 from bmtrain.optim.carried import CarriedScale
 from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.compact_state import CompactState, foreign_masters, in_fp32, names_of
+from bmtrain.optim.compact_state import NAMES, CompactState, foreign_masters, in_fp32, names_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
-from bmtrain.optim.saved import check_masters, check_optimizer_state
+from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
@@ -262,6 +262,7 @@ class AdamBase(torch.optim.Optimizer):
         """
         self.dynamic_scale.settle()
         check_optimizer_state(state_dict)
+        check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
         if self._form.master_weights == "split":
             check_masters(foreign_masters(parameters_of(self.param_groups), states))

@@ -379,11 +379,10 @@ class OptimManager:
 
         Raises:
             CheckpointError: on every rank, if this is no such state, if optimizers or schedulers
-                differ in number or shape, or if ranks got different states; all is as it was.
+                differ in number or kind, or if ranks got different states; all is as it was.
         """
         self._settle()
-        counts = {"optimizers": len(self.optimizers), "lr_schedulers": len(self.lr_schedulers)}
-        check_manager_state(state, counts)
+        check_manager_state(state, self.lr_schedulers)
         # all of them are looked at before one is changed
         both = list(zip(self.optimizers, state["optimizers"], strict=True))
         for optimizer, own in [(optimizer, _own_of(optimizer, saved)) for optimizer, saved in both]:
