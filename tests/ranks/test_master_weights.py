@@ -19,7 +19,7 @@ import bmtrain as bmt
 from bmtrain.errors import CheckpointError, ParameterError
 from bmtrain.optim import AdamOptimizer, OptimManager
 
-FORMS: dict[str, dict[str, str]] = {
+FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "8bit": {"moments": "8bit"},
     "none": {"master_weights": "none"},
@@ -219,7 +219,9 @@ def of_one_block() -> None:
     model = net()
     manager, _ = make(model, **FORMS["split"])
     train(model, manager, 1)
-    next(model.parameters()).local.add_(1)
+    written = next(model.parameters())
+    assert isinstance(written, bmt.DistributedParameter)
+    written.local.add_(1)
     with pytest.raises(ParameterError, match="written since the last step"):
         train(model, manager, 1)
 

@@ -29,7 +29,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x).tanh()
-        return self.head(x)
+        out: torch.Tensor = self.head(x)
+        return out
 
 
 def make() -> tuple[nn.Module, OptimManager]:
@@ -45,7 +46,9 @@ def make() -> tuple[nn.Module, OptimManager]:
 def train(model: nn.Module, manager: OptimManager, steps: int) -> None:
     for step in range(steps):
         manager.zero_grad()
-        loss = model(torch.ones(2, 6) * step).square().mean() + model.ordinary.sum()
+        loss = (
+            model(torch.ones(2, 6) * step).square().mean() + model.get_parameter("ordinary").sum()
+        )
         manager.backward(loss)
         manager.step()
 

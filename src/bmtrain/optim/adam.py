@@ -168,7 +168,10 @@ class AdamBase(torch.optim.Optimizer):
             "_scaled": None,
             "_stepped": [],
         }
-        for name, value in vars(self).items():
+        # torch's schedules put a `step` of this object into its attributes: in the copy it would
+        # step the original.
+        for name in vars(self).keys() - {"step"}:
+            value = vars(self)[name]
             vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
         return new
 

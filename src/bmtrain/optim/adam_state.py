@@ -163,6 +163,7 @@ class AdamLayout:
         self._runs: dict[int, tuple[int, AnyState]] = {}
         # by id of the storage or parameter: runs whose weights are rounded masters
         self._rounded: dict[int, list[Run]] = {}
+        self._versions: dict[int, int] = {}  # of their memory when it was last looked at
         self._bound = BoundWeights()
         runs = [
             (number, run)
@@ -238,7 +239,7 @@ class AdamLayout:
 
     def trust_weights(self) -> None:
         """The weights are those of the states, which are new or being loaded."""
-        self._versions: dict[int, int] = {}  # unknown: masters follow once
+        self._versions.clear()  # unknown: masters follow once
         self._bound.remember()
 
     def updates(self) -> list[Update]:

@@ -52,7 +52,7 @@ def _digest(x: torch.Tensor) -> int:
     if flat.numel() > PLACES * LENGTH:
         step = flat.numel() // PLACES
         flat = flat[: step * PLACES].view(PLACES, step)[:, -LENGTH:].reshape(-1)
-    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy())
+    return zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def difference(params: Sequence[torch.nn.Parameter], everyone: Sequence[Mapping[int, Any]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from bmtrain.optim.gradients import GradientsCache
 from bmtrain.optim.loss_scale import LossScale, NoScaling
 from bmtrain.optim.runs import gradient_of
 from bmtrain.optim.saved import check_manager_state
-from bmtrain.optim.schedules import Restorable, step_schedules
+from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
 from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
@@ -126,8 +127,11 @@ class OptimManager:
         is the manager's loss scale, so that calls of the 0.1.x API can be mixed in.
 
         Raises:
-            ConfigurationError: for anything but an optimizer, or for one already added.
+            ConfigurationError: for anything but an optimizer, or for one already added; for a
+                schedule whose `step` needs to be told something.
         """
+        if lr_scheduler is not None:
+            check_steps_alone(lr_scheduler)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
                 f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer."
@@ -145,6 +149,21 @@ class OptimManager:
             self._carried.append(CarriedScale(self._scale.value))
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimManager:
+        """A copy with optimizers and schedules of its own. Copy the model in the same call."""
+        self._settle()
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        shared: dict[str, Any] = {
+            "_engine": self._engine,
+            "_last_loss": self._last_loss,
+            "_mark": LossMark(),
+            "_gradients": GradientsCache(),
+        }
+        for name, value in vars(self).items():
+            vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
+        return new
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.
