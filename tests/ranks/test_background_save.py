@@ -260,10 +260,25 @@ def save_into_a_folder_that_fails(file: str) -> str:
     return str(caught.value)
 
 
+def checkpoint_into_a_folder_that_fails(folder: str) -> str:
+    model = bmt.BMTrainModelWrapper(net(1))
+    with bmt.CheckpointManager(folder, background=False) as checkpoints:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writer, "flush_to_disk", flush_but_the_folder)
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.save(1, model)
+        other = bmt.BMTrainModelWrapper(net(2))
+        assert checkpoints.restore(other) is not None
+    models.assert_same_dicts(models.cloned_state(other), models.cloned_state(model), "it is there")
+    return str(caught.value)
+
+
 def test_a_folder_that_cannot_be_flushed(tmp_path: pathlib.Path) -> None:
     """The new file is there; that it was left as it was would be wrong."""
     file = tmp_path / "model.pt"
     torch.save({}, file)
     for said in run_ranks(save_into_a_folder_that_fails, 2, str(file)):
+        assert "has taken its place" in said and "intact" not in said
+    for said in run_ranks(checkpoint_into_a_folder_that_fails, 2, str(tmp_path / "checkpoints")):
         assert "has taken its place" in said and "intact" not in said
     assert torch.load(file, weights_only=True).keys() == net(1).state_dict().keys()

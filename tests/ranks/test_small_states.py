@@ -112,8 +112,8 @@ def leave(folder: str) -> dict[str, Any]:
         end = found(model, manager)
         again = net()
         second, _ = make(again, **options)
-        second.load_state_dict(own)
         again.load_state_dict(kept[0])
+        second.load_state_dict(own)
         train(again, second, range(2, 4))
         assert_equal(found(again, second), end)
         out[name] = kept[0], whole, end
@@ -123,7 +123,8 @@ def leave(folder: str) -> dict[str, Any]:
 def come_back(folder: str, kept: dict[str, Any]) -> None:
     for name, options in SMALL.items():
         weights, whole, end = kept[name]
-        for weights_first in (True, False):
+        # split masters refuse the other order: see test_master_weights.py
+        for weights_first in (True, False) if "split" not in name else (True,):
             model = net()
             manager, _ = make(model, **options)
             train(model, manager, range(9, 10))
@@ -224,7 +225,7 @@ def between() -> None:
                 param.copy_(torch.full_like(param, 3.0))
         before = models.cloned_state(model)
         if "split" in name:
-            with pytest.raises(ParameterError, match="written between two steps"):
+            with pytest.raises(ParameterError, match="written since the last step"):
                 train(model, manager, range(2, 3))
             with pytest.raises(ParameterError, match="master_weights='fp32'"):
                 manager.state_dict(gather_opt=True)

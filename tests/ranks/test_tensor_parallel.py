@@ -581,6 +581,10 @@ def bad_calls() -> None:
             lambda: OpParallelLinear.apply(x, x, None, True, False, False, ReduceType.ALL_REDUCE),
             r"gather_input with",
         ),
+        (
+            lambda: OpParallelLinear.apply(x, x, None, False, True, True, ReduceType.ALL_REDUCE),
+            r"gather_output with reduce_output_type: sums have all features",
+        ),
     ]
     for call, words in wrong:
         with pytest.raises(ConfigurationError, match=words):

@@ -9,7 +9,7 @@ import torch
 
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import CompactTensors, compact_update
-from bmtrain.kernels.bf16 import joined, remainders_of, round_stochastically, split
+from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of, round_stochastically, split
 from bmtrain.kernels.blockwise import Blocks
 from bmtrain.kernels.random_bits import key_of, random_bits, seed_of
 
@@ -123,14 +123,28 @@ def test_remainders_are_exact() -> None:
     off = (weight.double() - masters.double()).abs()[finite]
     assert torch.equal(off, (masters.bfloat16().double() - masters.double()).abs()[finite])
     assert torch.equal(remainders_of(masters, weight), remainder)
-    assert torch.equal(
-        remainders_of(masters, torch.full_like(weight, math.nan))[finite], remainder[finite]
-    )
+    assert are_neighbours(masters, weight)
     rounded = masters.bfloat16()
+    assert are_neighbours(masters[finite], rounded[finite])
     again = joined(rounded, remainders_of(masters, rounded))[finite]
     # one last place off where the nearest even number is below
     assert (again.view(torch.int32) - masters[finite].view(torch.int32)).abs().max() <= 1
     assert (again != masters[finite]).float().mean() < 0.2
+
+
+def test_weights_of_elsewhere_are_exact() -> None:
+    """A weight that is not next to its master has no remainder, and is noticed."""
+    masters = torch.tensor([1.0, 1.0 + 2**-9, math.nan, -2.0])
+    for weight, is_near in (
+        ([1.0, 1.0, math.nan, -2.0], True),
+        ([1.0, 1.0 + 2**-6, math.nan, -2.0], False),
+        ([1.0, 1.0, 0.0, -2.0], False),
+        ([1.0, 1.0, math.nan, 2.0], False),
+    ):
+        given = torch.tensor(weight).bfloat16()
+        assert are_neighbours(masters, given) is is_near, weight
+    far = torch.tensor([3.0, 3.0, 3.0, 2.0]).bfloat16()
+    assert torch.equal(joined(far, remainders_of(masters, far)), far.float())
 
 
 def test_remainders_of_other_weights_make_no_nan() -> None:

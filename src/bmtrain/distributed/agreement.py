@@ -14,6 +14,7 @@ from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
 T = TypeVar("T")
+Figures = tuple[float, float, float]  # of `look`
 # Elements of a tensor compared between ranks. Comparing all of them takes seconds for a large model
 # on a CPU.
 NUM_SAMPLED = 2**22
@@ -42,7 +43,7 @@ def is_same(figures: Sequence[int], axis: Axis) -> bool:
     )
 
 
-def look(x: torch.Tensor) -> tuple[float, float, float]:
+def look(x: torch.Tensor) -> Figures:
     """The norm of a tensor, its component along a fixed direction, and a mark of NaN and
     infinities.
 
@@ -84,14 +85,18 @@ def differ(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
         for figure in (norm, -norm, along, -along, mark, -mark)
     ]
     ends = iter(largest(figures, axis))
-    found = []
-    for x, high, low, *others in zip(tensors, *[ends] * 6, strict=True):
-        most, least, top, bottom = others
-        exact = not (x.is_floating_point() or x.is_complex())
-        rounding = 0.0 if exact else torch.finfo(x.dtype).eps ** 0.5
-        is_near = max(high + low, most + least) <= rounding * high
-        found.append(not is_near or top + bottom != 0)
-    return found
+    return [
+        not are_near((high, most, top), (-low, -least, -bottom), x.dtype)
+        for x, high, low, most, least, top, bottom in zip(tensors, *[ends] * 6, strict=True)
+    ]
+
+
+def are_near(one: Figures, other: Figures, dtype: torch.dtype) -> bool:
+    """Whether what `look` says of two tensors of this dtype differs by no more than rounding."""
+    exact = not (dtype.is_floating_point or dtype.is_complex)
+    rounding = 0.0 if exact else torch.finfo(dtype).eps ** 0.5
+    off = max(abs(one[0] - other[0]), abs(one[1] - other[1]))
+    return off <= rounding * max(one[0], other[0]) and one[2] == other[2]
 
 
 def agree(

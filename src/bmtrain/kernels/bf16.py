@@ -39,15 +39,22 @@ def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
 def remainders_of(masters: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The int16 remainders of fp32 masters to bf16 weights, all (n,).
 
-    Where a weight is no neighbour of its master, the weight is still to be loaded: the remainder is
-    that to the weight of `split`.
+    Zero where a weight is not next to its master: that weight was written by others, and is exact.
     """
-    bits = _bits(masters)
-    near = bits - (weight.to(masters.device).view(torch.int16).int() << 16)
-    far = bits - ((bits + _HALF) >> 16 << 16)
+    rest = _distances(masters, weight)
     # Rounded to the nearest even number, a weight may be below a master that is as near to both.
-    found = torch.where((near >= -_HALF) & (near <= _HALF), near, far)
-    return found.clamp_max(_HALF - 1).short()
+    return rest.where((rest >= -_HALF) & (rest <= _HALF), 0).clamp_max(_HALF - 1).short()
+
+
+def are_neighbours(masters: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether bf16 weights are what these fp32 masters are rounded to, all (n,)."""
+    rest = _distances(masters, weight)
+    both_nan = masters.isnan() & weight.to(masters.device).isnan()
+    return bool(((rest >= -_HALF) & (rest <= _HALF) | both_nan).all())
+
+
+def _distances(masters: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _bits(masters) - (weight.to(masters.device).view(torch.int16).int() << 16)
 
 
 def round_stochastically(values: torch.Tensor, weight: torch.Tensor, bits: torch.Tensor) -> None:

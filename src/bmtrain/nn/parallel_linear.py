@@ -61,7 +61,7 @@ class OpParallelLinear:
         Raises:
             ConfigurationError: on every rank, for shapes or dtypes that do not fit together or
                 differ between ranks; for `split_input` without `reduce_output_type`, or
-                `gather_input` with it.
+                `gather_input` or `gather_output` with it.
         """
         weight, bias = computed_with(weight), None if bias is None else computed_with(bias)
         if reduce_output_type is not None and not isinstance(reduce_output_type, ReduceType):
@@ -74,10 +74,11 @@ class OpParallelLinear:
                 "split_input without reduce_output_type: the products would be parts of "
                 "sums; name the sum."
             )
-        if reduce_output_type is not None and gather_input:
+        if reduce_output_type is not None and (gather_input or gather_output):
+            name = "gather_input" if gather_input else "gather_output"
+            what = "whole products would be summed" if gather_input else "sums have all features"
             raise ConfigurationError(
-                "gather_input with reduce_output_type: whole products would be summed; "
-                "leave one of them out."
+                f"{name} with reduce_output_type: {what}; leave one of them out."
             )
         if world.current("OpParallelLinear").mesh.tp.size == 1:
             return F.linear(input, weight, bias)

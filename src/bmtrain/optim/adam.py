@@ -14,12 +14,13 @@ from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam_state import AdamLayout, AnyState, Cohort, RunState, Update
+from bmtrain.optim.carried import CarriedScale
 from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.compact_state import CompactState, in_fp32, names_of
+from bmtrain.optim.compact_state import NAMES, CompactState, foreign_masters, in_fp32, names_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
-from bmtrain.optim.saved import check_optimizer_state
+from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, PART, Rule, check, known_keywords
 from bmtrain.shard.engine import Engine
@@ -85,6 +86,8 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale = LossScale(
             scale if scale is not None else (65536.0 if fp16 else 1.0), factor, growth_steps
         )
+        #: the loss scale of the gradients that are there
+        self.carried = CarriedScale(self.dynamic_scale.value)
         self._scaled: weakref.ref[torch.Tensor] | None = None
 
     @property
@@ -97,8 +100,13 @@ class AdamBase(torch.optim.Optimizer):
 
     @property
     def scale(self) -> float:
-        """The loss scale of the 0.1.x API; the OptimManager's, if one drives this optimizer."""
-        return self.dynamic_scale.value
+        """The loss scale of the 0.1.x API; the OptimManager's, if one drives this optimizer.
+
+        Gradients that were kept over a step that has changed it are brought to it.
+        """
+        value = self.dynamic_scale.value
+        self.carried.become(value, parameters_of(self.param_groups), self._engine)
+        return value
 
     def loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss for `.backward()` in the 0.1.x API: scaled, and divided by the world size."""
@@ -152,11 +160,14 @@ class AdamBase(torch.optim.Optimizer):
         Copy the model in the same call.
         """
         self.dynamic_scale.settle()
-        self._lay_out()
+        self._lay_out().follow()
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         given = self._uncopied()
-        for name, value in vars(self).items():
+        # torch's schedules put a `step` of this object into its attributes: in the copy it would
+        # step the original.
+        for name in vars(self).keys() - {"step"}:
+            value = vars(self)[name]
             vars(new)[name] = given[name] if name in given else copy.deepcopy(value, memo)
         return new
 
@@ -221,7 +232,7 @@ class AdamBase(torch.optim.Optimizer):
     def sharded_state_dict(self) -> dict[str, Any]:
         """The state itself, no copy: sharded tensors of sharded parameters."""
         self.dynamic_scale.settle()
-        self._lay_out().check()
+        self._lay_out().follow()
         return super().state_dict()
 
     def state_names(self, param: torch.Tensor) -> tuple[frozenset[str], frozenset[str]]:
@@ -236,7 +247,7 @@ class AdamBase(torch.optim.Optimizer):
         self.dynamic_scale.settle()
         self._load_groups(saved["param_groups"])
         if self._layout is not None:
-            self._layout.has_stepped = False
+            self._layout.trust_weights()
         self._lay_out()
         live: dict[int, dict[str, Any]] = {}
         for index, param in enumerate(parameters_of(self.param_groups)):
@@ -254,16 +265,31 @@ class AdamBase(torch.optim.Optimizer):
         Raises:
             CheckpointError: on every rank, if this is no such state, or that of other parameters.
         """
+        self.take_own(self.own_of(state_dict))
+
+    def own_of(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a saved state, for `take_own`. Collective; changes nothing.
+
+        Raises:
+            CheckpointError: as `load_state_dict`.
+        """
         self.dynamic_scale.settle()
         check_optimizer_state(state_dict)
-        flat = parameters_of(self.param_groups)
+        check_adam_state(state_dict, {*NAMES, *resharding.NAMES})
         states = resharding.local_states(self.param_groups, state_dict)
+        if self._form.master_weights == "split":
+            check_masters(foreign_masters(parameters_of(self.param_groups), states))
+        return {**state_dict, "state": states}
+
+    def take_own(self, own: dict[str, Any]) -> None:
+        """Load what `own_of` returned."""
+        self.settle()  # else an update that is under way would write over what is loaded
         self._layout = None
-        self._load_groups(state_dict["param_groups"])
+        self._load_groups(own["param_groups"])
         self.state.clear()
-        for index, param in enumerate(flat):
-            if index in states:
-                self.state[param] = dict(states[index])
+        for index, param in enumerate(parameters_of(self.param_groups)):
+            if index in own["state"]:
+                self.state[param] = dict(own["state"][index])
         self._lay_out()
 
     def _load_groups(self, saved: Iterable[dict[str, Any]]) -> None:

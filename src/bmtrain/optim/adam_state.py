@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamTensors
 from bmtrain.kernels.adam_compact import CompactTensors
+from bmtrain.optim.bound import BoundWeights
 from bmtrain.optim.compact_state import NAMES, CompactState, cut_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.gradients import Gradients, Parts
@@ -52,17 +54,19 @@ class RunState:
         return [self.mean, self.square, *([] if self.master is None else [self.master])]
 
     @property
-    def depends_on_weights(self) -> bool:
-        """Whether a write to the weights by others is to be noticed."""
+    def follows_weights(self) -> bool:
+        """Whether it has master weights that can be told of weights written by others."""
         return not self.is_exact
 
-    def follow(self, run: Run, has_stepped: bool) -> None:
+    @property
+    def needs_weights(self) -> bool:
+        """Whether it means nothing without the weights that it was made with."""
+        return False
+
+    def follow(self, run: Run) -> None:
         """Update the master weights from weights written by others."""
         if self.master is not None:
             follow_weights(self.master, run.values)
-
-    def check(self, has_stepped: bool) -> None:
-        """Master weights of their own are right whatever others write."""
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> AdamTensors:
         """The tensors that an update of `piece`, a part of the run, reads and writes."""
@@ -186,6 +190,8 @@ class AdamLayout:
         self._runs: dict[int, tuple[int, AnyState]] = {}
         # by id of the storage or parameter: runs whose weights are rounded masters
         self._rounded: dict[int, list[Run]] = {}
+        self._versions: dict[int, int] = {}  # of their memory when it was last looked at
+        self._bound = BoundWeights()
         runs = [
             (number, run)
             for number, group in enumerate(groups)
@@ -197,8 +203,10 @@ class AdamLayout:
         for number, run in runs:
             state = make_state(run, place_of[id(run.params[0])])
             self._runs[id(run)] = number, state
-            if state.depends_on_weights:
+            if state.follows_weights:
                 self._rounded.setdefault(run.owner, []).append(run)
+            if state.needs_weights:
+                self._bound.add(run)
             self._show(run, state)
         self._params = [list(group["params"]) for group in groups]
         self._shown = [states[param] for params in self._params for param in params]
@@ -209,9 +217,7 @@ class AdamLayout:
         for view in _flat(map(self._views_of, self._gradients.sharded)):
             view.count_holders()
         self._num_holders = self._count_holders()
-        self._versions = self._current_versions()
-        #: whether weights and states belong together: after a load, weights may come later
-        self.has_stepped = False
+        self.trust_weights()
         self._plan: tuple[list[tuple[Run, Run]], list[Cohort]] | None = None
 
     def is_current(
@@ -227,18 +233,20 @@ class AdamLayout:
         )
 
     def follow(self) -> None:
-        """Update master weights whose weights were written by others since `close`.
+        """Bring master weights and weights together that others have written.
+
+        Master weights of a state that was loaded are compared with the weights once: those may
+        come of elsewhere, before or after the state.
 
         Raises:
-            ParameterError: for weights whose masters cannot.
+            ParameterError: for states that need the weights as they were.
         """
-        for run, state in self._written():
-            state.follow(run, self.has_stepped)
-
-    def check(self) -> None:
-        """Refuse to show states that do not belong to the weights, as `follow` does."""
-        for _, state in self._written():
-            state.check(self.has_stepped)
+        self._refuse_written()
+        versions = self._current_versions()
+        for owner, runs in self._rounded.items():
+            if versions[owner] != self._versions.get(owner):
+                for run in runs:
+                    self._runs[id(run)][1].follow(run)
 
     def held_owners(self) -> set[int]:
         """Ids of storages of whose weights or states the program holds memory.
@@ -265,16 +273,30 @@ class AdamLayout:
         for param in run.params:
             yield from (x for x in self._states[param].values() if isinstance(x, StateOf))
 
-    def _written(self) -> Iterator[tuple[Run, AnyState]]:
-        versions = self._current_versions()
-        for owner, runs in self._rounded.items():
-            if versions[owner] != self._versions[owner]:
-                yield from ((run, self._runs[id(run)][1]) for run in runs)
+    def _refuse_written(self) -> None:
+        """ParameterError, on all ranks, if a state that counts needs weights that are gone.
+
+        Before the first step of a parameter the remainders are zero: its weights may be any.
+        """
+        for run in self._bound.written():
+            if self._step_of(run.params[0]):
+                raise ParameterError(
+                    f"a parameter of shape {tuple(run.params[0].shape)} was written since the last "
+                    "step or load of the optimizer: its master weights are the weights and a "
+                    "remainder (master_weights='split'), which does not tell what of them is new. "
+                    "Use master_weights='fp32', or load the weights first, then the optimizer's "
+                    "state."
+                )
 
     def close(self) -> None:
         """Record the weights' versions: the last write was the optimizer's."""
         self._versions = self._current_versions()
-        self.has_stepped = True
+        self._bound.remember()
+
+    def trust_weights(self) -> None:
+        """The weights are those of the states, which are new or being loaded."""
+        self._versions.clear()  # unknown: masters follow once
+        self._bound.remember()
 
     def updates(self) -> list[Update]:
         """Updates of all parameters that have a gradient now.

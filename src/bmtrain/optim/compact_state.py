@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam_compact import CompactTensors
-from bmtrain.kernels.bf16 import joined, remainders_of
+from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of
 from bmtrain.kernels.blockwise import BLOCK, Blocks, num_blocks
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.masters import follow_weights
@@ -69,38 +68,19 @@ class CompactState:
         return list(self.shown(0, 0).values())
 
     @property
-    def depends_on_weights(self) -> bool:
-        """Whether a write to the weights by others is to be noticed."""
-        return not self.is_exact and self.master is not None
+    def follows_weights(self) -> bool:
+        """Whether it has master weights that can be told of weights written by others."""
+        return not self.is_exact and self.master is not None and not self.needs_weights
 
     @property
-    def _is_split(self) -> bool:
+    def needs_weights(self) -> bool:
+        """Whether it has remainders, which mean nothing without the weights of the last step."""
         return self.master is not None and self.master.dtype == torch.int16
 
-    def follow(self, run: Run, has_stepped: bool) -> None:
-        """Update master weights from weights written by others.
-
-        Raises:
-            ParameterError: for remainders, which do not tell which weights were written.
-        """
-        if self._is_split:
-            self.check(has_stepped)
-        elif self.master is not None:
+    def follow(self, run: Run) -> None:
+        """Update master weights from weights written by others."""
+        if self.master is not None:
             follow_weights(self.master, run.values)
-
-    def check(self, has_stepped: bool) -> None:
-        """Refuse remainders of weights that others have written since the last step.
-
-        Raises:
-            ParameterError: with the remedy.
-        """
-        if has_stepped and self._is_split:
-            raise ParameterError(
-                f"parameter {self._number} of the optimizer was written between two steps: its "
-                "master weights are the weights and a remainder (master_weights='split'), which "
-                "does not tell what of them is new. Use master_weights='fp32', or load weights "
-                "together with the optimizer's state."
-            )
 
     def tensors(self, run: Run, piece: Run, grad: torch.Tensor) -> CompactTensors:
         """What an update reads and writes."""
@@ -113,7 +93,7 @@ class CompactState:
     def shown(self, begin: int, end: int) -> dict[str, torch.Tensor]:
         """The state's own tensors by name."""
         out: dict[str, torch.Tensor] = {}
-        if self._is_split and self.master is not None:
+        if self.needs_weights and self.master is not None:
             out["remainder"] = self.master
         elif self.master is not None:
             out["master"] = self.master
@@ -132,7 +112,7 @@ class CompactState:
         for name, moment in ((MEAN, self.mean), (SQUARE, self.square)):
             if name in old and isinstance(moment, Blocks):
                 moment.fill(old[name].reshape(-1).to(moment.codes.device, torch.float32))
-        if self._is_split and "master" in old and self.master is not None:
+        if self.needs_weights and "master" in old and self.master is not None:
             masters = old["master"].reshape(-1).to(self.master.device, torch.float32)
             self.master.copy_(remainders_of(masters, self._run.values))
 
@@ -147,6 +127,23 @@ def names_of(form: StateForm, param: torch.Tensor) -> tuple[frozenset[str], froz
     if form.master_weights == "split" and param.dtype == torch.bfloat16:
         needed |= {"remainder"}
     return needed, frozenset({"master"} if form.master_weights == "fp32" else ())
+
+
+def foreign_masters(
+    params: Sequence[torch.Tensor], states: Mapping[int, Mapping[str, Any]]
+) -> list[int]:
+    """Indices of bf16 parameters whose saved masters are not those of their weights.
+
+    Args:
+        params: of the optimizer.
+        states: to be loaded, by the parameter's index: this rank's slices.
+    """
+    kept = {
+        index: (local_of(state["master"]).reshape(-1), local_of(params[index].detach()).reshape(-1))
+        for index, state in states.items()
+        if state.get("step") and "master" in state and params[index].dtype == torch.bfloat16
+    }
+    return [index for index, pair in kept.items() if not are_neighbours(*pair)]
 
 
 def in_fp32(state: Mapping[str, Any], param: torch.Tensor) -> dict[str, Any]:

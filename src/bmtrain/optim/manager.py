@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -15,13 +16,14 @@ from bmtrain.distributed.results import LastLoss
 from bmtrain.errors import ConfigurationError, NonFiniteError
 from bmtrain.optim import gathered, resharding
 from bmtrain.optim.adam import AdamBase
+from bmtrain.optim.carried import CarriedScale
 from bmtrain.optim.clip import clip_gradients, global_sum_of_squares, parameters_of
 from bmtrain.optim.finite import LossMark
 from bmtrain.optim.gradients import GradientsCache
 from bmtrain.optim.loss_scale import LossScale, NoScaling
 from bmtrain.optim.runs import gradient_of
 from bmtrain.optim.saved import check_manager_state
-from bmtrain.optim.schedules import Restorable, step_schedules
+from bmtrain.optim.schedules import Restorable, check_steps_alone, step_schedules
 from bmtrain.optim.verdict import Verdict
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check, known_keywords
@@ -83,6 +85,7 @@ class OptimManager:
         self.grad_scale = float(current.mesh.world.size if grad_scale is None else grad_scale)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.lr_schedulers: list[Any] = []
+        self._carried: list[CarriedScale] = []  # by the gradients of each optimizer
         self._num_steps = 0
         self._mark = LossMark()
         self._gradients = GradientsCache()
@@ -92,9 +95,13 @@ class OptimManager:
     def loss_scale(self) -> float:
         """The current loss scale; 1 without scaling.
 
-        Waits until the GPU has reported whether the last step overflowed.
+        Waits until the GPU has reported whether the last step overflowed. Gradients that were kept
+        over a step that has changed the scale are brought to it.
         """
-        return self._scale.value
+        value = self._scale.value
+        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
+            carried.become(value, parameters_of(optimizer.param_groups), self._engine)
+        return value
 
     @property
     def skipped_steps(self) -> int:
@@ -121,8 +128,11 @@ class OptimManager:
         is the manager's loss scale, so that calls of the 0.1.x API can be mixed in.
 
         Raises:
-            ConfigurationError: for anything but an optimizer, or for one already added.
+            ConfigurationError: for anything but an optimizer, or for one already added; for a
+                schedule whose `step` needs to be told something.
         """
+        if lr_scheduler is not None:
+            check_steps_alone(lr_scheduler)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
                 f"add_optimizer got {type(optimizer).__name__}: expected a torch.optim.Optimizer."
@@ -135,8 +145,26 @@ class OptimManager:
         if isinstance(optimizer, AdamBase):
             optimizer.dynamic_scale.settle()
             optimizer.dynamic_scale = self._scale
+            self._carried.append(optimizer.carried)
+        else:
+            self._carried.append(CarriedScale(self._scale.value))
         self.optimizers.append(optimizer)
         self.lr_schedulers.append(lr_scheduler)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimManager:
+        """A copy with optimizers and schedules of its own. Copy the model in the same call."""
+        self._settle()
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        shared: dict[str, Any] = {
+            "_engine": self._engine,
+            "_last_loss": self._last_loss,
+            "_mark": LossMark(),
+            "_gradients": GradientsCache(),
+        }
+        for name, value in vars(self).items():
+            vars(new)[name] = shared[name] if name in shared else copy.deepcopy(value, memo)
+        return new
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the optimizer's ordinary parameters for summing gradients over ranks.
@@ -241,7 +269,7 @@ class OptimManager:
         self._engine.backward.flush()
         self._settle()
         self._check_not_lost()
-        scale = self._scale.value
+        scale = self.loss_scale
         self._note_step()
         params = [
             param
@@ -295,8 +323,8 @@ class OptimManager:
 
     def _advance(self, scale: float) -> None:
         """Take one step with all optimizers and schedules."""
-        for optimizer in self.optimizers:
-            self._step_one(optimizer, scale)
+        for optimizer, carried in zip(self.optimizers, self._carried, strict=True):
+            self._step_one(optimizer, carried, scale)
         for schedule in self._schedules:
             schedule.step()
         self._num_steps += 1
@@ -320,7 +348,9 @@ class OptimManager:
 
         return take_back
 
-    def _step_one(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+    def _step_one(
+        self, optimizer: torch.optim.Optimizer, carried: CarriedScale, scale: float
+    ) -> None:
         if isinstance(optimizer, AdamBase):
             optimizer.step(scale=scale)
             return
@@ -328,6 +358,7 @@ class OptimManager:
             for found in self._gradients(parameters_of(optimizer.param_groups)).look():
                 for part in found.parts:
                     part.grad.div_(scale)
+            carried.value = 1.0
         optimizer.step()
 
     @property
@@ -372,14 +403,18 @@ class OptimManager:
         """Restore a saved state, at the same world size or, if gathered, at any other.
 
         Raises:
-            CheckpointError: on every rank, if this is no such state, or if optimizers or schedulers
-                differ in number or shape.
+            CheckpointError: on every rank, if this is no such state, if optimizers or schedulers
+                differ in number or kind, or if ranks got different states; all is as it was.
         """
         self._settle()
-        counts = {"optimizers": len(self.optimizers), "lr_schedulers": len(self.lr_schedulers)}
-        check_manager_state(state, counts)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            _load_optimizer(optimizer, saved)
+        check_manager_state(state, self.lr_schedulers)
+        # all of them are looked at before one is changed
+        both = list(zip(self.optimizers, state["optimizers"], strict=True))
+        for optimizer, own in [(optimizer, _own_of(optimizer, saved)) for optimizer, saved in both]:
+            if isinstance(optimizer, AdamBase):
+                optimizer.take_own(own)
+            else:
+                optimizer.load_state_dict(own)
         self.load_rest(state)
 
     def load_rest(self, state: Mapping[str, Any]) -> None:
@@ -435,10 +470,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, gather: bool) -> dict[str
     }
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def _own_of(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     if isinstance(optimizer, AdamBase):
-        optimizer.load_state_dict(saved)
-    else:
-        optimizer.load_state_dict(
-            {**saved, "state": resharding.local_states(optimizer.param_groups, saved)}
-        )
+        return optimizer.own_of(saved)
+    return {**saved, "state": resharding.local_states(optimizer.param_groups, saved)}

@@ -5,7 +5,6 @@ The saved state may be full tensors, or slices cut by this library or by BMTrain
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from bmtrain.distributed import collectives
 from bmtrain.errors import CheckpointError
+from bmtrain.optim.alike import Held, described, difference
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.gathered import States, local_values
 from bmtrain.runtime import world
@@ -26,19 +26,7 @@ NAMES = {"_param_fp32": "master"}
 NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """Shape and dtype of the element-wise state that one rank's file holds."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-
-NOTHING = _Held((0,), torch.float32)
+NOTHING = Held((0,), torch.float32)
 
 
 def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
@@ -50,7 +38,7 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
 
     Raises:
         CheckpointError: on every rank, naming the parameter's index, what each rank has of it and
-            the remedy.
+            the remedy; also for states that should be the same on all ranks and are not.
     """
     axis = world.current("load_state_dict").mesh.world
     params = parameters_of(groups)
@@ -66,6 +54,13 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     }
     problems = [text for index, param in slots.items() if (text := _misfit(index, param, everyone))]
     _raise_first([text for texts in collectives.gather_objects(problems, axis) for text in texts])
+    _raise_first([text for text in [difference(params, everyone)] if text])
+    settings = collectives.gather_objects(described(_settings(saved)), axis)
+    if len(set(settings)) > 1:
+        raise CheckpointError(
+            "the settings of parameter groups (param_groups) differ between ranks: give all of "
+            "them the same state."
+        )
     local = {index: dict(state) for index, state in own.items() if index not in slots}
     for index, param in slots.items():
         state = _local_state(
@@ -77,10 +72,10 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
 
 
 def _described(params: Sequence[torch.nn.Parameter], states: States) -> States:
-    """The states with a `_Held` in place of every element-wise tensor."""
+    """The states with a `Held` in place of every element-wise tensor."""
     return {
         index: {
-            name: _Held(tuple(v.shape), v.dtype) if _goes_along(params[index], name, v) else v
+            name: Held.of(v, params[index]) if _goes_along(params[index], name, v) else v
             for name, v in state.items()
         }
         for index, state in states.items()
@@ -113,7 +108,7 @@ def _misfit(index: int, param: DistributedParameter, everyone: Sequence[States])
     whole, part = param._tp_original_shape, param._original_shape.numel()
     states = [found.get(index, {}) for found in _on_axis(param, everyone)]
     for name in {
-        name: None for state in states for name, value in state.items() if isinstance(value, _Held)
+        name: None for state in states for name, value in state.items() if isinstance(value, Held)
     }:
         held = [state.get(name, NOTHING) for state in states]
         for one in held:
@@ -144,7 +139,7 @@ def _local_state(
     described = {name: value for state in reversed(held) for name, value in state.items()}
     out: dict[str, Any] = {}
     for name, value in described.items():
-        if isinstance(value, _Held):
+        if isinstance(value, Held):
             ranks = [state.get(name, NOTHING) for state in held]
             values = _own_slice(
                 param,
@@ -159,7 +154,7 @@ def _local_state(
 
 
 def _own_slice(
-    param: DistributedParameter, value: torch.Tensor, held: Sequence[_Held], dtype: torch.dtype
+    param: DistributedParameter, value: torch.Tensor, held: Sequence[Held], dtype: torch.dtype
 ) -> torch.Tensor:
     """This rank's 1-D slice of one state, of which its file holds `value`."""
     storage, slot = param.storage_of, param.index_in_storage
@@ -181,6 +176,13 @@ def _own_slice(
     return storage.slice_of(
         slot, torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
     )
+
+
+def _settings(saved: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in saved["param_groups"]
+    ]
 
 
 def _wrong_groups(groups: list[dict[str, Any]], saved: Any) -> str | None:

@@ -39,6 +39,12 @@ class Run:
         return self.params[0]._version if self.storage is None else self.storage.version()
 
     @property
+    def num_written(self) -> int:
+        """How often the first parameter was written: the same on all ranks."""
+        param = self.params[0]
+        return param.num_written if isinstance(param, DistributedParameter) else param._version
+
+    @property
     def owner(self) -> int:
         """The id of the storage or parameter that owns the values; runs of one storage share it."""
         return id(self.params[0] if self.storage is None else self.storage)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from bmtrain.errors import ConfigurationError
 
 _ATOMS = frozenset((int, float, bool, str, type(None)))
 
@@ -19,6 +22,26 @@ class Restorable(Protocol):
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any) -> object: ...
+
+
+def check_steps_alone(schedule: Any) -> None:
+    """Refuse a schedule that an OptimManager cannot step, before its first step is half done.
+
+    Raises:
+        ConfigurationError: for one whose `step` has an argument without a default, as that of
+            torch's ReduceLROnPlateau.
+    """
+    needed = [
+        name
+        for name, argument in inspect.signature(schedule.step).parameters.items()
+        if argument.default is argument.empty
+        and argument.kind in (argument.POSITIONAL_ONLY, argument.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed:
+        raise ConfigurationError(
+            f"add_optimizer got {type(schedule).__name__}, whose step() needs {needed[0]!r}: leave "
+            f"it out, and call its step({needed[0]}) yourself, with the same value on all ranks."
+        )
 
 
 def step_schedules(

@@ -76,12 +76,17 @@ class DistributedModule(torch.nn.Module):
 
         Raises:
             ParameterError: for `assign=True`, which would replace the shards.
+            RanksPartedError: on all ranks, for parameters that differ between them; the model is as
+                it was. Buffers may differ.
         """
         if assign:
             raise ParameterError(
                 "load_state_dict(assign=True) would replace the shards of a distributed "
                 "module: use assign=False."
             )
+        # All of them before one is copied; a module compares its own again, which its hooks may
+        # have renamed.
+        check_same_state(state_dict, [name for name, _ in self.named_parameters()])
         return super().load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(

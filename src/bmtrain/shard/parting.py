@@ -137,7 +137,8 @@ def check_same(what: str, entries: Sequence[tuple[str, Any]], axis: Axis, cure: 
         shown.setdefault(texts[place] if place < len(texts) else "no more", []).append(str(rank))
     deeds = "; ".join(f"on rank {', '.join(ranks)} {text}" for text, ranks in shown.items())
     raise RanksPartedError(
-        f"{what}. The first difference is number {place}: {deeds}. Nothing has been changed. {cure}"
+        f"{what}. The first difference is number {place}: {deeds}. None of them has been changed. "
+        f"{cure}"
     )
 
 

@@ -26,7 +26,7 @@ from bmtrain.snapshot import folder as folders
 from bmtrain.snapshot.host import HostMemory, Live, Snapshot
 from bmtrain.snapshot.image import Image
 from bmtrain.snapshot.lock import Lock
-from bmtrain.snapshot.order import check_order, described
+from bmtrain.snapshot.order import check_names, check_order, described, names_of
 from bmtrain.snapshot.reading import read_rest
 from bmtrain.snapshot.state import check_optimizers, load_optimizers, model_parts, optimizer_parts
 from bmtrain.snapshot.writing import Draft, FileOfBlocks, as_bytes, finish
@@ -254,6 +254,7 @@ class CheckpointManager:
             rest["state"] = dict(state)
         if optim_manager is not None:
             more, rest["optim_manager"] = optimizer_parts(optim_manager)
+            rest["optim_manager"]["names"] = names_of(model, optim_manager)
             parts += more
         return Image(parts), {MODEL: ties}, as_bytes(rest)
 
@@ -323,7 +324,7 @@ class CheckpointManager:
             return None
         rest = Rest(found)
         if optim_manager is not None:
-            rest.check(optim_manager)
+            rest.check(model, optim_manager)
         load(model, found)
         return rest.load(optim_manager)
 
@@ -358,9 +359,11 @@ class Rest:
         self._manifest: Manifest = attempt(lambda: read_manifest(path), self._axis)
         self._own, self._found = read_rest(path, self._manifest, self._axis)
 
-    def check(self, manager: OptimManager) -> None:
+    def check(self, model: torch.nn.Module, manager: OptimManager) -> None:
         """CheckpointError on every rank unless this is the state of such optimizers."""
         attempt(lambda: check_optimizers(manager, *self._optimizers()), self._axis)
+        saved = self._optimizers()[1].get("names", [])  # older checkpoints have none
+        attempt(lambda: check_names(saved, names_of(model, manager)), self._axis)
 
     def load(self, manager: OptimManager | None) -> Restored:
         """Put it back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,16 +32,35 @@ def described(
         CheckpointError: for facts that JSON does not give back as they are.
     """
     check("CheckpointManager.save", CheckpointError, step=(step, COUNT))
-    names = {id(param): name for name, param in model.named_parameters()}
-    optimizers = [] if optim_manager is None else optim_manager.optimizers
-    params = [parameters_of(optimizer.param_groups) for optimizer in optimizers]
     return {
         "step": str(step),
         "facts": _as_json(facts),
         "only": "None" if only is None else str(sorted(only)),
         "optim_manager": "None" if optim_manager is None else "an OptimManager",
-        "optimizers": str([[names.get(id(param), "another") for param in one] for one in params]),
+        "optimizers": str(names_of(model, optim_manager)),
     }
+
+
+def names_of(model: torch.nn.Module, optim_manager: OptimManager | None) -> list[list[str]]:
+    """The names of each optimizer's parameters, in their order: "another" if not the model's."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    optimizers = [] if optim_manager is None else optim_manager.optimizers
+    params = [parameters_of(optimizer.param_groups) for optimizer in optimizers]
+    return [[names.get(id(param), "another") for param in one] for one in params]
+
+
+def check_names(saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
+    """CheckpointError for optimizers that have the saved ones' parameters in another order.
+
+    States are kept by number: each parameter would go on with the state of another.
+    """
+    for number, (before, now) in enumerate(zip(saved, own, strict=False)):
+        if list(before) != list(now) and sorted(before) == sorted(now):
+            at = next(n for n, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
+            raise CheckpointError(
+                f"optimizer {number} was saved with its parameters in another order: number {at} "
+                f"was {before[at]!r} and is {now[at]!r}. Give them to it in the same order."
+            )
 
 
 def check_order(own: Mapping[str, str], first: Mapping[str, str]) -> None:

@@ -17,6 +17,7 @@ from bmtrain.optim.adam import AdamBase
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.compact_state import NAMES, cut_of
 from bmtrain.optim.manager import OptimManager
+from bmtrain.optim.saved import problem_of_schedules
 from bmtrain.runtime import world
 from bmtrain.shard.module import DistributedModule
 from bmtrain.shard.parameter import DistributedParameter
@@ -149,6 +150,9 @@ def _saved(
             f"{source.path} holds the state of {len(rest['optimizers'])} optimizers, this manager "
             f"has {len(manager.optimizers)}: add the same ones first."
         )
+    problem = problem_of_schedules(rest["lr_schedulers"], manager.lr_schedulers)
+    if problem is not None:
+        raise CheckpointError(f"{source.path} holds {problem}.")
     saved = [_Saved(source, number, state) for number, state in enumerate(rest["optimizers"])]
     for optimizer, one in zip(manager.optimizers, saved, strict=True):
         one.check_groups(optimizer)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bmtrain.checkpoint.manifest import BLOCK, NAME, FileFacts, Manifest, TensorFacts, parse
-from bmtrain.checkpoint.writer import flush_to_disk
+from bmtrain.checkpoint.writer import flush_folder, flush_to_disk
 from bmtrain.distributed.board import Board
 from bmtrain.errors import CheckpointError
 from bmtrain.snapshot.host import NUM_THREADS, Live, Snapshot
@@ -189,8 +189,8 @@ def _publish(draft: Draft, parts: Sequence[Mapping[str, str]]) -> None:
     try:
         _write_bytes(temporary, text.encode())
         os.replace(temporary, draft.folder / NAME)
-        flush_to_disk(draft.folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise CheckpointError(_failed(draft.folder, _reason(error))) from error
+    flush_folder(draft.folder, f"{draft.folder / NAME}, with which this checkpoint counts,")
