@@ -93,15 +93,15 @@ def theirs(**options: Any) -> Generate:
         num_hidden_layers=LAYERS,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
-        rope_theta=BASE,
-        rope_scaling=SCALING,
+        rope_parameters={"rope_theta": BASE, **SCALING},
         max_position_embeddings=131072,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
     with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = transformers.LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
 
     def run(ids: torch.Tensor, num_new: int) -> object:
         return model.generate(

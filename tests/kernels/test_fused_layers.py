@@ -13,6 +13,7 @@ from tests.models import parity
 
 from bmtrain.kernels.cached_attention import cached_attention_by_triton
 from bmtrain.kernels.gated import gated_by_triton
+from bmtrain.kernels.norm import norm_by_triton
 from bmtrain.kernels.rotary import rotate_by_triton
 from model_center.generation.engine import generate
 from model_center.layer import feedforward, fusion, layernorm, scaled_dot_product
@@ -35,7 +36,7 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
         (feedforward, "gated"): gated_by_triton,
         (rotary, "rotate"): rotate_by_triton,
         (scaled_dot_product, "cached_attention"): cached_attention_by_triton,
-        (layernorm, "norm_by_triton"): layernorm.norm_by_triton,
+        (layernorm, "norm_by_triton"): norm_by_triton,
     }
     with contextlib.ExitStack() as stack:
         for module in (feedforward, rotary, layernorm):

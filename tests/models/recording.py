@@ -51,7 +51,7 @@ def recorded(ahead: int | None = None) -> Iterator[OperationRecorder]:
         mock.patch("model_center.generation.passes.recorder_for", lambda _: recorder),
         # ids are compared with the size of the table on the CPU only, by looking at them
         mock.patch("model_center.layer.embedding.check_range"),
-        mock.patch("model_center.generation.engine.steps_ahead", lambda *_, **__: ahead)
+        mock.patch("model_center.generation.engine.steps_ahead", lambda _: ahead)
         if ahead is not None
         else contextlib.nullcontext(),
     ):

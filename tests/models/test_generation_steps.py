@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.models import parity
 from tests.models.recording import recorded
-from tests.models.test_generation_engine import VOCAB, made
+from tests.models.test_generation_engine import made
 
 from model_center.errors import InputError
 from model_center.generation import engine
@@ -119,8 +119,7 @@ def test_a_generation_ends_before_its_last_step() -> None:
     assert recorder.num_aside + recorder.num_replays <= expected.lengths.max() + 2
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_streams_are_ahead(ahead: int) -> None:
+def test_streams_are_recorded() -> None:
     """The same tokens in the same steps; a stream that is left draws no more than was seen."""
     options: dict[str, Any] = {"do_sample": True, "eos_token_id": [1, 2, 3], "max_new_tokens": 14}
     model, ids = made("llama"), prompts(False)[0]
@@ -128,13 +127,13 @@ def test_streams_are_ahead(ahead: int) -> None:
     expected, drawn = list(stream(model, ids, **options)), torch.rand(2).tolist()
     assert [None in step for step in expected].count(True) not in {0, 14}
     torch.manual_seed(0)
-    with recorded(ahead) as recorder:
+    with recorded(2) as recorder:
         assert list(stream(model, ids, **options)) == expected
     assert recorder.num_replays > 3 and torch.rand(2).tolist() == drawn
     found: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
-        with recorded(ahead) if found else contextlib.nullcontext():
+        with recorded(2) if found else contextlib.nullcontext():
             steps = stream(model, ids, **options)
             found.append(([next(steps) for _ in range(5)], torch.rand(2).tolist()))
             steps.close()  # type: ignore[attr-defined]
@@ -164,7 +163,7 @@ def test_a_stream_follows_the_weights() -> None:
         expected = tokens()
     with one_by_one():
         assert expected != list(stream(model, ids, max_new_tokens=12))
-    with recorded(0) as recorder:
+    with recorded(2) as recorder:
         assert tokens() == expected
     assert recorder.num_recorded == 2
     made.cache_clear()
@@ -175,11 +174,13 @@ def test_hooks_see_every_step() -> None:
     model, ids, seen = made("gpt2"), prompts(False)[0], []
     handle = model.encoder.layers[1].register_forward_hook(lambda *_: seen.append(1))
     try:
-        with recorded(0) as recorder:
-            generate(model, ids, max_new_tokens=12)
+        ends = generate(model, ids, max_new_tokens=12).new_tokens[:, 8].tolist()
+        seen.clear()
+        with recorded(2) as recorder:
+            steps = generate(model, ids, max_new_tokens=12, eos_token_id=ends).lengths.max()
     finally:
         handle.remove()
-    assert len(seen) == 12 and recorder.num_recorded == 0
+    assert len(seen) == steps < 12 and recorder.num_recorded == 0
 
 
 def test_a_few_tokens_are_not_recorded() -> None:
@@ -283,7 +284,21 @@ def test_a_reach_is_a_mask_of_keys(window: int | None) -> None:
 def test_how_far_a_gpu_is_ahead() -> None:
     """No step on the CPU, which computes at once."""
     cpu, gpu = torch.device("cpu"), torch.device("meta")
-    assert engine.steps_ahead(cpu, is_streamed=False) == 0
-    assert engine.steps_ahead(gpu, is_streamed=True) == 1
-    assert engine.steps_ahead(gpu, is_streamed=False) == engine.AHEAD == 2
-    assert VOCAB > 20
+    assert engine.steps_ahead(cpu) == 0
+    assert engine.steps_ahead(gpu) == engine.AHEAD == 2
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_what_a_cache_takes_is_known(name: str) -> None:
+    """Before it is made, of all layers; of an encoder's tokens too."""
+    model, ids = made(name), prompts(False)[0]
+    decoding = model.decoding(ids, None, {})
+    with torch.no_grad():
+        decoding.start(5)
+        decoding.expand(3)
+    found = 0
+    for layer in decoding.cache:
+        for cache in (layer, layer.cross):
+            if cache is not None and cache._memory is not None:
+                found += sum(memory.nbytes for memory in cache._memory)
+    assert decoding.num_bytes(5, 3) == found > 0

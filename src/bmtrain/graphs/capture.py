@@ -50,18 +50,8 @@ class CudaGraphs(Graphs):
         self._stream = torch.cuda.Stream(device)
         self._open_pool()
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        before = torch.cuda.current_stream()
-        # Without the wait the body could read arguments before earlier work has written them.
-        self._stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            # Later work reads what the body wrote and may reuse its memory: without the wait it
-            # would race with the capture stream.
-            before.wait_stream(self._stream)
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return aside(self._stream)
 
     def capture(self, body: Body, streams: Streams, num_twice: int) -> Repeat:
         torch.cuda.synchronize(self._device)
@@ -155,6 +145,21 @@ class _RandomNumbers:
             yield
         finally:
             self._generator.graphsafe_set_state(self._own)
+
+
+@contextlib.contextmanager
+def aside(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the body on `stream`, ordered with the work of the current one before and after it."""
+    before = torch.cuda.current_stream(stream.device)
+    # Without the wait the body could read arguments before earlier work has written them.
+    stream.wait_stream(before)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        # Later work reads what the body wrote and may reuse its memory: without the wait it would
+        # race with the capture stream.
+        before.wait_stream(stream)
 
 
 def fails(step: Callable[[], object]) -> bool:

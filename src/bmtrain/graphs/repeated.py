@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.graphs.capture import MODE, fails
+from bmtrain.graphs.capture import MODE, aside, fails
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import end_allocation
 
@@ -93,21 +93,12 @@ class CudaRecorder(Recorder):
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _stream(device)
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        before = torch.cuda.current_stream(self._device)
-        # Without the wait the body could read what earlier work has not written yet.
-        self._stream.wait_stream(before)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        finally:
-            # Without the wait later work could read what the body has not written yet.
-            before.wait_stream(self._stream)
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return aside(self._stream)
 
     def record(self, work: Callable[[], object]) -> Callable[[], None]:
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        with self.aside(), _without_collector():
+        with aside(self._stream), _without_collector():
             try:
                 _capture(graph, pool, work)
             except BaseException:

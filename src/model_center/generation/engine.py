@@ -199,7 +199,10 @@ class Run(Generic[Kind]):
         search, task = self._search, self.task
         scores = passes.first(task.num_new, search.copies)
         questions, answers = Questions(search, task), deque[Answer]()
-        ahead = steps_ahead(task.prefix.device, is_streamed=self._is_streamed)
+        # Nothing is issued ahead where somebody else acts between steps: a program may write the
+        # weights between the tokens of a stream, and hooks would see steps that nobody needs.
+        is_alone = not (self._is_streamed or passes.is_watched)
+        ahead = steps_ahead(task.prefix.device) if is_alone else 0
         for number in range(1, task.num_new + 1):
             search.advance(scores)
             answers.append(questions.ask())
@@ -249,11 +252,9 @@ class Run(Generic[Kind]):
         return self._peers.who_goes_on(torch.tensor(False, device=self._decoding.prefix.device))[1]
 
 
-def steps_ahead(device: torch.device, *, is_streamed: bool) -> int:
+def steps_ahead(device: torch.device) -> int:
     """How many steps are issued before it is known that they are needed."""
-    if device.type == "cpu":
-        return 0
-    return 1 if is_streamed else AHEAD
+    return 0 if device.type == "cpu" else AHEAD
 
 
 @contextlib.contextmanager

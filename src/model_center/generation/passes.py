@@ -20,11 +20,19 @@ class Passes:
         model: the model, whose hooks a recording would not call.
         decoding: its part of the work.
         weights: whole, and held as long as there are passes.
+
+    Attributes:
+        is_watched: whether the model has hooks, or torch a mode that looks at operations.
     """
 
     def __init__(self, model: torch.nn.Module, decoding: Decoding, weights: Weights) -> None:
-        self._model, self._decoding, self._weights = model, decoding, weights
+        self._decoding, self._weights = decoding, weights
         self._device = decoding.prefix.device
+        self.is_watched = (
+            has_global_module_hooks()
+            or num_dispatch_modes() > 0
+            or any(has_hooks(module) for module in model.modules())
+        )
         self._recorder: Recorder | None = None
         self._repeated: Repeated | None = None
         self._addresses: list[int] = []
@@ -37,7 +45,7 @@ class Passes:
         decoding = self._decoding
         scores = self._within(lambda: decoding.start(num_new))().repeat_interleave(copies, 0)
         decoding.expand(copies)
-        if num_new >= FEWEST_TOKENS and not self._is_watched():
+        if num_new >= FEWEST_TOKENS and not self.is_watched:
             self._recorder = recorder_for(self._device)
         decoding.fix(self._repeat)
         self._addresses = self._weights.addresses()
@@ -74,11 +82,3 @@ class Passes:
                 return work()
 
         return bound
-
-    def _is_watched(self) -> bool:
-        """Whether somebody looks at each step, who would see no more than the first ones."""
-        return (
-            has_global_module_hooks()
-            or num_dispatch_modes() > 0
-            or any(has_hooks(module) for module in self._model.modules())
-        )

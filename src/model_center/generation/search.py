@@ -9,7 +9,6 @@ import torch
 
 from model_center.generation.config import GenerationConfig
 from model_center.generation.filters import Filters
-from model_center.generation.later import Later
 from model_center.generation.output import GenerationOutput
 from model_center.generation.stopping import Ending
 
@@ -139,12 +138,7 @@ class SingleSearch(Search):
 class StreamedSearch(SingleSearch):
     """A search whose tokens are read step by step."""
 
-    def advance(self, logits: torch.Tensor) -> None:
-        """As in Search."""
-        super().advance(logits)
-        # read by the host while the device computes the next step
-        self._read = Later(torch.where(self.is_new, self.tokens, -1))
-
     def new_tokens(self) -> list[int | None]:
         """The last token of each row, None after its end."""
-        return [None if token < 0 else token for token in self._read.read()]
+        tokens = torch.where(self.is_new, self.tokens, -1).tolist()
+        return [None if token < 0 else token for token in tokens]

@@ -17,7 +17,7 @@ from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
-from model_center.model.decoding import Decoding, Work, check_inputs, select_rows
+from model_center.model.decoding import Decoding, Work, cache_bytes, check_inputs, select_rows
 from model_center.model.inputs import Place, attention_mask_of, embedded, past_place
 from model_center.model.outputs import (
     BaseModelOutput,
@@ -273,14 +273,9 @@ class CausalDecoding(Decoding):
 
     def num_bytes(self, num_new: int, copies: int) -> int:
         """As in Decoding."""
-        config = self._model.config
-        tokens = len(self.prefix) * copies * (self.prefix.shape[1] + num_new)
-        heads: int = getattr(config, "num_heads_kv", config.num_heads)
-        return 2 * tokens * config.num_layers * heads * config.dim_head * self._model_dtype.itemsize
-
-    @property
-    def _model_dtype(self) -> torch.dtype:
-        return next(self._model.parameters()).dtype
+        config, tokens = self._model.config, self.prefix.shape[1] + num_new
+        rows = copies * len(self.prefix)
+        return cache_bytes(self._model, config, config.num_layers, rows * tokens)
 
     def _fixed_step(self) -> torch.Tensor:
         """Scores (rows, vocab) after the tokens and places that are in the device's memory."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -88,9 +89,9 @@ class Decoding(abc.ABC):
         """Give back the memory: there are no further passes."""
         self.cache = KeyValueCache(self._num_layers)
 
+    @abc.abstractmethod
     def num_bytes(self, num_new: int, copies: int) -> int:
         """About what keys and values of `num_new` tokens more and `copies` of each row take."""
-        return 0
 
     def idle(self) -> None:
         """A forward pass of which nothing comes: the last token again, of one row.
@@ -115,6 +116,13 @@ class Decoding(abc.ABC):
     @abc.abstractmethod
     def _forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Scores (rows, vocab) after new tokens (rows, new)."""
+
+
+def cache_bytes(model: torch.nn.Module, config: Any, num_layers: int, num_tokens: int) -> int:
+    """What keys and values of so many tokens take, in all layers."""
+    heads = getattr(config, "num_heads_kv", config.num_heads)
+    itemsize = next(model.parameters()).dtype.itemsize
+    return int(2 * num_layers * num_tokens * heads * config.dim_head * itemsize)
 
 
 def select_rows(tensor: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:

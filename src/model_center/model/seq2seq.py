@@ -17,7 +17,7 @@ from model_center.layer.position_embedding.relative import RelativePositionEmbed
 from model_center.layer.stack import StackOutput
 from model_center.layer.transformer import Decoder, Encoder, Past
 from model_center.model.base import BaseModel, policy_of
-from model_center.model.decoding import Decoding, check_inputs, select_rows
+from model_center.model.decoding import Decoding, cache_bytes, check_inputs, select_rows
 from model_center.model.inputs import attention_mask_of, embedded, past_length
 from model_center.model.outputs import Seq2SeqModelOutput, as_tuple
 
@@ -228,6 +228,12 @@ class Seq2SeqDecoding(Decoding):
             self._input_ids, attention_mask=self._encoder_mask
         ).last_hidden_state
         return super().start(num_new)
+
+    def num_bytes(self, num_new: int, copies: int) -> int:
+        """As in Decoding; the encoder's tokens have keys and values too."""
+        config, rows = self._model.config, copies * len(self.prefix)
+        tokens = self.prefix.shape[1] + num_new + self._input_ids.shape[1]
+        return cache_bytes(self._model, config, config.num_decoder_layers, rows * tokens)
 
     def _select_inputs(self, rows: torch.Tensor) -> None:
         # The states stay as they are: their keys and values are in the cache, so that only their
