@@ -376,7 +376,7 @@ def test_every_reader_waits(names: list[str], world_size: int, tmp_path: pathlib
     """With a worker that begins every job late, each way to weights and states finds those of the
     step.
     """
-    run_ranks(read_all, world_size, names, tmp_path)
+    run_ranks(read_all, world_size, names, tmp_path, timeout=180)
 
 
 def read_all(names: list[str], folder: pathlib.Path) -> None:
@@ -532,7 +532,7 @@ def compare(seeds: list[int]) -> None:
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_programs_see_the_same_values(first: int, world_size: int) -> None:
     """Bit for bit, whatever the program does and however late the worker is."""
-    run_ranks(compare, world_size, list(range(first, first + 4)))
+    run_ranks(compare, world_size, list(range(first, first + 4)), timeout=180)
 
 
 # ---- what is hidden, and in which order ----
@@ -576,7 +576,7 @@ def test_updates_of_ordinary_programs_are_hidden(
     zero_level: int, use_checkpoint: bool, world_size: int
 ) -> None:
     """All of them, but for those of which the program holds memory."""
-    run_ranks(hides, world_size, zero_level, use_checkpoint)
+    run_ranks(hides, world_size, zero_level, use_checkpoint, timeout=120)
 
 
 class Watch(nn.Module):
