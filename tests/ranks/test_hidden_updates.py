@@ -592,29 +592,39 @@ class Watch(nn.Module):
         return y
 
 
-def in_order() -> None:
-    go_on = threading.Semaphore(1)
-    in_time: list[bool] = []
-    use_worker(lambda: in_time.append(go_on.acquire(timeout=5.0)))
+def passes(go_on: threading.Semaphore, overlap: bool) -> list[torch.Tensor]:
+    """The losses of three steps; with `overlap`, each update begins when the block before runs."""
     torch.manual_seed(1)
     # made in another order than they are called in
     parts = [Watch(Layer(), go_on) for _ in range(5)]
     blocks = bmt.TransformerBlockList(bmt.Block(part, use_checkpoint=False) for part in parts[::-1])
     params = [param for part in parts for param in part.parameters()]
-    optimizer = AdamOffloadOptimizer(params, lr=0.05)
+    optimizer = AdamOffloadOptimizer(params, lr=0.05, overlap=overlap)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
+    losses = []
     for _ in range(3):
-        manager.backward(blocks(ones(2, 3, DIM)).sum())
-        while go_on.acquire(blocking=False):
+        loss = blocks(ones(2, 3, DIM)).square().sum()
+        manager.backward(loss)
+        losses.append(loss.detach())
+        while overlap and go_on.acquire(blocking=False):
             pass
         go_on.release()
         manager.step()
         manager.zero_grad()
     assert len(optimizer._updates) == 5
+    return losses
+
+
+def in_order() -> None:
+    go_on = threading.Semaphore(100)
+    want = passes(go_on, overlap=False)
+    in_time: list[bool] = []
+    use_worker(lambda: in_time.append(go_on.acquire(timeout=5.0)))
+    check_equal(passes(go_on, overlap=True), want, "losses")
+    go_on.release(5)
     assert len(in_time) >= 10
     assert all(in_time), in_time
-    go_on.release(5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
