@@ -376,7 +376,7 @@ def test_every_reader_waits(names: list[str], world_size: int, tmp_path: pathlib
     """With a worker that begins every job late, each way to weights and states finds those of the
     step.
     """
-    run_ranks(read_all, world_size, names, tmp_path)
+    run_ranks(read_all, world_size, names, tmp_path, timeout=180)
 
 
 def read_all(names: list[str], folder: pathlib.Path) -> None:
@@ -532,7 +532,7 @@ def compare(seeds: list[int]) -> None:
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_programs_see_the_same_values(first: int, world_size: int) -> None:
     """Bit for bit, whatever the program does and however late the worker is."""
-    run_ranks(compare, world_size, list(range(first, first + 4)))
+    run_ranks(compare, world_size, list(range(first, first + 4)), timeout=180)
 
 
 # ---- what is hidden, and in which order ----
@@ -576,7 +576,7 @@ def test_updates_of_ordinary_programs_are_hidden(
     zero_level: int, use_checkpoint: bool, world_size: int
 ) -> None:
     """All of them, but for those of which the program holds memory."""
-    run_ranks(hides, world_size, zero_level, use_checkpoint)
+    run_ranks(hides, world_size, zero_level, use_checkpoint, timeout=120)
 
 
 class Watch(nn.Module):
@@ -592,29 +592,39 @@ class Watch(nn.Module):
         return y
 
 
-def in_order() -> None:
-    go_on = threading.Semaphore(1)
-    in_time: list[bool] = []
-    use_worker(lambda: in_time.append(go_on.acquire(timeout=5.0)))
+def passes(go_on: threading.Semaphore, overlap: bool) -> list[torch.Tensor]:
+    """The losses of three steps; with `overlap`, each update begins when the block before runs."""
     torch.manual_seed(1)
     # made in another order than they are called in
     parts = [Watch(Layer(), go_on) for _ in range(5)]
     blocks = bmt.TransformerBlockList(bmt.Block(part, use_checkpoint=False) for part in parts[::-1])
     params = [param for part in parts for param in part.parameters()]
-    optimizer = AdamOffloadOptimizer(params, lr=0.05)
+    optimizer = AdamOffloadOptimizer(params, lr=0.05, overlap=overlap)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
+    losses = []
     for _ in range(3):
-        manager.backward(blocks(ones(2, 3, DIM)).sum())
-        while go_on.acquire(blocking=False):
+        loss = blocks(ones(2, 3, DIM)).square().sum()
+        manager.backward(loss)
+        losses.append(loss.detach())
+        while overlap and go_on.acquire(blocking=False):
             pass
         go_on.release()
         manager.step()
         manager.zero_grad()
     assert len(optimizer._updates) == 5
+    return losses
+
+
+def in_order() -> None:
+    go_on = threading.Semaphore(100)
+    want = passes(go_on, overlap=False)
+    in_time: list[bool] = []
+    use_worker(lambda: in_time.append(go_on.acquire(timeout=5.0)))
+    check_equal(passes(go_on, overlap=True), want, "losses")
+    go_on.release(5)
     assert len(in_time) >= 10
     assert all(in_time), in_time
-    go_on.release(5)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
