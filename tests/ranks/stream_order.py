@@ -218,10 +218,10 @@ class SimulatedStreams(Streams):
         for side in sides:
             self._order.clocks[surrounding].wait(self._order.clocks[side])
 
-    def fork(self) -> None:
+    def join(self) -> None:
         raise NotImplementedError("CUDA graphs are not simulated")
 
-    join = renew = fork
+    renew = join
 
     def _wait(self, stream: str, event: torch.Event | None) -> None:
         if event is not None:
