@@ -76,8 +76,8 @@ def report(
 def _form(settings: Settings) -> str:
     """Of states that are not in fp32."""
     moments, masters = settings.moments, settings.master_weights
-    return (f" with {moments} moments" if moments != "fp32" else "") + (
-        f" with {masters} master weights" if masters != "fp32" else ""
+    return (f", {moments} moments" if moments != "fp32" else "") + (
+        f", {masters} master weights" if masters != "fp32" else ""
     )
 
 
