@@ -60,7 +60,8 @@ class Model:
     Attributes:
         tokenizer: a folder of tests/data/tokenizers.
         config: of the real one.
-        weights: whether the command reads weights.
+        weights: whether there are files of weights, which the command asks for; else it begins with
+            random ones.
     """
 
     tokenizer: str
@@ -86,6 +87,7 @@ MODELS = {
             "rope_scaling": LLAMA_3_ROPE,
             "tie_word_embeddings": False,
         },
+        weights=False,
     ),
     "qwen3-0.6b": Model(
         "gpt2",
@@ -104,6 +106,7 @@ MODELS = {
             "rope_theta": 1000000.0,
             "tie_word_embeddings": True,
         },
+        weights=False,
     ),
     "qwen3-8b": Model(
         "gpt2",
@@ -122,6 +125,7 @@ MODELS = {
             "rope_theta": 1000000.0,
             "tie_word_embeddings": False,
         },
+        weights=False,
     ),
     "bert-large-cased": Model(
         "bert",
@@ -328,6 +332,8 @@ class StandIns:
             return words + (TINY_EXAMPLE if self._tiny else [])
         words = ["--train-iters", str(recipe.steps), "--log-dir", str(folder), "--log-iters", "1"]
         words += ["--model-config", str(self.model(recipe.model))]
+        if not MODELS[recipe.model].weights and recipe.page != "gpt2":
+            words.append("--from-scratch")
         if recipe.page == "bert-boolq":
             return [*words, "--base-path", str(self.boolq())]
         if recipe.model == "gpt2-base":  # its warm-up is longer than these few steps

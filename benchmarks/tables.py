@@ -39,6 +39,8 @@ SAVE_COLUMNS = (
     "step, s",
 )
 LOSS_COLUMNS = ("loss at the end", "bf16", "FP8", "FP8 has")
+SMALL_STEP_COLUMNS = ("states of bf16 parameters", "parameters", "bytes each", "ms a step", "TB/s")
+SMALL_LOSS_COLUMNS = ("states", "training loss", "validation loss", "against fp32")
 
 Record = dict[str, Any]
 Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
@@ -297,6 +299,44 @@ def ends_of(records: Sequence[Record]) -> list[str]:
     return rows
 
 
+def small_steps_of(records: Sequence[Record]) -> list[str]:
+    """One Markdown row per form of Adam's states that was stepped."""
+    return [
+        f"| {r['form']}{', in host memory' if r['on_host'] else ''} | "
+        + (
+            f"failed: {r['failed']} | | | |".replace("\n", " ")
+            if "failed" in r
+            else f"{r['elements'] / 1e9:.2f}e9 | {r['bytes_an_element']:.2f} | {r['ms']:.1f} | "
+            f"{r['terabytes_a_second']:.2f} |"
+        )
+        for r in records
+    ]
+
+
+def small_losses_of(records: Sequence[Record]) -> list[str]:
+    """One Markdown row per form of Adam's states: means over seeds, and how sure the difference of
+    validation losses from the first form's is.
+    """
+    begun = [r for r in records if "failed" not in r]
+    rows = [f"| failed: {r['failed']} | | | |".replace("\n", " ") for r in records if "failed" in r]
+    for name in begun[0]["kinds"] if begun else ():
+        own = [r["kinds"][name] for r in begun]
+        first = [next(iter(r["kinds"].values())) for r in begun]
+        more = [a["validation"] / b["validation"] - 1 for a, b in zip(own, first, strict=True)]
+        error = (
+            f" (standard error {statistics.stdev(more) / len(more) ** 0.5:.2%})"
+            if len(more) > 1
+            else ""
+        )
+        means = (statistics.fmean(one[kind] for one in own) for kind in ("training", "validation"))
+        cells = " | ".join(f"{mean:.4f}" for mean in means)
+        rows.append(
+            f"| {name}, {len(own)} seed{'s' if len(own) > 1 else ''} | {cells} | "
+            f"{statistics.fmean(more):+.2%}{error} |"
+        )
+    return rows
+
+
 def table(columns: Sequence[str], rows: Sequence[str]) -> str:
     """The Markdown of a table; nothing for no rows."""
     return (
@@ -327,12 +367,17 @@ def tables_of(report: dict[str, Any]) -> str:
     loads = [r for r in records if r["what"] == "loading"]
     losses = [r for r in records if r["what"] == "fp8 losses"]
     saves = [r for r in records if r["what"] == "saving"]
-    steps = [r for r in records if r["what"] not in ("loading", "fp8 losses", "saving")]
+    small_steps = [r for r in records if r["what"] == "small states step"]
+    small_losses = [r for r in records if r["what"] == "small states losses"]
+    apart = ("loading", "fp8 losses", "saving", "small states step", "small states losses")
+    steps = [r for r in records if r["what"] not in apart]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
         table(LOAD_COLUMNS, loads_of(loads)),
         table(SAVE_COLUMNS, saves_of(saves)),
         table(LOSS_COLUMNS, ends_of(losses)),
+        table(SMALL_STEP_COLUMNS, small_steps_of(small_steps)),
+        table(SMALL_LOSS_COLUMNS, small_losses_of(small_losses)),
     )
     return "\n".join(filter(None, parts))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from model_center.arguments import above_zero, curve_names
+from model_center.arguments import MASTER_WEIGHTS, MOMENTS, above_zero, curve_names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -120,6 +120,8 @@ class Options(Preset):
     pp: int
     micro_batches: int
     offload: bool
+    moments: str
+    master_weights: str
     compile: bool | None
     fp8: bool
     deterministic: bool
@@ -261,6 +263,19 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         help="keep the optimizer's states in host memory and update there",
     )
     group.add_argument(
+        "--moments",
+        choices=MOMENTS,
+        default="fp32",
+        help="of Adam's two moments: 8bit takes 2.1 bytes an element, fp32 8 (default: fp32)",
+    )
+    group.add_argument(
+        "--master-weights",
+        choices=MASTER_WEIGHTS,
+        default="fp32",
+        help="of bf16 weights: fp32 takes 4 bytes an element, split 2; with none, weights are "
+        "rounded stochastically (default: fp32)",
+    )
+    group.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -392,6 +407,11 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
     if values["prompt"] is None:
         values["prompt"] = "def" if values["data"] is None else ""
     _check_sizes(parser, values)
+    if values["master_weights"] != "fp32" and (values["offload"] or values["dtype"] == "fp16"):
+        parser.error(
+            f"--master-weights {values['master_weights']} is for weights in bf16, and does not go "
+            "with --offload"
+        )
     if not values["lr"] > 0:
         parser.error(f"--lr is {values['lr']}: expected a number above 0")
     if not own_warmup:  # a short run of a preset should not need a second flag

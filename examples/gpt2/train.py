@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.utils.deterministic as torch_deterministic
@@ -58,6 +59,8 @@ def run(options: Options, on_step: OnStep | None = None) -> int:
     made_with = {
         **options.model_arguments(),
         "dtype": options.dtype,
+        "moments": options.moments,
+        "master_weights": options.master_weights,
         "seed": options.seed,
         "text": data.fingerprint[:16],
     }
@@ -239,8 +242,11 @@ def build_optimizer(
     vectors = [parameter for parameter in parameters if parameter.dim() < 2]
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
-    optimizer = kind(groups, lr=options.lr, betas=(0.9, 0.95))
+    kind: Any = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
+    masters = {} if options.offload else {"master_weights": options.master_weights}
+    optimizer: torch.optim.Optimizer = kind(
+        groups, lr=options.lr, betas=(0.9, 0.95), moments=options.moments, **masters
+    )
     scheduler = bmt.lr_scheduler.Cosine(
         optimizer,
         start_lr=options.lr,
@@ -295,6 +301,8 @@ def forecast_words(options: Options) -> list[str]:
         "dtype": options.dtype,
         "recompute": "block" if options.recompute else "nothing",
         "optimizer": "offload" if options.offload else "adam",
+        "moments": options.moments,
+        "master-weights": options.master_weights,
     }
     flags = ["--no-gated", "--tied"]
     flags += ["--no-compile"] if options.compile is False else []

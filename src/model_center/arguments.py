@@ -14,6 +14,9 @@ from typing import Any
 DECAY_STYLES = ("constant", "linear", "cosine", "wsd", "exponential", "noam")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adam", "adam-offload")
+# As bmtrain.optim.AdamOptimizer has them.
+MOMENTS = ("fp32", "8bit")
+MASTER_WEIGHTS = ("fp32", "split", "none")
 ON_SPIKE = ("warn", "skip", "back")
 CURVES = ("tensorboard", "wandb")
 
@@ -58,15 +61,24 @@ def problem_of(args: argparse.Namespace, required: Sequence[str] = ()) -> str | 
     missing = [flag for flag in required if vars(args)[flag.lstrip("-").replace("-", "_")] is None]
     if missing:
         return f"this program needs {', '.join(missing)}"
-    if args.resume and args.save is None:
-        return "--resume goes on from the checkpoints in --save: give that folder too"
-    if args.replay_step is not None and args.save is None:
-        return "--replay-step computes a step of the run in --save again: give that folder too"
     if args.start_step >= args.train_iters:
         return (
             f"--start-step {args.start_step} leaves nothing to do before --train-iters "
             f"{args.train_iters}"
         )
+    if args.master_weights != "fp32" and (args.optimizer != "adam" or args.dtype == "fp16"):
+        return (
+            f"--master-weights {args.master_weights} is for --optimizer adam with weights in bf16: "
+            "leave it out, which keeps them in fp32"
+        )
+    return _problem_of_folders(args)
+
+
+def _problem_of_folders(args: argparse.Namespace) -> str | None:
+    if args.resume and args.save is None:
+        return "--resume goes on from the checkpoints in --save: give that folder too"
+    if args.replay_step is not None and args.save is None:
+        return "--replay-step computes a step of the run in --save again: give that folder too"
     drawn = [name for name in ("curves", "tensorboard", "wandb") if vars(args)[name]]
     if drawn and args.log_dir is None and args.save is None:
         return f"--{drawn[0]} needs a place for its files: give --log-dir or --save"
@@ -150,6 +162,11 @@ def _add_length_flags(add: Callable[..., object]) -> None:
 
 def _add_optimizer_flags(add: Callable[..., object]) -> None:
     add("--optimizer", "adam", "adam-offload keeps its states in host memory", choices=OPTIMIZERS)
+    small = "of Adam's two moments: 8bit takes 2.1 bytes an element, fp32 8"
+    add("--moments", "fp32", small, choices=MOMENTS)
+    masters = "of bf16 weights: fp32 takes 4 bytes an element, split 2; with none, weights are "
+    masters += "rounded stochastically"
+    add("--master-weights", "fp32", masters, choices=MASTER_WEIGHTS)
     add("--lr", 1e-4, "learning rate that the schedule starts from", type=amount)
     add(
         "--adam-betas",

@@ -119,6 +119,28 @@ def test_losses_in_fp8(bench: Any) -> None:
     )
 
 
+def test_small_states(bench: Any) -> None:
+    """A row for each form: its step, its losses and the difference from the first; and failures."""
+    step = {"elements": 1.5e9, "ms": 4.25, "bytes_an_element": 4.125, "terabytes_a_second": 3.456}
+    records: list[dict[str, Any]] = [
+        {"what": "small states step", "form": "split", "on_host": False, **step},
+        {"what": "small states step", "form": "8-bit", "on_host": True, "failed": "out\nof"},
+    ]
+    for seed, end in enumerate((2.02, 2.04)):
+        kinds = {"fp32": {"training": 3.0, "validation": 2.0}}
+        kinds["split"] = {"training": 3.1, "validation": end}
+        records.append({"what": "small states losses", "seed": seed, "kinds": kinds})
+    lines = bench.tables.tables_of(report(*records)).splitlines()
+    assert lines[2:4] == [
+        "| split | 1.50e9 | 4.12 | 4.2 | 3.46 |",
+        "| 8-bit, in host memory | failed: out of | | | |",
+    ]
+    assert lines[7:] == [
+        "| fp32, 2 seeds | 3.0000 | 2.0000 | +0.00% (standard error 0.00%) |",
+        "| split, 2 seeds | 3.1000 | 2.0300 | +1.50% (standard error 0.50%) |",
+    ]
+
+
 def test_losses_in_fp8_of_several_seeds(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each GPU runs one at a time, and all of them have work."""
     under_way: set[str] = set()

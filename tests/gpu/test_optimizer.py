@@ -154,7 +154,7 @@ class Layer(torch.nn.Module):
 class Training:
     """A few blocks and an ordinary layer, trained in half precision under one manager."""
 
-    def __init__(self, dtype: torch.dtype, scale: float | None) -> None:
+    def __init__(self, dtype: torch.dtype, scale: float | None, **form: str) -> None:
         torch.manual_seed(3)
         blocks = [bmt.Block(Layer().to(bmt.device(), dtype)) for _ in range(4)]
         self.model = torch.nn.Sequential(
@@ -167,7 +167,8 @@ class Training:
         ]
         others = [p for p in self.model.parameters() if not any(p is q for q in decayed)]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
-        self.optimizer = bmt.optim.AdamOptimizer(groups, lr=1e-3)
+        kind: Any = bmt.optim.AdamOptimizer
+        self.optimizer = kind(groups, lr=1e-3, **form)
         self.schedule = bmt.lr_scheduler.Linear(self.optimizer, 1e-3, 3, 100)
         self.manager = bmt.optim.OptimManager(loss_scale=scale, loss_scale_steps=5)
         self.manager.add_optimizer(self.optimizer, self.schedule)

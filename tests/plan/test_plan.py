@@ -21,12 +21,15 @@ import bmtrain.plan as bp
 from bmtrain.__main__ import COMMANDS, main
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.adam import AdamOptimizer
+from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
+from bmtrain.optim.offload import AdamOffloadOptimizer
 from bmtrain.plan.blocks import costs
 from bmtrain.plan.environment import collect, masked
 from bmtrain.plan.measured import Comparison, line
 from bmtrain.plan.outline import groups_of, without_values
 from bmtrain.plan.reference import Decoder, Layer, Sizes
-from bmtrain.plan.settings import Settings
+from bmtrain.plan.search import nearest, with_smaller_states
+from bmtrain.plan.settings import DTYPES, Settings
 from bmtrain.plan.sources import of_function, of_sizes, of_transformers
 from bmtrain.plan.step import Memory, shard_of
 from bmtrain.recompute.level import Level, Selective
@@ -34,6 +37,7 @@ from bmtrain.recompute.runner import call
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.torch_internals import without_memory
+from model_center import arguments
 from model_center.__main__ import main as model_center_main
 from model_center.commands import plan as model_center_plan
 from model_center.commands import train as train_command
@@ -104,13 +108,33 @@ def test_compiled_keeps_what_the_compiler_splits_off() -> None:
     assert kept[Level.NOTHING] >= 2 * 16 * 2 * (64 * 3 + 64 * 2 + 96 * 3)
 
 
-def built(dtype: torch.dtype) -> dict[str, int]:
-    """Bytes of a really sharded model on this rank: shards, gradients, states."""
+# Settings that decide what an optimizer keeps. GPT has vectors that are no whole blocks of moments.
+KEPT: list[dict[str, Any]] = [
+    {"dtype": "fp32"},
+    {"dtype": "bf16"},
+    {"dtype": "fp16", "moments": "8bit"},
+    {"dtype": "fp32", "moments": "8bit", "master_weights": "split"},
+    {"dtype": "bf16", "moments": "8bit"},
+    {"dtype": "bf16", "master_weights": "split"},
+    {"dtype": "bf16", "master_weights": "none"},
+    {"dtype": "bf16", "moments": "8bit", "master_weights": "split"},
+    {"dtype": "bf16", "optimizer": "offload"},
+    {"dtype": "bf16", "optimizer": "offload", "moments": "8bit"},
+]
+
+
+def all_built() -> list[dict[str, int]]:
+    """Bytes of really sharded models on this rank: shards, gradients, states."""
+    return [built(**kept) for kept in KEPT]
+
+
+def built(dtype: str, optimizer: str = "adam", **form: str) -> dict[str, int]:
     torch.manual_seed(0)
-    model = bmt.BMTrainModelWrapper(Decoder(SIZES, False).to(dtype))
-    optimizer = AdamOptimizer(model.parameters(), lr=1e-3)
+    model = bmt.BMTrainModelWrapper(Decoder(GPT, False).to(DTYPES[dtype]))
+    kind: Any = {"adam": AdamOptimizer, "offload": AdamOffloadOptimizer}[optimizer]
+    adam = kind(model.parameters(), lr=1e-3, **form)
     manager = bmt.optim.OptimManager()
-    manager.add_optimizer(optimizer)
+    manager.add_optimizer(adam)
     ids = torch.zeros(2, 16, dtype=torch.long)
     manager.backward(model(ids, ids))
     manager.step()
@@ -119,7 +143,7 @@ def built(dtype: torch.dtype) -> dict[str, int]:
     # Views of flat tensors: the states of a run lie in one.
     states = {
         local_of(x).untyped_storage().data_ptr(): local_of(x).untyped_storage().nbytes()
-        for state in optimizer.state.values()
+        for state in adam.state.values()
         for x in state.values()
         if isinstance(x, torch.Tensor)
     }
@@ -131,18 +155,18 @@ def built(dtype: torch.dtype) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_shards_gradients_and_states_are_those_of_a_real_model(ranks: int, dtype: str) -> None:
+def test_shards_gradients_and_states_are_those_of_a_real_model(ranks: int) -> None:
     """To the byte, on each number of ranks: here those of the first rank."""
-    kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    real = run_ranks(built, ranks, kind)[0]
-    traced, _ = bp.Forecaster(of_sizes(SIZES)).outline(
-        Settings(batch=2, seq=16, compiled=False, dtype=dtype)
-    )
-    memory = Memory(traced, Settings(dtype=dtype), bp.Machine(gpu="h200", gpus=ranks))
-    assert memory.weights == real["weights"]
-    assert memory.gradients == real["gradients"]
-    assert memory.states == real["states"]
+    found = run_ranks(all_built, ranks)[0]
+    forecaster, machine = bp.Forecaster(of_sizes(GPT)), bp.Machine(gpu="h200", gpus=ranks)
+    for kept, real in zip(KEPT, found, strict=True):
+        settings = Settings(**{**vars(EAGER), **kept})
+        traced, _ = forecaster.outline(settings)
+        memory = Memory(traced, settings, machine)
+        assert memory.weights == real["weights"], kept
+        assert memory.gradients == real["gradients"], kept
+        states = memory.host if "optimizer" in kept else memory.states
+        assert states == real["states"], kept
 
 
 def test_memory_grows_with_what_takes_it() -> None:
@@ -173,6 +197,65 @@ def test_auto_takes_what_fits() -> None:
     assert tight.fits and len(tight.recompute) > 1
     assert tight.tokens_per_second is None  # the speed of a GPU that has only a size is not known
     assert not forecaster(settings, bp.Machine(gpu_memory=1.0)).fits
+
+
+def test_smaller_states_are_proposed_where_exact_ones_do_not_fit() -> None:
+    """The form with most bits that fits, beside what fits exactly; none where that is as good."""
+    forecaster = bp.Forecaster(
+        of_sizes(Sizes(layers=2, hidden=4096, heads=32, vocab=512)), every_level=False
+    )
+    settings = Settings(batch=2, seq=16, compiled=False)
+
+    def found(gib: float, wanted: Settings = settings, host: float = 9.0) -> Settings | None:
+        machine = bp.Machine(gpu_memory=gib, host_memory=host)
+        exact = nearest(forecaster, wanted, machine)
+        proposed = with_smaller_states(forecaster, wanted, machine, exact)
+        assert proposed is None or proposed.fits
+        return None if proposed is None else proposed.settings
+
+    def needed(**form: str) -> float:
+        own = Settings(**{**vars(settings), **form, "recompute": "block"})
+        return forecaster(own, MACHINE).peak.total / 0.97 / 2**30 + 0.01
+
+    forms = [
+        {"master_weights": "split"},
+        {"moments": "8bit"},
+        {"moments": "8bit", "master_weights": "split"},
+    ]
+    sizes = [needed(), *(needed(**form) for form in forms)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found(sizes[0]) is None  # fits as it is
+    for size, form in zip(sizes[1:], forms, strict=True):
+        chosen = found(size)
+        assert chosen is not None and chosen.batch == settings.batch
+        want = {"moments": "fp32", "master_weights": "fp32", **form}
+        assert {name: vars(chosen)[name] for name in want} == want and chosen.optimizer == "adam"
+    assert found(sizes[3] - 0.3) is None and found(0.5, host=64.0) is None
+    # On the host there are fp32 masters, in fp16 there is no split.
+    few = found(sizes[3] - 0.3, Settings(**{**vars(settings), "optimizer": "offload"}), host=11.0)
+    assert few is not None and (few.moments, few.master_weights) == ("8bit", "fp32")
+    half = found(sizes[2], Settings(**{**vars(settings), "dtype": "fp16"}))
+    assert half is not None and half.master_weights == "fp32" and half.moments == "8bit"
+    assert found(sizes[2], Settings(**{**vars(settings), "optimizer": "torch"})) is None
+
+
+def test_the_update_moves_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """Time of the update by the bytes that it reads and writes; the flags say all of it."""
+    words = ["plan", "--layers=2", "--hidden=64", "--heads=4", "--vocab=96", "--gpu=h200"]
+    words += ["--brief", "--json", "--no-compile"]
+    times = []
+    for flags in ([], ["--moments=8bit", "--master-weights=split"]):
+        assert main([*words, *flags]) == 0
+        times.append(json.loads(capsys.readouterr().out))
+    exact, small = (one["parts"]["optimizer states"] / one["parameters"] for one in times)
+    assert exact == pytest.approx(12, rel=1e-3) and small == pytest.approx(4.125, rel=1e-3)
+    assert times[1]["step_seconds"] < times[0]["step_seconds"]
+    assert times[1]["settings"]["moments"] == "8bit"
+
+
+def test_forms_have_the_same_names_everywhere() -> None:
+    """Of the optimizer, the plan and the flags of training."""
+    assert arguments.MOMENTS == MOMENTS and arguments.MASTER_WEIGHTS == MASTER_WEIGHTS
 
 
 def test_lora_trains_the_adapters_alone() -> None:
@@ -241,6 +324,7 @@ def test_models_by_their_folder(tmp_path: pathlib.Path) -> None:
         assert found.activations["nothing"] > 2 * 2 * 16 * 64 * 2
 
 
+PLAIN = (f"{__name__}:model", "--gpu", "h200")
 REFUSED = {
     "no model": ["--gpu", "h200"],
     "no gpu": [f"{__name__}:model"],
@@ -254,6 +338,9 @@ REFUSED = {
     "batch": [f"{__name__}:model", "--gpu", "h200", "--batch", "0"],
     "tokens": [f"{__name__}:model", "--gpu", "h200", "--tokens=-1"],
     "tp": [f"{__name__}:model", "--gpu", "h200", "--tp-size", "2"],
+    "8 bits of torch's": [*PLAIN, "--optimizer", "torch", "--moments", "8bit"],
+    "masters on the host": [*PLAIN, "--optimizer", "offload", "--master-weights", "split"],
+    "no masters of fp16": [*PLAIN, "--dtype", "fp16", "--master-weights", "none"],
     "memory": [f"{__name__}:model", "--gpu-memory=-2"],
 }
 
@@ -300,6 +387,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--gpu-memory", "0.5", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False and found["peak_bytes"] == sum(found["parts"].values())
+    assert found["smaller_states"] is None
+    wide = ["plan", "--layers=2", "--hidden=4096", "--heads=32", "--vocab=512", "--no-compile"]
+    assert main([*wide, "--gpu-memory", "6", "--host-memory", "9", "--seq", "16"]) == 1
+    said = capsys.readouterr().out
+    assert "guides/precision): --moments 8bit (" in said and "nothing near fits" not in said
 
 
 def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,7 +456,10 @@ def test_programs_ask_for_their_own_forecast(
     for name in {path.stem for path in folder.iterdir()} & set(sys.modules):
         monkeypatch.delitem(sys.modules, name)
     train, options = importlib.import_module("train"), importlib.import_module("options")
-    chosen = options.parse_options(["--preset", "gpt2", "--layers", "2", "--compile"], "cuda")
+    small = ["--moments", "8bit", "--master-weights", "split"]
+    chosen = options.parse_options(
+        ["--preset", "gpt2", "--layers", "2", "--compile", *small], "cuda"
+    )
     package, *words = train.forecast_words(chosen)
     machine = [
         "--gpu-memory",
@@ -380,9 +475,11 @@ def test_programs_ask_for_their_own_forecast(
     assert package == "bmtrain" and main([*words, *machine]) == 0
     width, layers = 768, 2
     table = chosen.vocab_size * width  # the reference has none of positions
-    assert json.loads(capsys.readouterr().out)["parameters"] == pytest.approx(
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == pytest.approx(
         table + layers * (12 * width**2 + 13 * width) + 2 * width, rel=0.001
     )
+    assert found["settings"]["moments"] == "8bit" and found["settings"]["master_weights"] == "split"
     parser = argparse.ArgumentParser()
     train_command.add_arguments(parser)
     args = parser.parse_args(["--model-config", "folder", "--data", "x", "--lora-rank", "8"])

@@ -13,16 +13,27 @@ import torch
 import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
-from tests.training.lm_programs import DATA, TINY, command, losses, results, tiny
+from tests.training.lm_programs import (
+    COMMAND,
+    DATA,
+    TINY,
+    command,
+    losses,
+    results,
+    same_learning,
+    tiny,
+)
+from tests.training.lm_programs import main as run_program
 from torch.utils.flop_counter import FlopCounterMode
 
 import bmtrain as bmt
+from bmtrain.runtime import world
 from model_center.__main__ import main as model_center
 from model_center.commands import train as command_module
 from model_center.dataset.instructions import InstructionDataset
 from model_center.dataset.mixture import Mixture, Part, set_aside, weighted
 from model_center.dataset.packing import PackedSamples
-from model_center.errors import ConfigError, DataError
+from model_center.errors import ConfigError, DataError, ResumeError
 from model_center.model import Llama
 from model_center.model.registry import model_class
 from model_center.tokenizer import GPT2Tokenizer
@@ -118,6 +129,48 @@ def test_llama_learns_by_lora(
     with torch.no_grad():
         plain = Llama.from_pretrained(model, dtype=torch.float32).eval()(ids).logits
     assert (found - plain).abs().max() > 0.01
+
+
+FORMS = (
+    "--moments 8bit",
+    "--master-weights split",
+    "--moments 8bit --master-weights none",
+    "--moments 8bit --optimizer adam-offload",
+)
+
+
+def learn_in_all_forms(arguments: list[str], folder: str) -> None:
+    """On a rank: a run of four steps, and one that is ended after two and goes on; of the last form
+    what other forms would do.
+    """
+
+    def train(save: pathlib.Path, words: str) -> None:
+        world.shutdown()
+        run_program(COMMAND, [*arguments, *words.split(), "--save", str(save)])
+
+    for number, form in enumerate(FORMS):
+        path = pathlib.Path(folder, str(number))
+        train(path / "whole", f"--train-iters 4 {form}")
+        train(path / "parts", f"--train-iters 2 {form}")
+        train(path / "parts", f"--train-iters 4 --resume {form}")
+    for form, said in (("", "moments was 8bit and is fp32"), (FORMS[1], "and is split; moments")):
+        with pytest.raises(ResumeError, match=rf"{said}.*Remedy: give the same arguments"):
+            train(path / "parts", f"--train-iters 6 --resume {form}")
+
+
+def test_small_states_of_adam(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """They learn, each form in its own way wherever the states are; a run goes on bit by bit, and
+    in no other form.
+    """
+    words = [*on(tiny("qwen3", folder)), "--dtype bf16 --batch-size 2 --epochs 9"]
+    arguments = [part for word in words for part in str(word).split()]
+    run_ranks(learn_in_all_forms, 2, arguments, str(tmp_path), join=False)
+    curves = []
+    for number in range(len(FORMS)):
+        same_learning(tmp_path / str(number) / "parts", tmp_path / str(number) / "whole")
+        curves.append(losses(tmp_path / str(number) / "whole"))
+        assert curves[-1][-1] < curves[-1][0] - 0.1
+    assert len({tuple(curve) for curve in curves[:3]}) == 3 and curves[3] == curves[0]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen3"])
@@ -240,6 +293,7 @@ def test_shares_of_files() -> None:
     ("arguments", "error", "complaint"),
     [
         ("--lora-rank 4 --lora-targets q_pro", ConfigError, r"--lora-targets 'q_pro' \(nearest: "),
+        ("--master-weights split --optimizer adam-offload", ConfigError, "is for --optimizer adam"),
         ("--validation x --validation-share 0.1", ConfigError, "give one of them"),
         ("--resume", ConfigError, "--resume goes on from the checkpoints in --save"),
         ("--data nowhere.jsonl", DataError, "there is no file nowhere.jsonl"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
@@ -84,7 +85,12 @@ class CudaGraphs(Graphs):
         If CUDA has invalidated the capture, `capture_end` fails and leaves torch's allocator in
         capture mode for the pool: end that by hand.
         """
-        if fails(graph.capture_end):
+        with warnings.catch_warnings():
+            # torch warns of a graph without work, which a pass that stops early leaves behind: the
+            # caller says why it stopped.
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            has_failed = fails(graph.capture_end)
+        if has_failed:
             fails(lambda: end_allocation(self._device.index, self._pool))
             # The device's generator stays registered to the lost capture until another one ends, as
             # this one does.

@@ -6,10 +6,12 @@ import triton
 import triton.language as tl
 
 from bmtrain.kernels.adam_triton import adamw
+from bmtrain.kernels.blockwise import PART_OF_MEAN, PART_OF_SQUARE
 from bmtrain.kernels.chunks_triton import tensor_at
 from bmtrain.kernels.random_bits import FIRST, MULTIPLIER1, MULTIPLIER2
 
 _FIRST = tl.constexpr(FIRST)
+_PART_OF_MEAN, _PART_OF_SQUARE = tl.constexpr(PART_OF_MEAN), tl.constexpr(PART_OF_SQUARE)
 _MULTIPLIER1, _MULTIPLIER2 = tl.constexpr(MULTIPLIER1), tl.constexpr(MULTIPLIER2)
 
 
@@ -87,11 +89,11 @@ def _moments(
     if IS_QUANTISED:
         m = tl.load(tensor_at(row, 3, tl.int8, IS_ALIGNED) + i, mask=inside, other=0)
         scales = tl.load(tensor_at(row, 5, tl.float32, False) + block, mask=has_block, other=0.0)
-        m = tl.div_rn(m.to(tl.float32), 127.0)
+        m = m.to(tl.float32) * _PART_OF_MEAN
         m = m * tl.abs(m) * scales[:, None]
         v = tl.load(tensor_at(row, 4, tl.uint8, IS_ALIGNED) + i, mask=inside, other=0)
         scales = tl.load(tensor_at(row, 6, tl.float32, False) + block, mask=has_block, other=0.0)
-        v = tl.div_rn(v.to(tl.float32), 255.0)
+        v = v.to(tl.float32) * _PART_OF_SQUARE
         v = v * v
         v = v * v * scales[:, None]
     else:
@@ -104,11 +106,12 @@ def _moments(
 def _codes(
     values: tl.tensor, scales: tl.tensor, random: tl.tensor, MOST: tl.constexpr, ROOTS: tl.constexpr
 ) -> tl.tensor:
-    """Roots of the values' shares of their blocks' scales, rounded stochastically."""
+    """Roots of the values' shares of their blocks' scales, rounded stochastically to int32."""
     share = tl.div_rn(tl.abs(values), tl.maximum(scales, 1.1754943508222875e-38)[:, None])
     for _ in tl.static_range(ROOTS):
         share = tl.sqrt_rn(share)
-    return tl.floor(share * MOST + random.to(tl.float32) / 65536)
+    # A sum in fp32 could be one operation with the product, which rounds once: other codes.
+    return ((share * MOST * 65536).to(tl.int32) + random.to(tl.int32)) >> 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -128,12 +131,12 @@ def _keep_moments(  # noqa: PLR0913 (a kernel has no objects to group its argume
     if IS_QUANTISED:
         scales = tl.max(tl.abs(m), 1)
         codes = _codes(m, scales, random & 0xFFFF, 127.0, 1)
-        codes = tl.where(m < 0, -codes, codes).to(tl.int32).to(tl.int8)
+        codes = tl.where(m < 0, -codes, codes).to(tl.int8)
         tl.store(tensor_at(row, 3, tl.int8, IS_ALIGNED) + i, codes, mask=inside)
         tl.store(tensor_at(row, 5, tl.float32, False) + block, scales, mask=has_block)
         scales = tl.max(v, 1)
-        codes = tl.maximum(_codes(v, scales, random >> 16, 255.0, 2), 1.0)
-        codes = tl.where(v > 0, codes, 0.0).to(tl.int32).to(tl.uint8)
+        codes = tl.maximum(_codes(v, scales, random >> 16, 255.0, 2), 1)
+        codes = tl.where(v > 0, codes, 0).to(tl.uint8)
         tl.store(tensor_at(row, 4, tl.uint8, IS_ALIGNED) + i, codes, mask=inside)
         tl.store(tensor_at(row, 6, tl.float32, False) + block, scales, mask=has_block)
     else:

@@ -22,6 +22,8 @@ import torch
 # lies on one rank, on any number of ranks.
 BLOCK = 64
 MOST_OF_MEAN, MOST_OF_SQUARE = 127, 255
+# Factors, as devices differ in how they divide by a number. Times the largest code they are 1.
+PART_OF_MEAN, PART_OF_SQUARE = 1 / MOST_OF_MEAN, 1 / MOST_OF_SQUARE
 
 
 class Blocks(NamedTuple):
@@ -48,10 +50,10 @@ class Blocks(NamedTuple):
     def values(self) -> torch.Tensor:
         """(n,) fp32."""
         if self.codes.dtype == torch.int8:
-            share = self.codes / MOST_OF_MEAN
+            share = self.codes * PART_OF_MEAN
             share = share * share.abs()
         else:
-            share = (self.codes / MOST_OF_SQUARE) ** 4
+            share = (self.codes * PART_OF_SQUARE).square().square()
         return (_in_blocks(share) * self.scales[:, None]).view(-1)[: self.codes.numel()]
 
     def fill(self, values: torch.Tensor, bits: torch.Tensor | None = None) -> None:
@@ -87,4 +89,7 @@ def _in_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(codes: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
-    return codes.round() if bits is None else (codes + bits / 65536).floor()
+    """Whole numbers in fp32. Random bits are added to whole numbers, whose sum no device rounds."""
+    if bits is None:
+        return codes.round()
+    return (((codes * 65536).int() + bits) >> 16).float()

@@ -17,6 +17,9 @@ import torch
 from bmtrain.kernels.chunks import launching_on
 
 BLOCK_KEYS = 64
+#: a block of keys takes at most so much: keys and values of some blocks at once share the memory
+#: of a multiprocessor
+BLOCK_BYTES = 1 << 15
 #: a program reads at least so many keys of the cache, if there are as many
 KEYS_OF_PROGRAM = 512
 #: most parts of the keys of a row
@@ -90,7 +93,7 @@ def cached_attention_by_triton(
             DIM=dim,
             PARTS=parts,
             BLOCK_GROUP=max(LEAST_DOT, 1 << (group - 1).bit_length()),
-            BLOCK_KEYS=BLOCK_KEYS,
+            BLOCK_KEYS=min(BLOCK_KEYS, BLOCK_BYTES // (block_dim * query.element_size())),
             BLOCK_DIM=block_dim,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=4,

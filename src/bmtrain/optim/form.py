@@ -8,10 +8,12 @@ from collections.abc import Iterable
 import torch
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.kernels.blockwise import num_blocks
 from bmtrain.runtime.arguments import Rule, check
 
 MOMENTS = ("fp32", "8bit")
 MASTER_WEIGHTS = ("fp32", "split", "none")
+_MASTER_BYTES = {"fp32": 4, "split": 2, "none": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,19 @@ class StateForm:
     def is_quantised(self) -> bool:
         """Whether moments are."""
         return self.moments == "8bit"
+
+    def num_bytes(self, numel: int, dtype: torch.dtype, *, is_apart: bool = False) -> int:
+        """Bytes of the state of so many elements that lie together.
+
+        Args:
+            numel: elements on this rank; of one parameter if the form is compact.
+            dtype: of the parameter: fp32, fp16 or bf16.
+            is_apart: whether the state is on another device than the parameter.
+        """
+        moments = 2 * (numel + 4 * num_blocks(numel)) if self.is_quantised else 8 * numel
+        if dtype == torch.float32 and not is_apart:  # the weights are their own masters
+            return moments
+        return moments + _MASTER_BYTES[self.master_weights] * numel
 
     def check_params(self, owner: str, params: Iterable[torch.Tensor]) -> None:
         """Refuse parameters of dtypes that have no such form.

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
 from bmtrain.plan import search, text
 from bmtrain.plan.forecast import Forecaster, Source
 from bmtrain.plan.machine import GPUS, Machine
@@ -69,6 +70,10 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--pipe-size", type=int, default=1, help="pipeline stages (1)")
     run.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="(bf16)")
     run.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="(adam)")
+    run.add_argument("--moments", choices=MOMENTS, default="fp32", help="of adam, offload (fp32)")
+    run.add_argument(
+        "--master-weights", choices=MASTER_WEIGHTS, default="fp32", help="of adam (fp32)"
+    )
     run.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks (on)"
     )
@@ -113,12 +118,12 @@ def _print(
     forecaster = Forecaster(source, every_level=not arguments.brief)
     wanted = forecaster(settings, machine)
     levels = [] if arguments.brief else search.levels(forecaster, settings, machine)
-    if arguments.brief:
-        advice, needed = None, None
-    elif wanted.fits:
-        advice, needed = search.advice(forecaster, settings, machine), None
-    else:
+    advice, smaller, needed = None, None, None
+    if wanted.fits and not arguments.brief:
+        advice = search.advice(forecaster, settings, machine)
+    elif not arguments.brief:
         advice = search.nearest(forecaster, settings, machine)
+        smaller = search.with_smaller_states(forecaster, settings, machine, advice)
         needed = search.gpus_needed(forecaster, settings, machine)
     if arguments.json:
         found = {
@@ -126,6 +131,7 @@ def _print(
             **wanted.as_dict(),
             "levels": {one.settings.recompute: one.as_dict() for one in levels},
             "advice": None if advice is None else advice.as_dict(),
+            "smaller_states": None if smaller is None else smaller.as_dict(),
             "gpus_needed": needed,
         }
         rate = wanted.tokens_per_second
@@ -133,7 +139,8 @@ def _print(
             found["hours"] = arguments.tokens / rate / 3600
         print(json.dumps(found, indent=1))
     else:
-        print(text.report(source.name, wanted, levels, advice, needed, arguments.tokens))
+        found_by = text.Advice(advice, smaller, needed)
+        print(text.report(source.name, wanted, levels, found_by, arguments.tokens))
     return FITS if wanted.fits else TOO_LARGE
 
 
@@ -157,6 +164,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         recompute=arguments.recompute,
         dtype=arguments.dtype,
         optimizer=arguments.optimizer,
+        moments=arguments.moments,
+        master_weights=arguments.master_weights,
         compiled=arguments.compile,
         lora=arguments.lora,
         fp8=arguments.fp8,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from bmtrain.optim.form import StateForm
 from bmtrain.plan.forecast import Forecast, Forecaster
 from bmtrain.plan.machine import Machine
-from bmtrain.plan.settings import LEVELS, Settings
+from bmtrain.plan.settings import DTYPES, LEVELS, Settings, has_form
 from bmtrain.recompute.level import AUTO
 
 
@@ -35,20 +36,43 @@ def advice(forecaster: Forecaster, settings: Settings, machine: Machine) -> Fore
 def nearest(forecaster: Forecaster, settings: Settings, machine: Machine) -> Forecast | None:
     """The settings that fit and change least: recomputation, then batch, then the optimizer.
 
-    None if not even one row with its optimizer in host memory fits.
+    None if not even one row with its optimizer in host memory fits. Numbers do not change: states
+    are as exact as those that are wanted.
     """
-    optimizers = dict.fromkeys((settings.optimizer, "offload"))
-    for optimizer in optimizers:
-        batch = settings.batch
-        while batch:
-            tried = dataclasses.replace(
-                settings, recompute=AUTO, batch=batch, optimizer=optimizer, zero_level=3
-            )
-            if forecaster(tried, machine, near=settings.batch).fits:
-                exact = forecaster(tried, machine)
-                if exact.fits:
-                    return exact
-            batch //= 2
+    for optimizer in dict.fromkeys((settings.optimizer, "offload")):
+        # In host memory there are masters in fp32.
+        moments = StateForm(moments=settings.moments)
+        form = moments if optimizer == "offload" else settings.form
+        found = _most_rows(forecaster, settings, machine, optimizer, [form])
+        if found is not None:
+            return found
+    return None
+
+
+def with_smaller_states(
+    forecaster: Forecaster, settings: Settings, machine: Machine, exact: Forecast | None
+) -> Forecast | None:
+    """What fits with states in fewer bits than wanted, where that spares something else.
+
+    Args:
+        forecaster, settings, machine: what does not fit.
+        exact: what `nearest` has found.
+
+    Returns:
+        The settings with most rows, then with most bits; on the GPU if one row fits there. None
+        where `exact` has as many rows and its states in the same place.
+    """
+    for optimizer in dict.fromkeys((settings.optimizer, "offload")):
+        forms = _smaller_forms(settings, optimizer)
+        found = _most_rows(forecaster, settings, machine, optimizer, forms)
+        if found is None:
+            if exact is not None and exact.settings.optimizer == optimizer:
+                return None
+            continue
+        is_spared = exact is None or (
+            exact.settings.optimizer != optimizer or exact.settings.batch < found.settings.batch
+        )
+        return found if is_spared else None
     return None
 
 
@@ -67,8 +91,53 @@ def gpus_needed(forecaster: Forecaster, settings: Settings, machine: Machine) ->
     return None
 
 
+# That may be proposed, from most to fewest bits. Without masters a model may learn otherwise.
+_FORMS = (
+    StateForm(master_weights="split"),
+    StateForm(moments="8bit"),
+    StateForm(moments="8bit", master_weights="split"),
+)
 _DOUBLINGS, _GPUS_OF_A_HOST = 8, 8
 _MOST_BATCH = 64
+
+
+def _smaller_forms(settings: Settings, optimizer: str) -> list[StateForm]:
+    def size(form: StateForm) -> int:
+        return form.num_bytes(64, DTYPES[settings.dtype], is_apart=optimizer == "offload")
+
+    return [
+        form
+        for form in _FORMS
+        if has_form(optimizer, settings.dtype, form) and size(form) < size(settings.form)
+    ]
+
+
+def _most_rows(
+    forecaster: Forecaster,
+    settings: Settings,
+    machine: Machine,
+    optimizer: str,
+    forms: Sequence[StateForm],
+) -> Forecast | None:
+    """With this optimizer, as many rows as fit with states in one of these forms, the first."""
+    batch = settings.batch
+    while batch:
+        for form in forms:
+            tried = dataclasses.replace(
+                settings,
+                recompute=AUTO,
+                batch=batch,
+                optimizer=optimizer,
+                moments=form.moments,
+                master_weights=form.master_weights,
+                zero_level=3,
+            )
+            if forecaster(tried, machine, near=settings.batch).fits:
+                exact = forecaster(tried, machine)
+                if exact.fits:
+                    return exact
+        batch //= 2
+    return None
 
 
 def _around(forecaster: Forecaster, settings: Settings, machine: Machine) -> Iterator[Forecast]:

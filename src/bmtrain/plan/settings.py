@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS, StateForm
 from bmtrain.recompute.level import AUTO, Level
 from bmtrain.runtime.arguments import COUNT, POSITIVE, SIZE, check, unknown
 
@@ -35,6 +36,7 @@ class Settings:
         dtype: "bf16", "fp16" or "fp32", of parameters.
         optimizer: "adam" (AdamOptimizer), "offload" (AdamOffloadOptimizer) or "torch" (AdamW of
             torch.optim).
+        moments, master_weights: of "adam", as its arguments; of "offload" the moments alone.
         compiled: whether blocks are compiled.
         fused_head: whether the head never holds all logits; for models given by sizes.
         lora: rank of adapters on the linear layers of blocks, all else frozen; 0 for none.
@@ -44,7 +46,7 @@ class Settings:
         num_buffers: of the ring of gathered parameters, as in `init_distributed`.
 
     Raises:
-        ConfigurationError: for values that are none of these.
+        ConfigurationError: for values that are none of these, or that the optimizer would refuse.
     """
 
     batch: int = 1
@@ -55,6 +57,8 @@ class Settings:
     recompute: str = AUTO
     dtype: str = "bf16"
     optimizer: str = "adam"
+    moments: str = "fp32"
+    master_weights: str = "fp32"
     compiled: bool = True
     fused_head: bool = False
     lora: int = 0
@@ -67,13 +71,30 @@ class Settings:
         check("plan", **{name: (vars(self)[name], SIZE) for name in sizes}, lora=(self.lora, COUNT))
         if self.memory_limit is not None:
             check("plan", memory_limit=(self.memory_limit, POSITIVE))
-        named = {"recompute": RECOMPUTE, "dtype": tuple(DTYPES), "optimizer": OPTIMIZERS}
+        named = {
+            "recompute": RECOMPUTE,
+            "dtype": tuple(DTYPES),
+            "optimizer": OPTIMIZERS,
+            "moments": MOMENTS,
+            "master_weights": MASTER_WEIGHTS,
+        }
         for name, known in named.items():
             wrong = unknown(f"plan's {name}", [vars(self)[name]], known)
             if wrong is not None:
                 raise ConfigurationError(f"{wrong} Expected one of {', '.join(known)}.")
         if self.zero_level not in (2, 3):
             raise ConfigurationError(f"plan: zero_level is {self.zero_level!r}: expected 2 or 3.")
+        if not has_form(self.optimizer, self.dtype, self.form):
+            raise ConfigurationError(
+                f"plan: optimizer {self.optimizer} with {self.dtype} has no moments "
+                f"{self.moments} with master weights {self.master_weights}: adam has them "
+                "(split and none not for fp16), offload has moments 8bit."
+            )
+
+    @property
+    def form(self) -> StateForm:
+        """Of the optimizer's states."""
+        return StateForm(self.moments, self.master_weights)
 
     def check_world(self, size: int) -> None:
         """Refuse sizes of parallelism that do not divide the number of ranks."""
@@ -82,3 +103,10 @@ class Settings:
                 f"plan: tp_size {self.tp_size} x pipe_size {self.pipe_size} does not divide "
                 f"{size} GPUs."
             )
+
+
+def has_form(optimizer: str, dtype: str, form: StateForm) -> bool:
+    """Whether an optimizer keeps states of parameters of this dtype so."""
+    if optimizer == "torch":
+        return not form.is_compact
+    return form.master_weights == "fp32" or (optimizer == "adam" and dtype != "fp16")

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from bmtrain.optim.form import StateForm
 from bmtrain.plan.machine import NETWORK, Machine
 from bmtrain.plan.outline import Outline
-from bmtrain.plan.settings import Settings
+from bmtrain.plan.settings import DTYPES, Settings
 from bmtrain.plan.step import Memory
 from bmtrain.recompute.level import Level
 
@@ -20,7 +21,7 @@ from bmtrain.recompute.level import Level
 # attention, memory; and the factor on products in FP8, whose operands are quantised first.
 PRODUCTS, ATTENTION, BANDWIDTH, FP8 = 0.68, 0.35, 0.7, 1.6
 LINK = 0.75  # share of a link's peak that copies reach
-# Bytes that Adam reads and writes for an element with 16-bit weights, and the bytes a second at
+# Bytes that Adam reads and writes for an element with states in fp32, and the bytes a second at
 # which a host's CPUs do.
 UPDATE, HOST_BANDWIDTH = 28, 120e9
 # Passes over an activation that is kept: written, read, read or written by its gradient.
@@ -62,7 +63,9 @@ def seconds(
         + attention / (gpu.flops * ATTENTION)
         + PASSES * kept / (gpu.bandwidth * BANDWIDTH)
     )
-    return Seconds(compute, _communication(memory, settings, machine), _update(memory, machine))
+    return Seconds(
+        compute, _communication(memory, settings, machine), _update(memory, settings, machine)
+    )
 
 
 def _communication(memory: Memory, settings: Settings, machine: Machine) -> float:
@@ -75,8 +78,13 @@ def _communication(memory: Memory, settings: Settings, machine: Machine) -> floa
     return moved / settings.tp_size / (speed * LINK)
 
 
-def _update(memory: Memory, machine: Machine) -> float:
+def _update(memory: Memory, settings: Settings, machine: Machine) -> float:
     trained = sum(shard.used for shard in memory.everything if shard.trained)
     if memory.host:
+        # States in 8 bits are not read faster there: torch's operators unpack them.
         return trained * UPDATE * machine.gpus / HOST_BANDWIDTH
-    return trained * UPDATE / (machine.kind.bandwidth * BANDWIDTH)
+    exact, own = (
+        form.num_bytes(trained, DTYPES[settings.dtype]) for form in (StateForm(), settings.form)
+    )
+    moved = trained * UPDATE - 2 * (exact - own)  # states are read and written
+    return moved / (machine.kind.bandwidth * BANDWIDTH)

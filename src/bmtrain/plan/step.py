@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from bmtrain.distributed.transport import SMALLEST_SHARED_BYTES, Transport
 from bmtrain.plan.machine import COMMUNICATION, CONTEXT, LEAST_SLACK, SLACK, Machine
 from bmtrain.plan.outline import BlockCall, Group, Outline, numel_of
-from bmtrain.plan.settings import Settings
+from bmtrain.plan.settings import DTYPES, Settings
 from bmtrain.recompute import plan
 from bmtrain.recompute.level import Level
 from bmtrain.shard.gradient import LEAST_FREED
@@ -50,7 +50,8 @@ class Shard:
     Attributes:
         numel: elements of the slice, padding included.
         full: elements of the whole buffer.
-        used: elements of the slice that optimizers have states for.
+        used: elements of the slice up to the last parameter's, padding between them included.
+        pieces: elements of each parameter in the slice.
         itemsize: bytes of an element.
         trained: whether it has a gradient.
     """
@@ -58,6 +59,7 @@ class Shard:
     numel: int
     full: int
     used: int
+    pieces: tuple[int, ...]
     itemsize: int
     trained: bool
 
@@ -78,7 +80,8 @@ def shard_of(group: Group, ranks: int, index: int = 0) -> Shard:
     layout = Layout.build(members, ranks)
     pieces = [layout.piece(slot, index) for slot in range(len(members))]
     used = max(piece.end for piece in pieces) - min(piece.begin for piece in pieces)
-    return Shard(layout.shard_numel, layout.numel, used, dtype.itemsize, trained)
+    numels = tuple(piece.numel for piece in pieces)
+    return Shard(layout.shard_numel, layout.numel, used, numels, dtype.itemsize, trained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +122,7 @@ class Memory:
         self.everything = [*(shard for own in self.blocks for shard in own), *self.others]
         self.has_peers = self.ranks > 1 and machine.hosts == 1
         self.weights = sum(shard.num_bytes for shard in self.everything)
-        per_element = _state_bytes(settings)
-        held = sum(shard.used * per_element for shard in self.everything if shard.trained)
+        held = sum(_state_bytes(shard, settings) for shard in self.everything if shard.trained)
         is_away = settings.optimizer == "offload"
         self.states = 0 if is_away else held
         # beside the states, what gradients and weights pass through on their way
@@ -325,11 +327,15 @@ _TRIES = 4
 _RELATIVE = {Level.NOTHING: 1.0, Level.CHEAP: 1.05, Level.OFFLOADED: 1.37, Level.BLOCK: 1.33}
 
 
-def _state_bytes(settings: Settings) -> int:
-    """Of one element: moments in fp32, and master weights of 16-bit parameters."""
+def _state_bytes(shard: Shard, settings: Settings) -> int:
+    """What an optimizer keeps of one storage: torch's two moments in the dtype of the weights."""
     if settings.optimizer == "torch":
-        return 8 if settings.dtype == "fp32" else 4
-    return 8 if settings.dtype == "fp32" and settings.optimizer == "adam" else 12
+        return 2 * shard.used * shard.itemsize
+    form, dtype = settings.form, DTYPES[settings.dtype]
+    # A compact state is made for each parameter by itself, a state in fp32 for all of a storage.
+    parts = shard.pieces if form.is_compact else (shard.used,)
+    is_apart = settings.optimizer == "offload"
+    return sum(form.num_bytes(numel, dtype, is_apart=is_apart) for numel in parts)
 
 
 def elements(outline: Outline) -> tuple[int, int]:

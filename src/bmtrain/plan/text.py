@@ -15,17 +15,29 @@ _FLAGS = {
     "zero_level": "--zero-level",
     "recompute": "--recompute",
     "optimizer": "--optimizer",
+    "moments": "--moments",
+    "master_weights": "--master-weights",
     "tp_size": "--tp-size",
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """What else could be done.
+
+    Attributes:
+        settings: better settings that fit, or the nearest that do; None if there are none.
+        smaller_states: those with states in fewer bits, where nothing exact fits as well.
+        gpus_needed: with how many GPUs the wanted settings fit, where they do not.
+    """
+
+    settings: Forecast | None
+    smaller_states: Forecast | None
+    gpus_needed: int | None
+
+
 def report(
-    name: str,
-    wanted: Forecast,
-    levels: Sequence[Forecast],
-    advice: Forecast | None,
-    gpus_needed: int | None,
-    tokens: float | None,
+    name: str, wanted: Forecast, levels: Sequence[Forecast], advice: Advice, tokens: float | None
 ) -> str:
     """All that the command says.
 
@@ -33,8 +45,7 @@ def report(
         name: of the model.
         wanted: the settings that were asked for.
         levels: the same at each level of recomputation.
-        advice: better settings that fit, or the nearest that do; None if there are none.
-        gpus_needed: with how many GPUs the wanted settings fit, where they do not.
+        advice: what else could be done.
         tokens: to train on, for the hours.
     """
     machine, settings = wanted.machine, wanted.settings
@@ -48,18 +59,26 @@ def report(
         + (f" on {machine.hosts} hosts" if machine.hosts > 1 else ""),
         f"{settings.batch} x {settings.seq} tokens a GPU, {settings.dtype}, "
         f"ZeRO-{settings.zero_level}, recompute {settings.recompute}, "
-        f"optimizer {settings.optimizer}",
+        f"optimizer {settings.optimizer}{_form(settings)}",
         "",
         f"memory of a GPU at its peak (in {_moment(wanted.peak.name)}):",
         *_parts(wanted),
         "",
         *(_by_level(levels) if levels else ()),
-        *_verdict(wanted, advice, gpus_needed, is_brief=not levels),
+        *(_when_it_fits(wanted, advice) if wanted.fits else _when_not(wanted, advice, levels)),
     ]
-    shown = wanted if wanted.fits or advice is None else advice
+    shown = wanted if wanted.fits else advice.settings or advice.smaller_states or wanted
     lines += _speed(shown, tokens)
     lines += [f"note: {note}" for note in wanted.notes]
     return "\n".join(lines)
+
+
+def _form(settings: Settings) -> str:
+    """Of states that are not in fp32."""
+    moments, masters = settings.moments, settings.master_weights
+    return (f", {moments} moments" if moments != "fp32" else "") + (
+        f", {masters} master weights" if masters != "fp32" else ""
+    )
 
 
 def _count(number: int) -> str:
@@ -113,18 +132,18 @@ def _by_level(levels: Sequence[Forecast]) -> list[str]:
     return [*lines, ""]
 
 
-def _verdict(
-    wanted: Forecast, advice: Forecast | None, gpus_needed: int | None, *, is_brief: bool
-) -> list[str]:
-    if wanted.fits:
-        lines = ["fits."]
-        changes = "" if advice is None else _changes(wanted.settings, advice.settings)
-        if advice is not None and changes and _is_better(wanted, advice):
-            lines.append(
-                f"faster: {changes} ({advice.tokens_per_second:,.0f} tokens/s, "
-                f"{advice.peak.total / GIB:.1f} GiB)."
-            )
-        return lines
+def _when_it_fits(wanted: Forecast, advice: Advice) -> list[str]:
+    lines, found = ["fits."], advice.settings
+    changes = "" if found is None else _changes(wanted.settings, found.settings)
+    if found is not None and changes and _is_better(wanted, found):
+        lines.append(
+            f"faster: {changes} ({found.tokens_per_second:,.0f} tokens/s, "
+            f"{found.peak.total / GIB:.1f} GiB)."
+        )
+    return lines
+
+
+def _when_not(wanted: Forecast, advice: Advice, levels: Sequence[Forecast]) -> list[str]:
     lines = []
     if wanted.peak.total > wanted.room:
         over = (wanted.peak.total - wanted.room) / GIB
@@ -134,18 +153,29 @@ def _verdict(
             f"does not fit: {wanted.host / GIB:.1f} GiB of host memory are needed, "
             f"{wanted.machine.host_memory:.1f} are there."
         )
-    if advice is not None:
+    if advice.settings is not None:
+        lines.append(f"the nearest that does: {_change_to(advice.settings, wanted)}.")
+    if advice.smaller_states is not None:
         lines.append(
-            f"the nearest that does: {_changes(wanted.settings, advice.settings)} "
-            f"({advice.peak.total / GIB:.1f} GiB, {advice.host / GIB:.1f} on the host)."
+            f"with smaller optimizer states, which changes numbers (docs: guides/precision): "
+            f"{_change_to(advice.smaller_states, wanted)}."
         )
-    elif gpus_needed is None and not is_brief:
+    if advice.gpus_needed is not None:
+        lines.append(
+            f"with these settings and recompute auto it fits on {advice.gpus_needed} such GPUs."
+        )
+    if levels and advice == Advice(None, None, None):
         lines.append(
             "nothing near fits: take GPUs with more memory, or train adapters (--lora 16)."
         )
-    if gpus_needed is not None:
-        lines.append(f"with these settings and recompute auto it fits on {gpus_needed} such GPUs.")
     return lines
+
+
+def _change_to(found: Forecast, wanted: Forecast) -> str:
+    return (
+        f"{_changes(wanted.settings, found.settings)} ({found.peak.total / GIB:.1f} GiB, "
+        f"{found.host / GIB:.1f} on the host)"
+    )
 
 
 def _is_better(wanted: Forecast, advice: Forecast) -> bool:

@@ -58,5 +58,6 @@ def words_of(args: argparse.Namespace) -> list[str]:
         *("--batch", str(args.batch_size), "--seq", str(args.max_length)),
         *("--recompute", level, "--zero-level", str(args.zero_level), "--dtype", args.dtype),
         *("--optimizer", "offload" if args.optimizer == "adam-offload" else "adam"),
+        *("--moments", args.moments, "--master-weights", args.master_weights),
         *("--lora", str(args.lora_rank)),
     ]

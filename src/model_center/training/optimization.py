@@ -16,7 +16,8 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
 
     Args:
         model: after its parameters have been sharded.
-        args: of which `optimizer`, `lr`, `adam_betas` and `weight_decay` are read.
+        args: of which `optimizer`, `moments`, `master_weights`, `lr`, `adam_betas` and
+            `weight_decay` are read.
 
     Raises:
         ConfigError: if the model has nothing to train.
@@ -36,9 +37,12 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
             f"no parameter of {type(model).__name__} is to be trained: all have "
             "requires_grad=False."
         )
-    on_host = args.optimizer == "adam-offload"
-    kind = bmt.optim.AdamOffloadOptimizer if on_host else bmt.optim.AdamOptimizer
-    return kind(groups, lr=args.lr, betas=tuple(args.adam_betas))
+    rates = {"lr": args.lr, "betas": tuple(args.adam_betas)}
+    if args.optimizer == "adam-offload":
+        return bmt.optim.AdamOffloadOptimizer(groups, **rates, moments=args.moments)
+    return bmt.optim.AdamOptimizer(
+        groups, **rates, moments=args.moments, master_weights=args.master_weights
+    )
 
 
 def is_decayed(name: str) -> bool:

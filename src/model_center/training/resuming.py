@@ -11,6 +11,9 @@ from bmtrain.snapshot.manager import facts_of, load_rest
 from model_center.errors import ResumeError
 from model_center.training import old_checkpoints
 
+# What runs were made with before they said so: Adam's states had one form.
+_UNSAID = {"moments": "fp32", "master_weights": "fp32"}
+
 
 def read_facts(checkpoint: pathlib.Path) -> dict[str, Any]:
     """The `progress` and `made_with` of a checkpoint, and the `base` of its model.
@@ -40,12 +43,10 @@ def check_same_run(
     Raises:
         ResumeError: naming all that differs, and the remedy.
     """
-    before = read_facts(checkpoint)["made_with"]
-    names = sorted({*before, *made_with})
+    before, now = {**_UNSAID, **read_facts(checkpoint)["made_with"]}, {**_UNSAID, **made_with}
+    names = sorted({*before, *now})
     differing = [
-        _difference(name, before, made_with)
-        for name in names
-        if before.get(name) != made_with.get(name)
+        _difference(name, before, now) for name in names if before.get(name) != now.get(name)
     ]
     if differing:
         raise ResumeError(

@@ -527,11 +527,13 @@ def _noted(losses: Losses, seen: list[float]) -> Iterator[torch.Tensor]:
 
 
 def _made_with(model: torch.nn.Module, args: argparse.Namespace) -> dict[str, Any]:
-    """What two parts of one run share: data, seed, dtype, and weights' names and shapes."""
+    """What two parts of one run share: data, seed, dtypes, and weights' names and shapes."""
     weights = "\n".join(f"{entry.name} {entry.shape}" for entry in entries(model))
     return {
         "dataset": args.dataset_name,
         "dtype": args.dtype,
+        "moments": args.moments,
+        "master_weights": args.master_weights,
         "seed": args.seed,
         "weights": hashlib.sha256(weights.encode()).hexdigest()[:16],
     }
