@@ -332,12 +332,11 @@ class StandIns:
             return words + (TINY_EXAMPLE if self._tiny else [])
         words = ["--train-iters", str(recipe.steps), "--log-dir", str(folder), "--log-iters", "1"]
         words += ["--model-config", str(self.model(recipe.model))]
-        if not MODELS[recipe.model].weights and recipe.page != "gpt2":
-            words.append("--from-scratch")
         if recipe.page == "bert-boolq":
             return [*words, "--base-path", str(self.boolq())]
         if recipe.model == "gpt2-base":  # its warm-up is longer than these few steps
             return [*words, "--warmup-iters", "0.1", "--base-path", str(self.tokens())]
+        words.append("--from-scratch")
         # answers to random weights never end
         return [*words, "--data", str(self.conversations()), "--samples", "0"]
 
