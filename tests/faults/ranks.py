@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.ranks.runner import _context
+from tests.ranks.runner import fork_server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def run(
                 "TORCHELASTIC_USE_AGENT_STORE": str(not hosted),
             }
             log = str(folder / f"rank{rank}.log")
-            process = _context().Process(target=_live, args=(environment, log, program, args))
+            process = fork_server().Process(target=_live, args=(environment, log, program, args))
             process.start()
             processes.append(process)
         codes: list[int | None] = [None] * ranks

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-import sys
 from typing import Any
 
 import pytest
 from tests.launching.test_launched import ROOT, agent, launch
 from tests.ranks.test_again import free_port
-from tests.training.test_example_parallel import flags
+from tests.training.test_example_parallel import flags, train
 
 GPT2 = str(ROOT / "examples" / "gpt2" / "train.py")
 
@@ -36,20 +35,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_those_of_an_unbroken_run(folder: pathlib.Path, ranks: int) -> None:
+def test_losses_are_those_of_an_unbroken_run(
+    folder: pathlib.Path, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """From two hosts to one, with one rank (and twice the micro-batches) and with two."""
     whole, part = folder / "whole", folder / f"part-{ranks}"
     shutil.copytree(whole, part)
     for late in part.glob("step-*6"):
         shutil.rmtree(late)
-    start = (
-        [sys.executable]
-        if ranks == 1
-        else [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    )
-    same = ["--grad-accumulation", str(2 // ranks)]
-    ((code, printed),) = launch([([*start, GPT2, *flags(folder, part.name, *same)], {})])
-    assert code == 0 and "going on from" in printed and "step-00000003" in printed, printed
+    train(folder, part.name, "--grad-accumulation", str(2 // ranks), ranks=ranks)
+    printed = capfd.readouterr().out
+    assert "going on from" in printed and "step-00000003" in printed, printed
     expected, found = records(whole), records(part)
     assert found.keys() == expected.keys() and len(found) == 6
     for number in expected:

@@ -96,8 +96,8 @@ class Pool:
 
 
 def _started(rank: int) -> tuple[Any, connection.Connection]:
-    here, there = runner._context().Pipe()
-    process = runner._context().Process(target=_serve, args=(rank, there), daemon=True)
+    here, there = runner.fork_server().Pipe()
+    process = runner.fork_server().Process(target=_serve, args=(rank, there), daemon=True)
     process.start()
     there.close()
     return process, here

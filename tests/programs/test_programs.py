@@ -36,7 +36,8 @@ def test_programs_are_right_or_refused(first: int, pool: Pool) -> None:
 
 def test_a_fault_is_found_and_made_small(pool: Pool) -> None:
     """A parameter of another value on the ranks is wrong, whatever else the program does."""
-    spec = draw(3, ranks=2)
+    spec = draw(36, ranks=2)
+    assert len(spec.layers) > 1 and spec.between and spec["clip"] != OPTIONS["clip"][0]
     broken = type(spec)(
         spec.seed,
         2,

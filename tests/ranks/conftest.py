@@ -11,4 +11,4 @@ def _fork_server() -> None:
     """Start the fork server before the first test, so that no test is charged for the import of
     torch.
     """
-    runner._context()
+    runner.fork_server()

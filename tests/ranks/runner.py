@@ -9,6 +9,7 @@ seconds of an import.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -157,7 +158,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 @functools.cache
-def _context() -> multiprocessing.context.ForkServerContext:
+def fork_server() -> multiprocessing.context.ForkServerContext:
     """The fork server, started at the first call.
 
     It inherits the environment that this sets for it.
@@ -169,7 +170,14 @@ def _context() -> multiprocessing.context.ForkServerContext:
             [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         ),
         "OMP_NUM_THREADS": "1",
+        # Threads that wait for one another, as the optimizer's on the host, leave cores to others.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
+    # Ranks inherit it. A thread of Gloo that wakes up would else push aside the one that wakes it,
+    # which holds the lock that the former polls for: milliseconds of waiting for each message, and
+    # ten times the processor time, where ranks share cores.
+    with contextlib.suppress(OSError):  # not everywhere allowed: tests are slower there
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
@@ -185,7 +193,7 @@ def _context() -> multiprocessing.context.ForkServerContext:
 
 
 def _start(job: _Job) -> tuple[ForkServerProcess, connection.Connection]:
-    context = _context()
+    context = fork_server()
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(job, there), name=f"rank {job.rank}", daemon=False)
     process.start()

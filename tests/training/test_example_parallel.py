@@ -9,15 +9,19 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from tests.modules import importable
+from tests.ranks.runner import run_ranks
 from tests.waiting import wait_for
 
 ROOT = pathlib.Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "gpt2"
 SIZES = [
     "--layers",
     "2",
@@ -35,9 +39,9 @@ SIZES = [
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-def train(folder: pathlib.Path, run: str, *arguments: str) -> list[dict[str, Any]]:
-    """The metrics of a run of two processes, six steps, checkpoints after three and six."""
-    launch(str(ROOT / "examples/gpt2/train.py"), *flags(folder, run, *arguments))
+def train(folder: pathlib.Path, run: str, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """The metrics of a run of six steps, with checkpoints after three and six."""
+    run_ranks(example, ranks, flags(folder, run, *arguments), join=False, timeout=120)
     return [
         json.loads(line)
         for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -68,6 +72,17 @@ def flags(folder: pathlib.Path, run: str, *more: str) -> list[str]:
         "3",
         *more,
     ]
+
+
+def example(arguments: list[str]) -> None:
+    """On a rank: the program, as if torchrun had started it on a machine without GPUs."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.argv = [str(EXAMPLE / "train.py"), *arguments]
+    with importable(EXAMPLE):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, f"exit status {end.code}"
 
 
 def environment() -> dict[str, str]:
@@ -161,19 +176,17 @@ def test_stages_learn_the_same(folder: pathlib.Path) -> None:
 
 def test_sizes_that_cannot_be_shared(folder: pathlib.Path) -> None:
     """Each is named before anything starts."""
-    with pytest.raises(AssertionError, match="--heads 4 is not divisible by --tp 3"):
-        train(folder, "bad", "--tp", "3")
-    with pytest.raises(AssertionError, match="--pp 3 is more than --layers 2"):
-        train(folder, "bad", "--pp", "3")
-    with pytest.raises(
-        AssertionError, match="--micro-batches 3 does not divide --pp 2 x --batch-size 4"
-    ):
-        train(folder, "bad", "--pp", "2", "--micro-batches", "3")
-    with pytest.raises(
-        AssertionError,
-        match=r"error: --tp 2 --pp 2: the world of 2 ranks.*expected a world size divisible by 4",
-    ):
-        train(folder, "bad", "--tp", "2", "--pp", "2")
+    bad = {
+        "--tp 3": "--heads 4 is not divisible by --tp 3",
+        "--pp 3": "--pp 3 is more than --layers 2",
+        "--pp 2 --micro-batches 3": "--micro-batches 3 does not divide --pp 2 x --batch-size 4",
+        "--tp 2 --pp 2": r"error: --tp 2 --pp 2: the world of 2 ranks.*expected a world size "
+        "divisible by 4",
+    }
+    for words, complaint in bad.items():
+        with pytest.raises(AssertionError, match="exit status 2") as failure:
+            train(folder, "bad", *words.split())
+        assert re.search(complaint, str(failure.value.__cause__)), words
 
 
 def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
@@ -182,7 +195,7 @@ def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
     """
     out = folder / "orphaned"
     arguments = [
-        str(ROOT / "examples/gpt2/train.py"),
+        str(EXAMPLE / "train.py"),
         *flags(folder, "orphaned", "--tp", "2", "--steps", "100000"),
     ]
     with (folder / "said").open("w+") as said:
@@ -208,8 +221,16 @@ def test_ranks_do_not_outlive_torchrun(folder: pathlib.Path) -> None:
     )
 
 
+def program(path: str) -> None:
+    """On a rank, as if torchrun had started it."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    runpy.run_path(path, run_name="__main__")
+
+
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_programs_of_the_documentation(number: int, tmp_path: pathlib.Path) -> None:
+def test_the_programs_of_the_documentation(
+    number: int, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """docs/site/en/reference/parallel.md shows a tensor-parallel and a pipelined program, and they learn."""
     programs = re.findall(
         r"```python\n(.*?)```",
@@ -218,9 +239,8 @@ def test_the_programs_of_the_documentation(number: int, tmp_path: pathlib.Path) 
     )
     assert len(programs) == 2
     (tmp_path / "program.py").write_text(programs[number], encoding="utf-8")
-    losses = [
-        float(loss) for loss in re.findall(r"loss (\d+\.\d+)", launch(str(tmp_path / "program.py")))
-    ]
+    run_ranks(program, 2, str(tmp_path / "program.py"), join=False, timeout=120)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capfd.readouterr().out)]
     assert len(losses) == 30
     assert losses[0] > 5.0  # bytes known nothing of: log 256 is 5.5
     assert losses[-1] < 0.8 * losses[0]

@@ -65,15 +65,15 @@ def test_t5_learns_to_answer(folder: pathlib.Path, tmp_path: pathlib.Path) -> No
     """SQuAD: questions that it has seen are answered; at the start none is."""
     content = json.loads((DATA / "squad" / "train-v1.1.json").read_text(encoding="utf-8"))
     (tmp_path / "squad").mkdir()
-    for split, times in (("train", 4), ("dev", 1)):
+    for split, times in (("train", 12), ("dev", 1)):
         (tmp_path / "squad" / f"{split}-v1.1.json").write_text(
             json.dumps({"data": content["data"] * times}), encoding="utf-8"
         )
-    arguments = "--lr 2e-3 --batch-size 4 --epochs 18 --max-decoder-length 12 --save"
+    arguments = "--lr 2e-3 --batch-size 4 --epochs 6 --max-decoder-length 12 --save"
     train("finetune_t5_squad", *on(tiny("t5", folder), tmp_path), arguments, tmp_path / "run")
     for name in ("exact_match", "f1"):
         scores = results(tmp_path / "run", name)
-        assert scores[0] < 0.1 and max(scores[-5:]) > 0.4, (name, scores)
+        assert scores[0] < 0.1 and max(scores[-2:]) > 0.4, (name, scores)
     assert losses(tmp_path / "run")[-1] < 0.5 < losses(tmp_path / "run")[0]
 
 
