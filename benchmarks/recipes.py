@@ -206,6 +206,7 @@ class Recipe:
 # The longest first: those for one GPU run side by side.
 RECIPES = (
     Recipe("llama-3-8b", "Llama-3.1-8B, states in host memory", "adam-offload", "llama-3.1-8b", 2),
+    Recipe("llama-3-8b", "Llama-3.1-8B, small states", "--moments", "llama-3.1-8b", 2),
     Recipe("llama-3-8b-lora", "Llama-3.1-8B, LoRA", "--lora-dropout", "llama-3.1-8b", 10),
     Recipe("gpt2", "GPT-2 124M, the example", "gpt2 --steps", None, 60),
     Recipe("qwen3", "Qwen3-0.6B", "Qwen3-0.6B", "qwen3-0.6b", 12),
@@ -512,8 +513,10 @@ def run(
             free.put(place)
 
     with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
-        for record in pool.map(in_a_lane, single):
-            report(record)
+        for done in concurrent.futures.as_completed(
+            [pool.submit(in_a_lane, one) for one in single]
+        ):
+            report(done.result())
     for recipe in chosen:
         if recipe not in single:
             report(measure(recipe, commands[recipe], places(1)[0], logs))
