@@ -1,7 +1,8 @@
 """Write the tables of `benchmarks/results/*.json`: python benchmarks/tables.py
 
 All of them go between the bench markers of docs/figures.md, a short one of this library beside
-others between the figures markers of the READMEs that have them.
+others between the figures markers of the READMEs that have them, and those of recipes between the
+recipes markers of the pages that list them.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from reports import LEFT_OUT
 ROOT = pathlib.Path(__file__).parents[1]
 BEGIN, END = "<!-- bench:start -->", "<!-- bench:end -->"
 SHORT_BEGIN, SHORT_END = "<!-- figures:start -->", "<!-- figures:end -->"
+RECIPES_BEGIN, RECIPES_END = "<!-- recipes:start -->", "<!-- recipes:end -->"
 RESULTS = ROOT / "benchmarks" / "results"
 FULL = ROOT / "docs" / "figures.md"
 READMES = (ROOT / "README.md", ROOT / "README-zh.md")
+RECIPES = tuple(
+    ROOT / "docs" / "site" / language / "recipes" / "index.md" for language in ("en", "zh")
+)
 PEERS = {"fsdp2": "FSDP2", "deepspeed": "DeepSpeed ZeRO-3", "plain": "PyTorch without sharding"}
 STEP_COLUMNS = ("what", "library", "ms a step", "GiB allocated", "against ours")
 OURS = "bmtrain + "
@@ -233,10 +238,10 @@ def steps_of(records: Sequence[Record]) -> list[str]:
     return rows
 
 
-def recipe_cells(records: Sequence[Record]) -> list[dict[str, object]]:
-    """The cells of a table of recipes, by column."""
+def recipe_cells(records: Sequence[Record], folder: str = "") -> list[dict[str, object]]:
+    """The cells of a table of recipes, by column; `folder` leads to their pages."""
     return [
-        {"recipe": f"[{r['setting']}]({r['page']}.md)", "GPUs": r["gpus"]}
+        {"recipe": f"[{r['setting']}]({folder}{r['page']}.md)", "GPUs": r["gpus"]}
         | (
             {"GiB a GPU": "failed: " + " ".join(r["failed"])}
             if "failed" in r
@@ -247,6 +252,29 @@ def recipe_cells(records: Sequence[Record]) -> list[dict[str, object]]:
                 "seconds a step": f"{r['step_s']:.3g}",
                 "tokens a second": f"{r['tokens_per_second']:,}",
                 "first step, s": f"{r['first_step_s']:.0f}",
+            }
+        )
+        for r in records
+    ]
+
+
+def decoding_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of generation, by column."""
+    return [
+        {"library": r["method"]}
+        | (
+            {"rows": f"failed: {r['failed']}"}
+            if "failed" in r
+            else {
+                "GPUs": r["gpus"],
+                "rows": r["rows"],
+                "generation": r["generation"],
+                "prompt": r["prompt"],
+                "new tokens": r["new_tokens"],
+                "tokens/s a GPU": f"{r['tokens_per_s']:,.0f}",
+                "ms a further token": r.get("step_ms", ""),
+                "GiB allocated": r["peak_gib"],
+                "MiB kept": r["kept_mib"],
             }
         )
         for r in records
@@ -369,7 +397,10 @@ def tables_of(report: dict[str, Any]) -> str:
     saves = [r for r in records if r["what"] == "saving"]
     small_steps = [r for r in records if r["what"] == "small states step"]
     small_losses = [r for r in records if r["what"] == "small states losses"]
+    recipes = [r for r in records if r["what"] == "recipe"]
+    decoding = [r for r in records if r["what"] == "decoding"]
     apart = ("loading", "fp8 losses", "saving", "small states step", "small states losses")
+    apart += ("recipe", "decoding")
     steps = [r for r in records if r["what"] not in apart]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
@@ -378,6 +409,8 @@ def tables_of(report: dict[str, Any]) -> str:
         table(LOSS_COLUMNS, ends_of(losses)),
         table(SMALL_STEP_COLUMNS, small_steps_of(small_steps)),
         table(SMALL_LOSS_COLUMNS, small_losses_of(small_losses)),
+        table_of(recipe_cells(recipes, "site/en/recipes/")),
+        table_of(decoding_cells(decoding)),
     )
     return "\n".join(filter(None, parts))
 
@@ -398,6 +431,7 @@ class Beside(NamedTuple):
 
     Attributes:
         source: the file.
+        gpu: the kind of GPU.
         shape, seq, gpus, batch: model, tokens a row, number of GPUs, rows a GPU.
         fastest: by backend, what is fastest of all its runs that compute in the same precision:
             tokens a second and GPU, and the options.
@@ -405,6 +439,7 @@ class Beside(NamedTuple):
     """
 
     source: str
+    gpu: str
     shape: str
     seq: int
     gpus: int
@@ -449,19 +484,24 @@ def beside_others() -> list[Beside]:
                 for name, modes in group.items()
             }
             if "bmtrain" in fastest and len(fastest) > 1:
-                row = Beside(path.name, shape, seq, gpus, batch, fastest, None)
+                gpu = report["machine"]["gpu"]
+                row = Beside(path.name, gpu, shape, seq, gpus, batch, fastest, None)
                 found.append(row._replace(alike=group["bmtrain"].get(row.other[1])))
     return found
 
 
 def short_table(rows: Sequence[Beside]) -> str:
-    """One line for each comparison: tokens a second and GPU, and how many times the next best."""
+    """One line for each comparison: tokens a second and GPU, and how many times the next best.
+
+    A kind of GPU that is not that of most lines is named.
+    """
     cells: list[dict[str, object]] = []
+    usual = statistics.mode(row.gpu for row in rows) if rows else ""
     for row in rows:
         ours, other = row.fastest["bmtrain"][0], row.other[0]
         line: dict[str, object] = {
             "model": f"{row.shape}, {row.batch} x {row.seq} tokens",
-            "GPUs": row.gpus,
+            "GPUs": row.gpus if row.gpu == usual else f"{row.gpus} x {row.gpu}",
             "bmtrain": f"{ours:,.0f}",
         }
         line |= {PEERS[name]: "" for name in PEERS}
@@ -487,6 +527,16 @@ def section() -> str:
     return "\n".join(parts)
 
 
+def recipe_section() -> str:
+    """What was measured of recipes, each table with its machine."""
+    parts = []
+    for report in reports().values():
+        found = [r for r in report["records"] if r.get("what") == "recipe"]
+        if found:
+            parts.append(f"{origin_of(report)}:\n\n{table_of(recipe_cells(found))}")
+    return "\n".join(parts)
+
+
 def replaced(text: str, begin: str, end: str, content: str) -> str:
     """The text with other content between two markers; as it is where it lacks them."""
     head, found, rest = text.partition(begin)
@@ -501,6 +551,9 @@ def pages() -> dict[pathlib.Path, str]:
     for path in READMES:
         text = path.read_text(encoding="utf-8")
         texts[path] = replaced(text, SHORT_BEGIN, SHORT_END, short)
+    for path in RECIPES:
+        text = path.read_text(encoding="utf-8")
+        texts[path] = replaced(text, RECIPES_BEGIN, RECIPES_END, recipe_section())
     return texts
 
 
