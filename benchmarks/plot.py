@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tables import PEERS, ROOT, Beside, beside_others, origin_of, rates_of, rows_of
+from tables import PEERS, ROOT, Beside, beside_others, origin_of, rates_of, rows_of, usual_gpu
 
 PICTURE = ROOT / "docs" / "figures.svg"
 
@@ -82,8 +82,8 @@ def _lines(axes: Any, rates: dict[tuple[Any, ...], float]) -> None:
 
 
 def sharded(rows: Sequence[Beside]) -> list[Beside]:
-    """What the picture shows: on several GPUs, where models are sharded."""
-    return [row for row in rows if row.gpus > 1]
+    """What the picture shows: on several GPUs of the usual kind, where models are sharded."""
+    return [row for row in rows if row.gpus > 1 and row.gpu == usual_gpu(rows)]
 
 
 def said(rows: Sequence[Beside]) -> str:

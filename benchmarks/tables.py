@@ -240,45 +240,46 @@ def steps_of(records: Sequence[Record]) -> list[str]:
 
 def recipe_cells(records: Sequence[Record], folder: str = "") -> list[dict[str, object]]:
     """The cells of a table of recipes, by column; `folder` leads to their pages."""
-    return [
-        {"recipe": f"[{r['setting']}]({folder}{r['page']}.md)", "GPUs": r["gpus"]}
-        | (
-            {"GiB a GPU": "failed: " + " ".join(r["failed"])}
-            if "failed" in r
-            else {
-                "GiB a GPU": r["allocated_gib"],
-                "GiB of the host": r["host_gib"],
-                "tokens a step": f"{r['tokens_a_step']:,}",
-                "seconds a step": f"{r['step_s']:.3g}",
-                "tokens a second": f"{r['tokens_per_second']:,}",
-                "first step, s": f"{r['first_step_s']:.0f}",
-            }
-        )
-        for r in records
-    ]
+    return [_recipe_cell(record, folder) for record in records]
+
+
+def _recipe_cell(r: Record, folder: str) -> dict[str, object]:
+    cell: dict[str, object] = {
+        "recipe": f"[{r['setting']}]({folder}{r['page']}.md)",
+        "GPUs": r["gpus"],
+    }
+    if "failed" in r:
+        return cell | {"GiB a GPU": "failed: " + " ".join(r["failed"])}
+    return cell | {
+        "GiB a GPU": r["allocated_gib"],
+        "GiB of the host": r["host_gib"],
+        "tokens a step": f"{r['tokens_a_step']:,}",
+        "seconds a step": f"{r['step_s']:.3g}",
+        "tokens a second": f"{r['tokens_per_second']:,}",
+        "first step, s": f"{r['first_step_s']:.0f}",
+    }
 
 
 def decoding_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     """The cells of a table of generation, by column."""
-    return [
-        {"library": r["method"]}
-        | (
-            {"rows": f"failed: {r['failed']}"}
-            if "failed" in r
-            else {
-                "GPUs": r["gpus"],
-                "rows": r["rows"],
-                "generation": r["generation"],
-                "prompt": r["prompt"],
-                "new tokens": r["new_tokens"],
-                "tokens/s a GPU": f"{r['tokens_per_s']:,.0f}",
-                "ms a further token": r.get("step_ms", ""),
-                "GiB allocated": r["peak_gib"],
-                "MiB kept": r["kept_mib"],
-            }
-        )
-        for r in records
-    ]
+    return [_decoding_cell(record) for record in records]
+
+
+def _decoding_cell(r: Record) -> dict[str, object]:
+    if "failed" in r:
+        return {"library": r["method"], "rows": f"failed: {r['failed']}"}
+    return {
+        "library": r["method"],
+        "GPUs": r["gpus"],
+        "rows": r["rows"],
+        "generation": r["generation"],
+        "prompt": r["prompt"],
+        "new tokens": r["new_tokens"],
+        "tokens/s a GPU": f"{r['tokens_per_s']:,.0f}",
+        "ms a further token": r.get("step_ms", ""),
+        "GiB allocated": r["peak_gib"],
+        "MiB kept": r["kept_mib"],
+    }
 
 
 def loads_of(records: Sequence[Record]) -> list[str]:
@@ -399,9 +400,8 @@ def tables_of(report: dict[str, Any]) -> str:
     small_losses = [r for r in records if r["what"] == "small states losses"]
     recipes = [r for r in records if r["what"] == "recipe"]
     decoding = [r for r in records if r["what"] == "decoding"]
-    apart = ("loading", "fp8 losses", "saving", "small states step", "small states losses")
-    apart += ("recipe", "decoding")
-    steps = [r for r in records if r["what"] not in apart]
+    apart = {"loading", "fp8 losses", "saving", "small states step", "small states losses"}
+    steps = [r for r in records if r["what"] not in apart | {"recipe", "decoding"}]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
         table(LOAD_COLUMNS, loads_of(loads)),
@@ -490,18 +490,22 @@ def beside_others() -> list[Beside]:
     return found
 
 
+def usual_gpu(rows: Sequence[Beside]) -> str:
+    """The kind of GPU of most of them."""
+    return statistics.mode(row.gpu for row in rows)
+
+
 def short_table(rows: Sequence[Beside]) -> str:
     """One line for each comparison: tokens a second and GPU, and how many times the next best.
 
     A kind of GPU that is not that of most lines is named.
     """
     cells: list[dict[str, object]] = []
-    usual = statistics.mode(row.gpu for row in rows) if rows else ""
     for row in rows:
         ours, other = row.fastest["bmtrain"][0], row.other[0]
         line: dict[str, object] = {
             "model": f"{row.shape}, {row.batch} x {row.seq} tokens",
-            "GPUs": row.gpus if row.gpu == usual else f"{row.gpus} x {row.gpu}",
+            "GPUs": row.gpus if row.gpu == usual_gpu(rows) else f"{row.gpus} x {row.gpu}",
             "bmtrain": f"{ours:,.0f}",
         }
         line |= {PEERS[name]: "" for name in PEERS}

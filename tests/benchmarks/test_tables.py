@@ -333,6 +333,9 @@ def test_this_library_beside_others(
     (tmp_path / "x.json").write_text(json.dumps(report(*records)))
     steps = {"what": "bert", "model": "model_center"}
     (tmp_path / "y.json").write_text(json.dumps(report(steps)))
+    elsewhere = report(record("bmtrain", 300, shape="gpt2"), record("plain", 200, shape="gpt2"))
+    elsewhere["machine"]["gpu"] = "NVIDIA H100"
+    (tmp_path / "other.json").write_text(json.dumps(elsewhere))
     (tmp_path / "z.json").write_text(json.dumps({"what": "trees", "records": []}))
     monkeypatch.setattr(bench.tables, "RESULTS", tmp_path)
     rows = bench.tables.beside_others()
@@ -342,6 +345,7 @@ def test_this_library_beside_others(
         "| against the fastest other | with the same options |"
     )
     assert lines[2:] == [
+        "| gpt2, 8 x 1024 tokens | 2 x NVIDIA H100 | 300 |  |  | 200 | 1.50 x | 1.50 x |",
         "| 2.7b, 8 x 1024 tokens | 2 | 1,400 | 800 | 500 |  | 1.75 x | 1.38 x |",
         "| 2.7b, 24 x 1024 tokens | 2 | 1,600 | 1,000 |  |  | 1.60 x |  |",
         "| gpt2, 8 x 1024 tokens | 1 | 50,000 |  |  | 40,000 | 1.25 x | 1.25 x |",

@@ -15,7 +15,7 @@ import bmtrain as bmt
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import CompactTensors, compact_reference, compact_triton
 from bmtrain.kernels.blockwise import Blocks
-from bmtrain.optim import offload
+from bmtrain.optim import host_update
 
 pytestmark = pytest.mark.gpu
 # Lengths 1, of no whole block, of whole blocks, of many chunks; places beyond 32 bits.
@@ -132,7 +132,7 @@ def test_a_training_step_does_not_wait_for_the_device(form: dict[str, str]) -> N
 
 
 def in_host_memory() -> None:
-    offload.CHUNK = 5056  # of whole blocks
+    host_update.CHUNK = 5056  # of whole blocks
     found: list[list[Any]] = []
     for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
         torch.manual_seed(1)

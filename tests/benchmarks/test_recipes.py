@@ -1,0 +1,70 @@
+"""The recipes that are measured are those of the pages, and their figures go into a table."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+
+def test_each_recipe_is_one_command_of_its_page(bench: Any) -> None:
+    recipes = bench.recipes
+    commands = [recipes.command_of(recipe) for recipe in recipes.RECIPES]
+    assert len({" ".join(words) for words in commands}) == len(recipes.RECIPES)
+    assert {recipes.gpus_of(words) for words in commands} == {1, 2}
+    for recipe, words in zip(recipes.RECIPES, commands, strict=True):
+        started = recipes.started_as(words)
+        assert f"--nproc_per_node={recipes.gpus_of(words)}" in started, recipe
+        assert pathlib.Path(recipes.ROOT, "examples").exists() and "make" not in started
+
+
+def test_a_command_that_is_not_there_is_named(bench: Any) -> None:
+    recipe = bench.recipes.Recipe("gpt2", "x", "--no-such-flag", None, 1)
+    with pytest.raises(LookupError, match=r"gpt2.md has 0 commands with '--no-such-flag'"):
+        bench.recipes.command_of(recipe)
+
+
+def test_figures_are_medians_after_the_first_steps(bench: Any, tmp_path: pathlib.Path) -> None:
+    """Of few steps the last one counts; records of validation are no steps."""
+    steps = [
+        {"seconds": s, "tokens_per_second": 1000 / s, "memory": 2**30, "loss": s}
+        for s in (50.0, 10.0, 1.0, 3.0, 2.0)
+    ]
+    path = tmp_path / "metrics.jsonl"
+    for number, want in ((5, 2.0), (2, 10.0), (1, 50.0)):
+        lines = [*steps[:number], {"validation_loss": 1.0}]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        found = bench.recipes.figures(path)
+        assert found["step_s"] == want and found["steps"] == number
+        assert found["tokens_a_step"] == 1000 and found["first_step_s"] == 50.0
+
+
+def test_tables(bench: Any) -> None:
+    failed = {"what": "recipe", "page": "gpt2", "setting": "GPT-2", "gpus": 2, "failed": ["Error"]}
+    done = {
+        **failed,
+        "allocated_gib": 9.5,
+        "host_gib": 10.6,
+        "tokens_a_step": 16384,
+        "step_s": 0.0891,
+        "tokens_per_second": 184132,
+        "first_step_s": 16.6,
+    }
+    del done["failed"]
+    lines = bench.tables.table_of(bench.tables.recipe_cells([done, failed])).splitlines()
+    assert lines[2] == "| [GPT-2](gpt2.md) | 2 | 9.5 | 10.6 | 16,384 | 0.0891 | 184,132 | 17 |"
+    assert lines[3] == "| [GPT-2](gpt2.md) | 2 | failed: Error |  |  |  |  |  |"
+    generated = {"what": "decoding", "method": "static", "failed": "over 90 s"}
+    assert bench.tables.decoding_cells([generated]) == [
+        {"library": "static", "rows": "failed: over 90 s"}
+    ]
+
+
+def test_what_a_command_shows_of_its_memory(bench: Any) -> None:
+    said = "memory: 64.1 GiB forecast, 61.9 measured (-3.4%)"
+    assert bench.recipes.forecast_in(said) == {"forecast_gib": 64.1, "in_use_gib": 61.9}
+    assert bench.recipes.forecast_in("nothing") == {}
+    words = ["a", "--save", "x", "--lr", "1", "--save-iters", "5"]
+    assert bench.recipes.without(words, ("--save", "--save-iters")) == ["a", "--lr", "1"]
