@@ -9,7 +9,6 @@ seconds of an import.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import functools
@@ -30,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.cores import share_cores
 
 import bmtrain
 from bmtrain.runtime import world
@@ -173,11 +173,7 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
         # Threads that wait for one another, as the optimizer's on the host, leave cores to others.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
-    # Ranks inherit it. A thread of Gloo that wakes up would else push aside the one that wakes it,
-    # which holds the lock that the former polls for: milliseconds of waiting for each message, and
-    # ten times the processor time, where ranks share cores.
-    with contextlib.suppress(OSError):  # not everywhere allowed: tests are slower there
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    share_cores()
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
