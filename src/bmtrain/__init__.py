@@ -13,7 +13,6 @@ from bmtrain import (
     lr_scheduler,
     nn,
     optim,
-    plan,
     utils,
 )
 from bmtrain.block.block import Block, CheckpointBlock
@@ -74,7 +73,6 @@ __all__ = [
     "nn",
     "optim",
     "optim_step",
-    "plan",
     "print_block",
     "print_dict",
     "print_rank",
