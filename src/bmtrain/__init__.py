@@ -4,17 +4,7 @@ Start with `init_distributed()`, wrap transformer layers in `Block` (or a whole 
 `BMTrainModelWrapper`), train with `optim.OptimManager`, keep with `save` and `load`.
 """
 
-from bmtrain import (
-    benchmark,
-    compat,
-    distributed,
-    inspect,
-    loss,
-    lr_scheduler,
-    nn,
-    optim,
-    utils,
-)
+from bmtrain import benchmark, compat, distributed, inspect, loss, lr_scheduler, nn, optim, utils
 from bmtrain.block.block import Block, CheckpointBlock
 from bmtrain.block.stack import TransformerBlockList
 from bmtrain.block.wrapper import BMTrainModelWrapper, init_parameters

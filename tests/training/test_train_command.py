@@ -125,7 +125,8 @@ def test_llama_learns_by_lora(
     ids = torch.arange(3, 25)[None]
     expected = adapted_answers(str(model), str(tmp_path / "adapter"), ids)
     (found,) = run_ranks(restored_answers, 1, str(model), str(tmp_path), ours, ids)
-    torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
+    # Sums are rounded by the size of their summands: next to zero, too, by that of the largest.
+    torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
     with torch.no_grad():
         plain = Llama.from_pretrained(model, dtype=torch.float32).eval()(ids).logits
     assert (found - plain).abs().max() > 0.01

@@ -84,9 +84,11 @@ class DistributedModule(torch.nn.Module):
                 "load_state_dict(assign=True) would replace the shards of a distributed "
                 "module: use assign=False."
             )
+        params = dict(self.named_parameters())
         # All of them before one is copied; a module compares its own again, which its hooks may
-        # have renamed.
-        check_same_state(state_dict, [name for name, _ in self.named_parameters()])
+        # have renamed. Where whole tensors stand in their places one rank may load alone.
+        if any(isinstance(param, DistributedParameter) for param in params.values()):
+            check_same_state(state_dict, params)
         return super().load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(
