@@ -28,7 +28,7 @@ from bmtrain.runtime.mesh import Axis
 from bmtrain.runtime.world import World
 from bmtrain.torch_internals import all_gather_flat
 
-PATIENCE_S = 3.0  # after a failure, how long a rank waits for the other ranks' logs
+PATIENCE_S = 10.0  # after a failure, how long a rank waits for the other ranks' logs
 _NUM_REMEMBERED = 1024
 _NUM_TOLD = 3  # operations in the watchdog's report
 _ROOM = 126  # figures that fit into the message of a comparison
