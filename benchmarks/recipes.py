@@ -522,12 +522,35 @@ def run(
             report(measure(recipe, commands[recipe], places(1)[0], logs))
 
 
+def described(recipe: Recipe) -> str:
+    """Its page, its setting and its GPUs."""
+    gpus = gpus_of(command_of(recipe))
+    return f"{recipe.page}, {recipe.what}, {gpus} GPU{'s' * (gpus > 1)}"
+
+
+def kept(path: pathlib.Path, chosen: Sequence[Recipe]) -> list[Record]:
+    """The records of recipes that do not run again now, with the machine that each is of."""
+    if not path.exists():
+        return []
+    before, again = json.loads(path.read_text()), {recipe.what for recipe in chosen}
+    return [
+        {"machine": before["machine"], "commit": before["commit"]} | record
+        for record in before["records"]
+        if record["setting"] not in again
+    ]
+
+
 def main() -> None:
     """Run all, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", default=[], help="pages or settings that hold these")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        help="those whose page, setting and GPUs hold one of these: 'Llama-3.1-8B, 2 GPUs'",
+    )
     parser.add_argument("--tiny", action="store_true", help="small models, for a try without a GPU")
     parser.add_argument("--logs", type=pathlib.Path, help="where logs and metrics stay")
     parser.add_argument("--commit", default="unknown")
@@ -538,14 +561,14 @@ def main() -> None:
     chosen = [
         recipe
         for recipe in RECIPES
-        if not args.only or any(part in f"{recipe.page} {recipe.what}" for part in args.only)
+        if not args.only or any(part in described(recipe) for part in args.only)
     ]
     facts = machine_from_outside() if torch.cuda.is_available() else machine("cpu")
-    records: list[Record] = []
+    records = kept(args.out, chosen) if args.only else []
     command = shlex.join(["benchmarks/recipes.py", *sys.argv[1:]])
 
     def report(record: Record) -> None:
-        records.append(record)
+        records.append(record | {"machine": facts, "commit": args.commit})
         print(json.dumps(record), flush=True)
         write(report_of(records, commit=args.commit, command=command, machine=facts), args.out)
 
