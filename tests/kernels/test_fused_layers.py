@@ -15,17 +15,27 @@ from bmtrain.kernels.cached_attention import cached_attention_by_triton
 from bmtrain.kernels.gated import gated_by_triton
 from bmtrain.kernels.norm import norm_by_triton
 from bmtrain.kernels.rotary import rotate_by_triton
+from bmtrain.kernels.row_products import row_products_by_triton
 from model_center.generation.engine import generate
-from model_center.layer import feedforward, fusion, layernorm, scaled_dot_product
+from model_center.layer import feedforward, fusion, layernorm, one_row, scaled_dot_product
+from model_center.layer.linear import Linear
 from model_center.layer.position_embedding import rotary
+from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.gptj import GPTj, GPTjConfig
 from model_center.model.llama import Llama, LlamaConfig
+from model_center.model.qwen2 import Qwen2, Qwen2Config
+from model_center.model.qwen3 import Qwen3, Qwen3Config
 
 SIZES: dict[str, Any] = {"vocab_size": 48, "dim_model": 32, "num_heads": 4, "dim_head": 8}
 SIZES |= {"dim_ff": 48, "num_layers": 2, "dtype": "float32"}
 MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (Llama, LlamaConfig(**SIZES, num_heads_kv=2, sliding_window=9)),
     "gptj": (GPTj, GPTjConfig(**SIZES, pos_rotary_dim=4)),
+}
+OF_ROWS: dict[str, tuple[Any, Any]] = MODELS | {
+    "gpt2": (GPT2, GPT2Config(**SIZES, position_size=64)),
+    "qwen2": (Qwen2, Qwen2Config(**SIZES, num_heads_kv=2)),
+    "qwen3": (Qwen3, Qwen3Config(**SIZES, num_heads_kv=2)),
 }
 
 
@@ -37,9 +47,10 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
         (rotary, "rotate"): rotate_by_triton,
         (scaled_dot_product, "cached_attention"): cached_attention_by_triton,
         (layernorm, "norm_by_triton"): norm_by_triton,
+        (one_row, "row_products"): row_products_by_triton,
     }
     with contextlib.ExitStack() as stack:
-        for module in (feedforward, rotary, layernorm):
+        for module in (feedforward, rotary, layernorm, one_row):
             stack.enter_context(mock.patch.object(module, "is_fused", lambda *_: True))
         yield [
             stack.enter_context(mock.patch.object(module, name, wraps=kernel))
@@ -62,7 +73,105 @@ def test_tokens_are_those_of_the_formulas(name: str) -> None:
     assert found.scores is not None and expected.scores is not None
     torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
     used = [kernel.call_count > 0 for kernel in kernels]
-    assert used == [name == "llama", True, True, True]
+    assert used == [name == "llama", True, True, True, False]
+
+
+def tokens(model: Any, ids: torch.Tensor) -> Any:
+    return generate(model, ids, max_new_tokens=6, return_scores=True)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_one_row_is_that_of_the_formulas(name: str) -> None:
+    """Greedily; with as few kernels as the model allows."""
+    kind, config = OF_ROWS[name]
+    torch.manual_seed(0)
+    model = parity.randomized(kind(config), std=0.5)
+    ids = parity.token_ids(1, 6, high=48)
+    expected = tokens(model, ids)
+    with by_kernels() as kernels:
+        assert_same(tokens(model, ids), expected)
+    # five steps of two layers
+    assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4)
+
+
+def hooked(model: Any, seen: list[Any]) -> None:
+    model.encoder.layers[0].self_att.self_attention.project_k.register_forward_hook(
+        lambda *_: seen.append(1)
+    )
+
+
+def subclassed(model: Any, seen: list[Any]) -> None:
+    class Counted(Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(1)
+            return 2 * super().forward(x)
+
+    model.encoder.layers[0].ffn.ffn.w_in.w_1.__class__ = Counted
+
+
+def out_replaced(model: Any, seen: list[Any]) -> None:
+    part = model.encoder.layers[1].ffn.ffn
+    plain = part.w_out.forward
+    part.w_out.forward = lambda x: (seen.append(1), plain(x) + 1)[1]
+
+
+def block_hooked(model: Any, seen: list[Any]) -> None:
+    model.encoder.layers[0].ffn.ffn.w_in.register_forward_pre_hook(lambda *_: seen.append(1))
+
+
+def norm_hooked(model: Any, seen: list[Any]) -> None:
+    model.encoder.layers[0].ffn.layernorm_before_ffn.register_forward_hook(
+        lambda _, __, out: (seen.append(1), 3 * out)[1]
+    )
+
+
+def replaced(model: Any, seen: list[Any]) -> None:
+    class Other(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(1)
+            return x.sin()
+
+    model.encoder.layers[0].ffn.ffn = Other()
+
+
+@pytest.mark.parametrize(
+    "change", [hooked, subclassed, out_replaced, block_hooked, norm_hooked, replaced]
+)
+def test_what_is_more_than_a_product_is_called(change: Any) -> None:
+    """In each of five steps and for the prompt, beside kernels for the rest."""
+    kind, config = MODELS["llama"]
+    torch.manual_seed(0)
+    model, seen = parity.randomized(kind(config), std=0.5), list[Any]()
+    plain = tokens(model, parity.token_ids(1, 6, high=48))
+    change(model, seen)
+    expected = tokens(model, parity.token_ids(1, 6, high=48))
+    assert len(seen) == 6
+    if change not in (hooked, block_hooked):
+        assert not torch.equal(plain.scores, expected.scores)
+    with by_kernels() as kernels:
+        assert_same(tokens(model, parity.token_ids(1, 6, high=48)), expected)
+    assert len(seen) == 12 and 5 * 4 < kernels[-1].call_count < 5 * 8 + 5
+
+
+def test_dropout_is_not_left_out() -> None:
+    """A program that draws while it does not differentiate."""
+    kind, _ = MODELS["llama"]
+    model = kind(LlamaConfig(**SIZES, num_heads_kv=2, dropout_p=0.5)).train()
+    hidden, block = torch.randn(1, 1, 32), model.encoder.layers[0].ffn
+    with torch.no_grad(), by_kernels() as kernels:
+        torch.manual_seed(0)
+        found = block(hidden)
+        torch.manual_seed(0)
+        expected = hidden + block.added(block.layernorm_before_ffn(hidden))
+        assert torch.equal(found, expected) and kernels[-1].call_count == 0
+        model.eval()
+        block(hidden)
+        assert kernels[-1].call_count == 2
 
 
 def test_kernels_are_for_gpus_without_gradients() -> None:
