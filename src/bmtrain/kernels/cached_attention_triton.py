@@ -10,6 +10,34 @@ import triton.language as tl
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _turned(
+    at: tl.tensor,
+    dims: tl.tensor,
+    there: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> tl.tensor:
+    """Channels `dims` of the vectors that begin `at`, turned as in kernels/rotary.py."""
+    x = tl.load(at + dims, there, other=0.0)
+    if PAIRS > 0:
+        turns = dims < 2 * PAIRS
+        if INTERLEAVED:
+            is_first, pair = dims % 2 == 0, dims // 2
+            distance = 1
+        else:
+            is_first, pair = dims < PAIRS, dims % PAIRS
+            distance = PAIRS
+        other = tl.where(is_first, dims + distance, dims - distance)
+        y = tl.load(at + other, there & turns, other=0.0).to(tl.float32)
+        c = tl.load(cos + pair, turns, other=1.0)
+        s = tl.load(sin + pair, turns, other=0.0)
+        x = (x.to(tl.float32) * c + y * tl.where(is_first, -s, s)).to(x.dtype)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     query: tl.tensor,
     keys: tl.tensor,
@@ -25,6 +53,21 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
     value_row: tl.tensor,
     value_head: tl.tensor,
     value_place: tl.tensor,
+    new_key: tl.tensor,
+    new_value: tl.tensor,
+    place: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    capacity: tl.tensor,
+    query_row: tl.tensor,
+    query_head: tl.tensor,
+    new_key_row: tl.tensor,
+    new_key_head: tl.tensor,
+    new_value_row: tl.tensor,
+    new_value_head: tl.tensor,
+    table_row: tl.tensor,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -38,6 +81,9 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
 
     With one part `sums` is the result; else it gets the sum of the part, relative to its largest
     score, and `stats` that score and the sum of the weights.
+
+    A new key is not read from the cache, where another program may be about to write it: the first
+    part begins with it, and the others leave its place out.
     """
     row, head = tl.program_id(0) // HEADS_KV, tl.program_id(0) % HEADS_KV
     part = tl.program_id(1)
@@ -49,21 +95,44 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
     members, dims = tl.arange(0, BLOCK_GROUP), tl.arange(0, BLOCK_DIM)
     there = (members < GROUP)[:, None] & (dims < DIM)[None, :]
     heads = tl.program_id(0) * GROUP + members  # of queries, over all rows
-    q = tl.load(query + heads[:, None] * DIM + dims[None, :], there, other=0.0)
-    keys += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
-    values += row.to(tl.int64) * value_row + head.to(tl.int64) * value_head
+    far_row, far_head = row.to(tl.int64), head.to(tl.int64)
+    if PAIRS > 0:
+        cos += far_row * table_row
+        sin += far_row * table_row
+    at = query + far_row * query_row + (far_head * GROUP + members)[:, None] * query_head
+    q = _turned(at, dims[None, :], there, cos, sin, PAIRS, INTERLEAVED)
+    keys += far_row * key_row + far_head * key_head
+    values += far_row * value_row + far_head * value_head
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_GROUP], tl.float32)
     total = tl.zeros([BLOCK_GROUP, BLOCK_DIM], tl.float32)
+    fresh = -1
+    if new_key is not None:
+        fresh = tl.load(place).to(tl.int32)
+        new_key += far_row * new_key_row + far_head * new_key_head
+        added_key = _turned(new_key, dims, dims < DIM, cos, sin, PAIRS, INTERLEAVED)
+        new_value += far_row * new_value_row + far_head * new_value_head
+        added = tl.load(new_value + dims, dims < DIM, other=0.0)
+        if part == 0:
+            where = fresh + tl.zeros([BLOCK_DIM], tl.int64)
+            inside = (dims < DIM) & (where >= 0) & (where < capacity)
+            tl.store(keys + where * key_place + dims, added_key, inside)
+            tl.store(values + where * value_place + dims, added, inside)
+        is_seen = (part == 0) & (fresh >= begin) & (fresh < end)
+        score = tl.sum(q.to(tl.float32) * added_key.to(tl.float32)[None, :], 1) * scale
+        best = tl.where(is_seen, score, best)
+        weight = tl.where(is_seen, 1.0, weight)
+        total = tl.where(is_seen, added.to(tl.float32)[None, :], total)
     for start in tl.range(first, last, BLOCK_KEYS):
         places = start + tl.arange(0, BLOCK_KEYS)
-        inside = places < last
+        inside = (places < last) & (places != fresh)
         shown = inside[:, None] & (dims < DIM)[None, :]
         far = places.to(tl.int64)[:, None]
         k = tl.load(keys + far * key_place + dims[None, :], shown, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         scores = tl.where(inside[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
+        # where nothing is seen yet: -inf less itself would be NaN
+        higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e30)
         decay = tl.exp(best - higher)
         shares = tl.exp(scores - higher[:, None])
         v = tl.load(values + far * value_place + dims[None, :], shown, other=0.0)
