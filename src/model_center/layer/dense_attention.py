@@ -14,7 +14,7 @@ from model_center.layer.mask import AttentionMask, last_queries, mask_from
 from model_center.layer.one_row import is_bare, together
 from model_center.layer.options import DTYPE, SCALES, AttentionOptions, takes
 from model_center.layer.position_embedding.rotary import Rotary, RotaryTables
-from model_center.layer.scaled_dot_product import attend, attend_visibly
+from model_center.layer.scaled_dot_product import attend, attend_to_new, attend_visibly
 
 PositionBias = torch.Tensor | RotaryTables | Rotary
 POSITION_BIASES = ("none", "relative", "rotary")
@@ -147,18 +147,22 @@ class Attention(torch.nn.Module):
             Others: as of `forward`.
         """
         tables = self._tables(position_bias, q, cache)
+        mask = last_queries(mask, q.shape[2])
+        bias = None
+        if self.pos_bias_type == "relative" and isinstance(position_bias, torch.Tensor):
+            bias = position_bias
+        if cache is not None and are_new and bias is None and not output_attentions:
+            mixed = attend_to_new((q, key, value), cache, tables, mask, scale=self.scale)
+            if mixed is not None:
+                return mixed.transpose(1, 2).flatten(2), None
         if tables is not None and are_new:
             q, key = tables.rotate_both(q, key)
         elif tables is not None:
             q = tables.rotate(q)
         if cache is not None and are_new:
             key, value = cache.append(key, value)
-        bias = None
-        if self.pos_bias_type == "relative" and isinstance(position_bias, torch.Tensor):
-            bias = position_bias
         compute = attend_visibly if output_attentions else attend
         dropout_p = self.dropout_p if self.training else 0.0
-        mask = last_queries(mask, q.shape[2])
         mixed = compute(q, key, value, mask, bias, scale=self.scale, dropout_p=dropout_p)
         mixed, probabilities = mixed if isinstance(mixed, tuple) else (mixed, None)
         return mixed.transpose(1, 2).flatten(2), probabilities
