@@ -38,6 +38,93 @@ def _turned(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _store(
+    memory: tl.tensor,
+    vector: tl.tensor,
+    place: tl.tensor,
+    capacity: tl.tensor,
+    stride: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """Write a vector to a place of the memory; nothing outside of it."""
+    dims = tl.arange(0, BLOCK_DIM)
+    where = place + tl.zeros([BLOCK_DIM], tl.int64)
+    inside = (dims < DIM) & (where >= 0) & (where < capacity)
+    tl.store(memory + where * stride + dims, vector, inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _over_keys(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    skipped: tl.tensor,
+    best: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    scale: tl.tensor,
+    key_place: tl.tensor,
+    value_place: tl.tensor,
+    DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The largest score of each query, the sum of the weights relative to it, and of the weighted
+    values, with the keys from `first` to `last` but one.
+    """
+    dims = tl.arange(0, BLOCK_DIM)
+    for start in tl.range(first, last, BLOCK_KEYS):
+        places = start + tl.arange(0, BLOCK_KEYS)
+        inside = (places < last) & (places != skipped)
+        shown = inside[:, None] & (dims < DIM)[None, :]
+        far = places.to(tl.int64)[:, None]
+        k = tl.load(keys + far * key_place + dims[None, :], shown, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        # where nothing is seen yet: -inf less itself would be NaN
+        higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e30)
+        decay = tl.exp(best - higher)
+        shares = tl.exp(scores - higher[:, None])
+        v = tl.load(values + far * value_place + dims[None, :], shown, other=0.0)
+        weight = weight * decay + tl.sum(shares, 1)
+        total = total * decay[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
+        best = higher
+    return best, weight, total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
+    best: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    sums: tl.tensor,
+    stats: tl.tensor,
+    heads: tl.tensor,
+    part: tl.tensor,
+    are_heads: tl.tensor,
+    DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+) -> None:
+    """Store the result of some heads, or a part of it."""
+    dims = tl.arange(0, BLOCK_DIM)
+    there = are_heads[:, None] & (dims < DIM)[None, :]
+    if PARTS == 1:
+        result = total / tl.where(weight > 0, weight, 1.0)[:, None]
+        out = sums + heads[:, None] * DIM + dims[None, :]
+        tl.store(out, result.to(sums.dtype.element_ty), there)
+    else:
+        i = heads.to(tl.int64) * PARTS + part
+        tl.store(sums + i[:, None] * DIM + dims[None, :], total, there)
+        tl.store(stats + 2 * i, best, are_heads)
+        tl.store(stats + 2 * i + 1, weight, are_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group its arguments in)
     query: tl.tensor,
     keys: tl.tensor,
@@ -110,44 +197,35 @@ def cached_attention_kernel(  # noqa: PLR0913 (a kernel has no objects to group 
     if new_key is not None:
         fresh = tl.load(place).to(tl.int32)
         new_key += far_row * new_key_row + far_head * new_key_head
-        added_key = _turned(new_key, dims, dims < DIM, cos, sin, PAIRS, INTERLEAVED)
         new_value += far_row * new_value_row + far_head * new_value_head
-        added = tl.load(new_value + dims, dims < DIM, other=0.0)
+        token_key = _turned(new_key, dims, dims < DIM, cos, sin, PAIRS, INTERLEAVED)
+        token_value = tl.load(new_value + dims, dims < DIM, other=0.0)
         if part == 0:
-            where = fresh + tl.zeros([BLOCK_DIM], tl.int64)
-            inside = (dims < DIM) & (where >= 0) & (where < capacity)
-            tl.store(keys + where * key_place + dims, added_key, inside)
-            tl.store(values + where * value_place + dims, added, inside)
-        is_seen = (part == 0) & (fresh >= begin) & (fresh < end)
-        score = tl.sum(q.to(tl.float32) * added_key.to(tl.float32)[None, :], 1) * scale
-        best = tl.where(is_seen, score, best)
-        weight = tl.where(is_seen, 1.0, weight)
-        total = tl.where(is_seen, added.to(tl.float32)[None, :], total)
-    for start in tl.range(first, last, BLOCK_KEYS):
-        places = start + tl.arange(0, BLOCK_KEYS)
-        inside = (places < last) & (places != fresh)
-        shown = inside[:, None] & (dims < DIM)[None, :]
-        far = places.to(tl.int64)[:, None]
-        k = tl.load(keys + far * key_place + dims[None, :], shown, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        # where nothing is seen yet: -inf less itself would be NaN
-        higher = tl.maximum(tl.maximum(best, tl.max(scores, 1)), -1e30)
-        decay = tl.exp(best - higher)
-        shares = tl.exp(scores - higher[:, None])
-        v = tl.load(values + far * value_place + dims[None, :], shown, other=0.0)
-        weight = weight * decay + tl.sum(shares, 1)
-        total = total * decay[:, None] + tl.dot(shares.to(v.dtype), v, input_precision=PRECISION)
-        best = higher
-    if PARTS == 1:
-        result = total / tl.where(weight > 0, weight, 1.0)[:, None]
-        out = sums + heads[:, None] * DIM + dims[None, :]
-        tl.store(out, result.to(sums.dtype.element_ty), there)
-    else:
-        i = heads.to(tl.int64) * PARTS + part
-        tl.store(sums + i[:, None] * DIM + dims[None, :], total, there)
-        tl.store(stats + 2 * i, best, members < GROUP)
-        tl.store(stats + 2 * i + 1, weight, members < GROUP)
+            _store(keys, token_key, fresh, capacity, key_place, DIM, BLOCK_DIM)
+            _store(values, token_value, fresh, capacity, value_place, DIM, BLOCK_DIM)
+        if (part == 0) & (fresh >= begin) & (fresh < end):
+            best = tl.sum(q.to(tl.float32) * token_key.to(tl.float32)[None, :], 1) * scale
+            weight += 1.0
+            total += token_value.to(tl.float32)[None, :]
+    best, weight, total = _over_keys(
+        q,
+        keys,
+        values,
+        first,
+        last,
+        fresh,
+        best,
+        weight,
+        total,
+        scale,
+        key_place,
+        value_place,
+        DIM,
+        BLOCK_KEYS,
+        BLOCK_DIM,
+        PRECISION,
+    )
+    _keep(best, weight, total, sums, stats, heads, part, members < GROUP, DIM, PARTS, BLOCK_DIM)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
