@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -10,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from tests.models import parity
+from tests.ranks.runner import run_ranks
 
+import bmtrain as bmt
 from bmtrain.kernels import row_products as room
 from bmtrain.kernels.cached_attention import cached_attention_by_triton
 from bmtrain.kernels.gated import gated_by_triton
@@ -100,6 +103,9 @@ def test_one_row_is_that_of_the_formulas(name: str) -> None:
         assert_same(tokens(model, ids), expected)
     # five steps of two layers
     assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4)
+    if name == "llama":
+        # of a step one norm, the last, and five kernels in each layer; the rest is the prompt's
+        assert [kernel.call_count for kernel in kernels] == [2, 2, 5 * 2, 5 + 5, 5 * 2 * 4]
 
 
 def hooked(model: Any, seen: list[Any]) -> None:
@@ -120,7 +126,12 @@ def subclassed(model: Any, seen: list[Any]) -> None:
 def out_replaced(model: Any, seen: list[Any]) -> None:
     part = model.encoder.layers[1].ffn.ffn
     plain = part.w_out.forward
-    part.w_out.forward = lambda x: (seen.append(1), plain(x) + 1)[1]
+
+    def more(x: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return plain(x) + 1
+
+    part.w_out.forward = more
 
 
 def block_hooked(model: Any, seen: list[Any]) -> None:
@@ -128,9 +139,11 @@ def block_hooked(model: Any, seen: list[Any]) -> None:
 
 
 def norm_hooked(model: Any, seen: list[Any]) -> None:
-    model.encoder.layers[0].ffn.layernorm_before_ffn.register_forward_hook(
-        lambda _, __, out: (seen.append(1), 3 * out)[1]
-    )
+    def larger(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return 3 * out
+
+    model.encoder.layers[0].ffn.layernorm_before_ffn.register_forward_hook(larger)
 
 
 def replaced(model: Any, seen: list[Any]) -> None:
@@ -167,6 +180,29 @@ def test_what_is_more_than_a_product_is_called(change: Any, left: int) -> None:
     with by_kernels() as kernels:
         assert_same(tokens(model, parity.token_ids(1, 6, high=48)), expected)
     assert len(seen) == 12 and kernels[-1].call_count == 5 * left
+
+
+def of_a_rank(folder: pathlib.Path, fused: bool) -> tuple[list[Any], int]:
+    """What follows a prompt of this rank's own, and how many products of one row there were."""
+    model = MODELS["llama"][0].from_pretrained(folder, dtype="float32")
+    ids = parity.token_ids(1, 6, high=48, seed=bmt.rank() if bmt.is_initialized() else 0)
+    if not fused:
+        return generate(model, ids, max_new_tokens=6).rows(), 0
+    with by_kernels() as kernels:
+        return generate(model, ids, max_new_tokens=6).rows(), kernels[-1].call_count
+
+
+def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -> None:
+    """What was gathered is multiplied where it is."""
+    kind, config = MODELS["llama"]
+    torch.manual_seed(0)
+    parity.randomized(kind(config), std=0.5).save_pretrained(tmp_path, format="model_center")
+    alone = of_a_rank(tmp_path, fused=False)[0]
+    found = run_ranks(of_a_rank, 2, tmp_path, True)
+    expected = run_ranks(of_a_rank, 2, tmp_path, False)
+    assert [rows for rows, _ in found] == [rows for rows, _ in expected]
+    assert found[0][0] == alone and found[1][0] != alone
+    assert [count for _, count in found] == [5 * 2 * 4] * 2
 
 
 def test_dropout_is_not_left_out() -> None:

@@ -67,9 +67,9 @@ class LayerCache(Sequence[torch.Tensor]):
         if self._memory is not None:
             _check_alike(self._memory[0].shape, keys.shape)
         if self.fixed is not None:
-            *memory, place = self.fixed
-            store_tokens(memory[0], memory[1], keys, values, place)
-            return memory[0], memory[1]
+            held_keys, held_values, place = self.fixed
+            store_tokens(held_keys, held_values, keys, values, place)
+            return held_keys, held_values
         start, self.length = self.length, self.length + keys.shape[2]
         # autograd keeps what queries read, even keys without gradient: it must not change
         if torch.is_grad_enabled() or not self._in_place:

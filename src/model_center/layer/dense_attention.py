@@ -152,9 +152,9 @@ class Attention(torch.nn.Module):
         if self.pos_bias_type == "relative" and isinstance(position_bias, torch.Tensor):
             bias = position_bias
         if cache is not None and are_new and bias is None and not output_attentions:
-            mixed = attend_to_new((q, key, value), cache, tables, mask, scale=self.scale)
-            if mixed is not None:
-                return mixed.transpose(1, 2).flatten(2), None
+            at_once = attend_to_new((q, key, value), cache, tables, mask, scale=self.scale)
+            if at_once is not None:
+                return at_once.transpose(1, 2).flatten(2), None
         if tables is not None and are_new:
             q, key = tables.rotate_both(q, key)
         elif tables is not None:
