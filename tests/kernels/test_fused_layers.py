@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from model_center.generation.engine import generate
 from model_center.layer import feedforward, fusion, layernorm, one_row, scaled_dot_product
 from model_center.layer.linear import Linear
 from model_center.layer.position_embedding import rotary
+from model_center.layer.position_embedding.rotary import Rotary
 from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.gptj import GPTj, GPTjConfig
 from model_center.model.llama import Llama, LlamaConfig
@@ -43,6 +45,10 @@ OF_ROWS: dict[str, tuple[Any, Any]] = MODELS | {
 }
 
 
+def of_places(positions: Rotary, places: torch.Tensor) -> torch.Tensor:
+    return positions._frequencies(places.device)
+
+
 @contextlib.contextmanager
 def by_kernels() -> Iterator[list[mock.MagicMock]]:
     """Inside, layers compute as on a GPU; the kernels that count their calls."""
@@ -54,6 +60,8 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
         (one_row, "row_products"): row_products_by_triton,
     }
     with contextlib.ExitStack() as stack:
+        # there is no stream to wait for
+        stack.enter_context(mock.patch.object(Rotary, "_kept_frequencies", of_places))
         # fewer programs, which the interpreter runs one after the other
         stack.enter_context(mock.patch.object(room, "BLOCK_OUT", 32))
         for module in (feedforward, rotary, layernorm, one_row, scaled_dot_product):
@@ -203,6 +211,31 @@ def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -
     assert [rows for rows, _ in found] == [rows for rows, _ in expected]
     assert found[0][0] == alone and found[1][0] != alone
     assert [count for _, count in found] == [5 * 2 * 4] * 2
+
+
+def test_frequencies_are_made_once() -> None:
+    """On a GPU; again for another device or base, and neither kept of a recording nor for training."""
+    one, positions = Rotary(8, 100.0, interleaved=False), torch.arange(3)
+    expected, made = one.tables(positions), mock.Mock(wraps=one._frequencies)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(one, "_frequencies", made))
+        stack.enter_context(mock.patch.object(rotary, "is_fused", lambda *_: True))
+        capturing = stack.enter_context(
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        )
+        waits = stack.enter_context(mock.patch.object(torch.cuda, "current_stream"))
+        for count in (1, 2):
+            assert torch.equal(one.tables(positions).cos, expected.cos) and made.call_count == count
+        capturing.return_value = False
+        for _ in range(3):
+            assert torch.equal(one.tables(positions).sin, expected.sin) and made.call_count == 3
+        waits.return_value.synchronize.assert_called_once()
+        assert one._kept and not copy.deepcopy(one)._kept, "a copy may go to another device"
+        one.base = 50.0
+        assert not torch.equal(one.tables(positions).sin, expected.sin) and made.call_count == 4
+        with torch.inference_mode():
+            one.tables(positions)
+        assert made.call_count == 5
 
 
 def test_dropout_is_not_left_out() -> None:
