@@ -213,6 +213,25 @@ def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -
     assert [count for _, count in found] == [5 * 2 * 4] * 2
 
 
+def test_shapes_that_do_not_fit_are_told() -> None:
+    """By torch: a kernel would read other memory."""
+    x = torch.randn(1, 1, 8)
+    maps = [Linear(8, size, dtype=torch.float32) for size in (4, 4, 6)]
+    with torch.no_grad(), by_kernels():
+        for fits, given in (
+            (True, one_row.together(x, maps)),
+            (True, one_row.together(x, maps[:2], act="silu")),
+            (True, one_row.together(x, maps[:1], residual=torch.ones(1, 1, 4))),
+            (False, one_row.together(x, maps[1:], act="silu")),
+            (False, one_row.together(x, maps[:1], residual=torch.ones(1, 1, 3))),
+            (False, one_row.together(x[..., :7], maps[:1])),
+            (False, one_row.together(x.expand(2, 1, 8), maps[:1])),
+        ):
+            assert (given is not None) == fits
+        maps[0].weight = torch.nn.Parameter(torch.randn(8, 4).T)  # columns are not side by side
+        assert one_row.together(x, maps[:1]) is None
+
+
 def test_frequencies_are_made_once() -> None:
     """On a GPU; again for another device or base, and neither kept of a recording nor for training."""
     one, positions = Rotary(8, 100.0, interleaved=False), torch.arange(3)

@@ -40,6 +40,11 @@ def together(
     linear = [one for one in maps if isinstance(one, Linear) and is_bare(one, Linear)]
     if len(linear) < len(maps) or not all(_is_product(one, x) for one in linear):
         return None
+    sizes = {one.weight.shape[0] for one in linear}
+    # errors of shapes are torch's to tell: a kernel would read what is behind the memory
+    is_uneven = act is not None and len(sizes) > 1
+    if is_uneven or (residual is not None and {residual.numel()} != sizes):
+        return None
     weight, eps = None, 0.0
     if isinstance(norm, LayerNorm) and is_bare(norm, LayerNorm) and _is_scale(norm, x):
         weight, eps = norm.weight, norm.eps
@@ -81,13 +86,17 @@ def does_nothing(dropout: torch.nn.Module) -> bool:
 
 def _is_product(linear: Linear, x: torch.Tensor) -> bool:
     """Whether the map of x is weight and bias, as they are in memory."""
-    is_told = "product" in vars(linear) or linear.length_scale
-    return not is_told and x.shape[-1] <= MOST_COLUMNS and _are_plain(x, linear.weight, linear.bias)
+    weight, bias, columns = linear.weight, linear.bias, x.shape[-1]
+    if "product" in vars(linear) or linear.length_scale or columns > MOST_COLUMNS:
+        return False
+    fits = weight.shape[1:] == (columns,) and (bias is None or bias.shape == weight.shape[:1])
+    return fits and _are_plain(x, weight, bias)
 
 
 def _is_scale(norm: LayerNorm, x: torch.Tensor) -> bool:
     """Whether it is an RMS norm of x."""
-    return norm.bias is None and norm.dim_norm == x.shape[-1] and _are_plain(x, norm.weight)
+    fits = norm.bias is None and norm.weight.shape == x.shape[-1:]
+    return fits and _are_plain(x, norm.weight)
 
 
 def _are_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
