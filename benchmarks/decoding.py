@@ -3,10 +3,11 @@ Llama 3.2 1B with random weights in bf16.
 
     python benchmarks/decoding.py --name decoding --commit $(git rev-parse HEAD)
 
-Every method has a process of its own and continues prompts of 128 tokens and a few more by 256, 1
-and 64 rows at once, greedily. `first` is the first generation of a process, where kernels are
-compiled; `new` one of a length that was not seen before; `again` the same once more. `step_ms` is
-what a further token takes: the time of 256 tokens less that of 64, by their number.
+Every method has a process of its own for 1 and for 64 rows, and continues prompts of 128 tokens by
+128, greedily. `first` is the first generation of a process, where kernels are compiled; `new` one
+of a length that was not seen before; `again` the same once more. `step_ms` is what a further token
+takes: the time of 128 tokens less that of 32, by their number. A static cache compiles the model
+anew for each number of tokens, so that it has only one length.
 
 ours            generate of model_center, on one GPU
 transformers    its generate as it comes
@@ -17,6 +18,7 @@ sharded         model_center's over two GPUs, each of which generates for its ow
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import pathlib
 import shlex
@@ -38,7 +40,7 @@ import bmtrain as bmt
 from model_center.generation.engine import generate
 from model_center.model.llama import Llama, LlamaConfig
 
-NUM_NEW, NUM_FEW, PROMPT = 256, 64, 128
+NUM_NEW, NUM_FEW, PROMPT = 128, 32, 128
 VOCAB, DIM, HEADS, HEADS_KV, DIM_HEAD, FF, LAYERS = 128256, 2048, 32, 8, 64, 8192, 16
 BASE = 500000.0
 SCALING = {
@@ -50,8 +52,22 @@ SCALING = {
 }
 # Continues ids (rows, tokens) by so many tokens.
 Generate = Callable[[torch.Tensor, int], object]
-# seconds after which a method is given up
-LIMITS = {"ours": 45, "transformers": 45, "static": 90, "sharded": 45}
+LIMIT = 60  # seconds after which a method is given up
+# Of each generation its name, whether its length is one more than before, and its new tokens.
+ANY_LENGTH = (
+    ("first", False, NUM_FEW),
+    ("new", True, NUM_NEW),
+    ("few", False, NUM_FEW),
+    ("again", False, NUM_NEW),
+)
+ONE_LENGTH = (("first", False, NUM_NEW), ("new", False, NUM_NEW), ("again", False, NUM_NEW))
+METHODS = {
+    "ours": ANY_LENGTH,
+    "transformers": ANY_LENGTH,
+    "static": ONE_LENGTH,
+    "sharded": ANY_LENGTH,
+}
+ROWS = (1, 64)
 
 
 def ours() -> Generate:
@@ -117,49 +133,42 @@ def theirs(**options: Any) -> Generate:
     return run
 
 
-def records_of(method: str, run: Generate) -> list[dict[str, Any]]:
-    """Of 1 and of 64 rows, for each time."""
+def records_of(method: str, rows: int, run: Generate) -> list[dict[str, Any]]:
+    """Of each generation of a method."""
     records = []
-    lengths = iter(range(PROMPT, PROMPT + 100))
-    for rows in (1, 64):
-        first, new = next(lengths), next(lengths)
-        taken: dict[str, float] = {}
-        for what, length, num_new in (
-            ("first", first, NUM_NEW),
-            ("new", new, NUM_NEW),
-            ("few", new, NUM_FEW),
-            ("again", new, NUM_NEW),
-        ):
-            ids = torch.randint(0, VOCAB, (rows, length), device="cuda")
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            run(ids, num_new)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - begin
-            taken[what] = seconds
-            records.append(
-                {
-                    "what": "decoding",
-                    "method": method,
-                    "rows": rows,
-                    "generation": what,
-                    "prompt": length,
-                    "new_tokens": num_new,
-                    "seconds": round(seconds, 4),
-                    "tokens_per_s": round(rows * num_new / seconds, 1),
-                    "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
-                    "kept_mib": round((torch.cuda.memory_allocated() - before) / 2**20, 2),
-                    "reserved_gib": round(torch.cuda.memory_reserved() / 2**30, 3),
-                }
-            )
+    length, taken = PROMPT, dict[str, float]()
+    for what, is_longer, num_new in METHODS[method]:
+        length += is_longer
+        ids = torch.randint(0, VOCAB, (rows, length), device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run(ids, num_new)
+        torch.cuda.synchronize()
+        taken[what] = seconds = time.perf_counter() - begin
+        records.append(
+            {
+                "what": "decoding",
+                "method": method,
+                "rows": rows,
+                "generation": what,
+                "prompt": length,
+                "new_tokens": num_new,
+                "seconds": round(seconds, 4),
+                "tokens_per_s": round(rows * num_new / seconds, 1),
+                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+                "kept_mib": round((torch.cuda.memory_allocated() - before) / 2**20, 2),
+                "reserved_gib": round(torch.cuda.memory_reserved() / 2**30, 3),
+            }
+        )
+    if "few" in taken:
         step = (taken["again"] - taken["few"]) / (NUM_NEW - NUM_FEW)
         records[-1]["step_ms"] = round(1000 * step, 3)
     return records
 
 
-def measure(method: str) -> None:
+def measure(method: str, rows: int) -> None:
     """Print the records of one method, a line each."""
     if method == "sharded":
         bmt.init_distributed()
@@ -169,29 +178,28 @@ def measure(method: str) -> None:
         "transformers": theirs,
         "static": lambda: theirs(cache_implementation="static"),
     }[method]()
-    records = records_of(method, run)
+    records = records_of(method, rows, run)
     if bmt.rank() == 0:
         for record in records:
             print(json.dumps(record | {"gpus": bmt.world_size()}), flush=True)
 
 
-def measured(method: str) -> list[dict[str, Any]]:
+def measured(method: str, rows: int) -> list[dict[str, Any]]:
     """The records of a method in a process of its own; why there are none, if it fails."""
     begin = [sys.executable]
     if method == "sharded":
         begin += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*begin, __file__, "--method", method]
+    command = [*begin, __file__, "--method", method, "--rows", str(rows)]
+    failed = {"what": "decoding", "method": method, "rows": rows}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMITS[method], check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
-        return [{"what": "decoding", "method": method, "failed": f"over {LIMITS[method]} s"}]
+        return [failed | {"failed": f"over {LIMIT} s"}]
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         print(done.stderr[-4000:], file=sys.stderr)
         why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return [{"what": "decoding", "method": method, "failed": why}]
+        return [failed | {"failed": why}]
     return [json.loads(line) for line in lines]
 
 
@@ -203,18 +211,19 @@ def main() -> None:
     parser.add_argument(
         "--out", type=pathlib.Path, default=pathlib.Path(__file__).parent / "results"
     )
-    parser.add_argument("--methods", nargs="+", choices=LIMITS, default=list(LIMITS))
-    parser.add_argument("--method", choices=LIMITS, help="this one alone, in this process")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
+    parser.add_argument("--method", choices=METHODS, help="this one alone, in this process")
     args = parser.parse_args()
     if args.method:
-        measure(args.method)
+        measure(args.method, args.rows[0])
         return
     facts = machine_from_outside()
     records: list[dict[str, Any]] = []
     for method in args.methods:
         if method == "sharded" and int(str(facts["num_gpus"])) < 2:
             continue
-        for record in measured(method):
+        for record in itertools.chain.from_iterable(measured(method, rows) for rows in args.rows):
             print(json.dumps(record), flush=True)
             records.append(record)
         report = report_of(

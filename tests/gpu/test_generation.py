@@ -19,6 +19,7 @@ from bmtrain.graphs.repeated import Repeated, recorder_for
 from bmtrain.kernels import cached_attention as attention
 from bmtrain.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
 from bmtrain.kernels.rotary import rotate_by_triton, rotate_reference
+from bmtrain.kernels.row_products import RowProducts, row_products_by_triton, row_products_reference
 from model_center.generation.engine import generate, stream
 from model_center.model.llama import Llama, LlamaConfig
 
@@ -87,6 +88,80 @@ def test_small_kernels_equal_twins(dtype: torch.dtype) -> None:
         attention.store_tokens_by_triton(found[0], found[1], new[0], new[1], where)
         attention.store_tokens_reference(expected[0], expected[1], new[0], new[1], where)
         assert torch.equal(found, expected)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("rows", "heads", "heads_kv", "capacity", "dim"),
+    [(1, 32, 8, 384, 64), (1, 32, 8, 5000, 128), (5, 8, 8, 100, 72)],
+)
+def test_a_token_is_added_and_seen(
+    rows: int, heads: int, heads_kv: int, capacity: int, dim: int, dtype: torch.dtype
+) -> None:
+    """Turned, written and attended to by one kernel; what is at its place is not read."""
+    torch.manual_seed(0)
+    both = torch.randn(rows, heads + 2 * heads_kv, dim, device=DEVICE, dtype=dtype)
+    query, key, value = both.split([heads, heads_kv, heads_kv], 1)
+    keys, values = torch.randn(2, rows, heads_kv, capacity, dim, device=DEVICE, dtype=dtype)
+    place, angles = capacity - 7, torch.randn(rows, dim // 2, device=DEVICE)
+    keys[:, :, place:], values[:, :, place:] = float("nan"), float("nan")
+    reach = torch.tensor([[3] * rows, [place + 1] * rows], device=DEVICE)
+    for interleaved in (False, True):
+        new = attention.NewToken(
+            key=key,
+            value=value,
+            place=torch.tensor([place], device=DEVICE),
+            cos=angles.cos(),
+            sin=angles.sin(),
+            interleaved=interleaved,
+        )
+        twin = keys.nan_to_num(), values.nan_to_num()
+        expected = attention.extended_attention_reference(query, *twin, reach, dim**-0.5, new)
+        memory = keys.clone(), values.clone()
+        found = attention.cached_attention_by_triton(query, *memory, reach, dim**-0.5, new)
+        assert_near(found, expected)
+        for one, other in zip(memory, twin, strict=True):
+            assert_near(one[:, :, place], other[:, :, place])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("columns", "sizes"),
+    [(2048, (2048, 512, 512)), (2048, (8192, 8192)), (8192, (2048,)), (72, (9, 4)), (5000, (3,))],
+)
+def test_products_of_a_row_equal_twin(
+    columns: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Beside each other, as a gate, and with norm, biases, activation and residual."""
+    torch.manual_seed(0)
+
+    def made(*shape: int) -> torch.Tensor:
+        size = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
+        return (size * torch.randn(shape, device=DEVICE)).to(dtype)
+
+    weights, biases = [made(size, columns) for size in sizes], [made(size) for size in sizes]
+    common: dict[str, Any] = {"x": made(columns), "norm": made(columns), "eps": 1e-5}
+    cases = [
+        RowProducts(x=common["x"], weights=weights, biases=[None] * len(sizes)),
+        RowProducts(**common, weights=weights, biases=biases),
+        RowProducts(**common, weights=weights[:1], biases=biases[:1], residual=made(sizes[0])),
+    ]
+    for act in ACTIVATIONS:
+        cases.append(RowProducts(**common, weights=weights[:1], biases=biases[:1], act=act))
+        if len(sizes) > 1 and sizes[0] == sizes[1]:
+            cases.append(RowProducts(**common, weights=weights[:2], biases=biases[:2], act=act))
+    for case in cases:
+        assert_near(row_products_by_triton(case), row_products_reference(case))
+
+
+def test_a_row_alone_is_a_row_of_many() -> None:
+    """By kernels for one row, and by products of matrices: in fp32 token by token."""
+    model = copy.deepcopy(made("llama")).to(DEVICE)
+    ids = parity.token_ids(4, 7, high=VOCAB).to(DEVICE)
+    together = generate(model, ids, max_new_tokens=20).sequences
+    for row in range(4):
+        alone = generate(model, ids[row : row + 1], max_new_tokens=20).sequences
+        assert torch.equal(alone[0], together[row])
 
 
 @pytest.mark.parametrize("padded", [False, True])

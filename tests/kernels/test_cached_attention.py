@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from bmtrain.kernels import cached_attention as room
 from bmtrain.kernels.cached_attention import (
+    NewToken,
     cached_attention,
     cached_attention_by_triton,
+    extended_attention,
     num_parts,
     store_tokens,
     store_tokens_by_triton,
@@ -105,3 +109,59 @@ def test_tokens_are_stored_at_their_place(place: int) -> None:
         found = memory.clone()
         store(found[0], found[1], new[0], new[1], torch.tensor([place]))
         assert torch.equal(found, expected)
+
+
+def new_token(
+    size: tuple[int, int, int, int, int], dtype: torch.dtype, place: int, tables: str
+) -> NewToken:
+    """As a product leaves it: keys and values of a row beside each other."""
+    rows, _, heads_kv, _, dim = size
+    generator = torch.Generator().manual_seed(1)
+    both = torch.randn(rows, 2 * heads_kv, dim, generator=generator).to(dtype)
+    key, value = both.split(heads_kv, 1)
+    token = NewToken(key=key, value=value, place=torch.tensor([place]))
+    if tables == "none":
+        return token
+    pairs = dim // 2 if tables != "some" else dim // 2 - 2
+    angles = torch.randn(1 if tables == "shared" else rows, pairs, generator=generator)
+    return dataclasses.replace(
+        token, cos=angles.cos(), sin=angles.sin(), interleaved=tables == "interleaved"
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tables", ["none", "whole", "some", "shared", "interleaved"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[3]])
+def test_a_token_is_added_and_seen(
+    size: tuple[int, int, int, int, int],
+    parts: int,
+    tables: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the end of what its row sees, in the midst, before it, and at no place of the cache."""
+    monkeypatch.setattr(room, "num_parts", lambda *_: parts)
+    monkeypatch.setattr(room, "BLOCK_KEYS", 16)
+    query, keys, values, reach = case(size, dtype)
+    scale = size[4] ** -0.5
+    end = int(reach[1, 0])
+    for place in (end - 1, end - 3, 0, size[3]):
+        new = new_token(size, dtype, place, tables)
+        memory, twin = ((keys.clone(), values.clone()) for _ in range(2))
+        if place < size[3]:  # whatever is at the place, nobody reads it
+            memory[0][:, :, place] = memory[1][:, :, place] = float("nan")
+        found = cached_attention_by_triton(query, *memory, reach, scale, new)
+        expected = extended_attention(query, *twin, reach, scale, new)
+        torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        for one, other in zip(memory, twin, strict=True):
+            torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_a_cache_of_one_token() -> None:
+    """The new one alone is seen."""
+    query, keys, values, _ = case(SIZES[1])
+    new = new_token(SIZES[1], torch.float32, 0, "whole")
+    reach = torch.tensor([[0, 0, 0], [1, 1, 1]])
+    out = cached_attention_by_triton(query, keys, values, reach, 1.0, new)
+    torch.testing.assert_close(out, new.value.repeat_interleave(3, 1))

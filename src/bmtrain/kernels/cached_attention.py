@@ -1,4 +1,5 @@
-"""Attention of one query per row over a cache of fixed size, and writing new tokens to it.
+"""Attention of one query per row over a cache of fixed size, and writing new tokens to it: each by
+itself, or in one kernel with the rotary positions of both.
 
 A step of generation adds one token to each row. Where it goes, and how many tokens a row has, are
 numbers in device memory: so every step is the same work on the same addresses, and can be repeated
@@ -9,12 +10,14 @@ Source: Dao et al., "Flash-Decoding for long-context inference" (2023), for spli
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import torch
 
 from bmtrain.kernels.chunks import launching_on
+from bmtrain.kernels.rotary import rotate_reference
 
 BLOCK_KEYS = 64
 #: a block of keys takes at most so much: keys and values of some blocks at once share the memory
@@ -61,12 +64,70 @@ def cached_attention_reference(
     return (probabilities @ values.float()).flatten(1, 2).to(query.dtype)
 
 
-def cached_attention_by_triton(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, reach: torch.Tensor, scale: float
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewToken:
+    """A token of each row that is to be added to a cache.
+
+    Attributes:
+        key, value: (rows, key heads, dim), of the cache's dtype; the key not turned yet.
+        place: int64 (1,), where it goes; nothing is written outside of the cache.
+        cos, sin: of the angles by which query and key are turned, as in kernels/rotary.py: fp32
+            (1 or rows, pairs); None for none.
+        interleaved: whether channels 2i and 2i + 1 are a pair, or i and i + pairs.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    place: torch.Tensor
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    interleaved: bool = False
+
+
+def extended_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    reach: torch.Tensor,
+    scale: float,
+    new: NewToken,
 ) -> torch.Tensor:
-    """`cached_attention` in one kernel, or two where the keys of a row are cut into parts."""
+    """`cached_attention` of a query that is turned first, after a token was added to the cache."""
+    if query.device.type == "cpu":
+        return extended_attention_reference(query, keys, values, reach, scale, new)
+    return cached_attention_by_triton(query, keys, values, reach, scale, new)
+
+
+def extended_attention_reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    reach: torch.Tensor,
+    scale: float,
+    new: NewToken,
+) -> torch.Tensor:
+    """`extended_attention` part by part."""
+    query, key = query[:, :, None], new.key[:, :, None]
+    if new.cos is not None and new.sin is not None:
+        cos, sin = new.cos[:, None], new.sin[:, None]
+        query, key = rotate_reference(query, key, cos, sin, new.interleaved)
+    store_tokens_reference(keys, values, key, new.value[:, :, None], new.place)
+    return cached_attention_reference(query[:, :, 0], keys, values, reach, scale)
+
+
+def cached_attention_by_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    reach: torch.Tensor,
+    scale: float,
+    new: NewToken | None = None,
+) -> torch.Tensor:
+    """`cached_attention` or `extended_attention` in one kernel, or two where the keys of a row are
+    cut into parts.
+    """
     (rows, heads, dim), (_, heads_kv, capacity, _) = query.shape, keys.shape
-    query, reach, out = query.contiguous(), reach.contiguous(), query.new_empty(query.shape)
+    query, reach, out = _with_rows(query), reach.contiguous(), query.new_empty(query.shape)
     parts = num_parts(rows * heads_kv, capacity, query.device)
     block_dim = max(LEAST_DOT, 1 << (dim - 1).bit_length())
     group = heads // heads_kv
@@ -88,6 +149,7 @@ def cached_attention_by_triton(
             scale,
             *keys.stride()[:3],
             *values.stride()[:3],
+            **_arguments_of(new, query, capacity),
             HEADS_KV=heads_kv,
             GROUP=group,
             DIM=dim,
@@ -110,6 +172,32 @@ def cached_attention_by_triton(
                 num_warps=4,
             )
     return out
+
+
+def _arguments_of(new: NewToken | None, query: torch.Tensor, capacity: int) -> dict[str, Any]:
+    """What the kernel is told of the query and of a new token."""
+    found: dict[str, Any] = dict.fromkeys(
+        ("new_key", "new_value", "place", "cos", "sin", "PAIRS", "table_row"), None
+    )
+    found |= {"capacity": capacity, "PAIRS": 0, "table_row": 0, "INTERLEAVED": False}
+    tensors = {"query": query}
+    if new is not None:
+        tensors |= {"new_key": _with_rows(new.key), "new_value": _with_rows(new.value)}
+        found |= {"place": new.place, "new_key": tensors["new_key"]}
+        found |= {"new_value": tensors["new_value"], "INTERLEAVED": new.interleaved}
+    if new is not None and new.cos is not None and new.sin is not None:
+        pairs = new.cos.shape[1]
+        found |= {"cos": new.cos.contiguous(), "sin": new.sin.contiguous(), "PAIRS": pairs}
+        found["table_row"] = pairs if new.cos.shape[0] > 1 else 0
+    for name in ("query", "new_key", "new_value"):
+        row, head = tensors[name].stride()[:2] if name in tensors else (0, 0)
+        found |= {f"{name}_row": row, f"{name}_head": head}
+    return found
+
+
+def _with_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same, with channels side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def num_parts(programs: int, capacity: int, device: torch.device) -> int:

@@ -447,3 +447,6 @@ class Ringed(Gathered):
             # The next gather into this buffer waits for this event: without it, the gather would
             # overwrite values that kernels on the compute stream still read.
             self._ring.give_back(buffer, self._transport.streams.mark_compute())
+            # Without this, what the ring has dropped would live on here: after a generation, which
+            # holds all layers at once, the whole model.
+            self._buffer = self._own_buffer()

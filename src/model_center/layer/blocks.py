@@ -12,6 +12,7 @@ from model_center.layer.cache import KeyValues, LayerCache
 from model_center.layer.dense_attention import Attention, PositionBias
 from model_center.layer.feedforward import FeedForward
 from model_center.layer.mask import AttentionMask
+from model_center.layer.one_row import does_nothing, is_row
 from model_center.layer.options import (
     ATTENTION,
     DTYPE,
@@ -74,6 +75,11 @@ class SelfAttentionBlock(torch.nn.Module):
         output_normed: bool = False,
     ) -> Any:
         """(batch, seq, dim_model) to the same, then cache, probabilities, normed input if asked."""
+        is_asked_more = output_attentions or output_normed
+        if is_row(hidden_states) and isinstance(past_key_value, LayerCache) and not is_asked_more:
+            row = self._of_row(hidden_states, attention_mask, position_bias, past_key_value)
+            if row is not None:
+                return (row, past_key_value) if use_cache else row
         normed = self.layernorm_before_attention(hidden_states)
         states = (
             (normed,) if isinstance(self.self_attention, SparseSelfAttention) else (normed, normed)
@@ -85,6 +91,24 @@ class SelfAttentionBlock(torch.nn.Module):
         out = (normed if self.post_layer_norm else hidden_states) + self.dropout(out)
         extras = (*extras, normed) if output_normed else extras
         return (out, *extras) if extras else out
+
+    def _of_row(
+        self,
+        hidden: torch.Tensor,
+        mask: Mask,
+        position_bias: PositionBias | None,
+        cache: LayerCache,
+    ) -> torch.Tensor | None:
+        """As `forward`, of one row by few kernels; None where parts must be called themselves."""
+        attention = self.self_attention
+        if (
+            self.post_layer_norm
+            or not does_nothing(self.dropout)
+            or not isinstance(attention, Attention)
+            or isinstance(mask, SparseMask)
+        ):
+            return None
+        return attention.of_row(hidden, self.layernorm_before_attention, mask, position_bias, cache)
 
 
 class CrossAttentionBlock(torch.nn.Module):
@@ -167,8 +191,20 @@ class FFNBlock(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """(batch, seq, dim_model) to the same."""
+        if is_row(hidden_states):
+            row = self._of_row(hidden_states)
+            if row is not None:
+                return row
         normed = self.layernorm_before_ffn(hidden_states)
         return (normed if self.post_layer_norm else hidden_states) + self.added(normed)
+
+    def _of_row(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """As `forward`, of one row by few kernels; None where parts must be called themselves."""
+        if self.post_layer_norm or not does_nothing(self.dropout):
+            return None
+        # what tools have put in its place has no way of its own for a row
+        is_ours = isinstance(self.ffn, FeedForward)
+        return self.ffn.of_row(hidden, self.layernorm_before_ffn) if is_ours else None
 
     def added(self, normed: torch.Tensor) -> torch.Tensor:
         """What is added to the residual, of the normalised input."""

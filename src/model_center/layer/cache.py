@@ -48,6 +48,13 @@ class LayerCache(Sequence[torch.Tensor]):
         """(keys, values); None if nothing went through the layer."""
         return None if self._memory is None else self._valid(self.length)
 
+    @property
+    def fixed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Once `fix` was called the memory of keys and of values, and the place of a new token."""
+        if self._place is None or self._memory is None:
+            return None
+        return (*self._memory, self._place)
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> KeyValues:
         """Add tokens (batch, heads, new, dim_head); returns all so far, as views of the memory.
 
@@ -59,9 +66,10 @@ class LayerCache(Sequence[torch.Tensor]):
         """
         if self._memory is not None:
             _check_alike(self._memory[0].shape, keys.shape)
-        if self._place is not None and self._memory is not None:
-            store_tokens(*self._memory, keys, values, self._place)
-            return self._memory
+        if self.fixed is not None:
+            held_keys, held_values, place = self.fixed
+            store_tokens(held_keys, held_values, keys, values, place)
+            return held_keys, held_values
         start, self.length = self.length, self.length + keys.shape[2]
         # autograd keeps what queries read, even keys without gradient: it must not change
         if torch.is_grad_enabled() or not self._in_place:

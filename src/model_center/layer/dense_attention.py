@@ -11,9 +11,10 @@ from model_center.errors import ConfigError, InputError
 from model_center.layer.cache import KeyValues, LayerCache, layer_of
 from model_center.layer.layernorm import LayerNorm
 from model_center.layer.mask import AttentionMask, last_queries, mask_from
+from model_center.layer.one_row import is_bare, together
 from model_center.layer.options import DTYPE, SCALES, AttentionOptions, takes
 from model_center.layer.position_embedding.rotary import Rotary, RotaryTables
-from model_center.layer.scaled_dot_product import attend, attend_visibly
+from model_center.layer.scaled_dot_product import attend, attend_to_new, attend_visibly
 
 PositionBias = torch.Tensor | RotaryTables | Rotary
 POSITION_BIASES = ("none", "relative", "rotary")
@@ -84,27 +85,87 @@ class Attention(torch.nn.Module):
         heads, queries, keys) where asked.
         """
         cache = layer_of(past_key_value) if use_cache or past_key_value is not None else None
-        q, key, value = self._project(query, key_value, cache)
-        tables = self._tables(position_bias, q, cache)
-        if tables is not None and key_value is not None:
-            q, key = tables.rotate_both(q, key)
-        elif tables is not None:
-            q = tables.rotate(q)
-        if cache is not None and key_value is not None:
-            key, value = cache.append(key, value)
-        bias = None
-        if self.pos_bias_type == "relative" and isinstance(position_bias, torch.Tensor):
-            bias = position_bias
-        compute = attend_visibly if output_attentions else attend
-        dropout_p = self.dropout_p if self.training else 0.0
-        mask = last_queries(mask_from(attention_mask), q.shape[2])
-        mixed = compute(q, key, value, mask, bias, scale=self.scale, dropout_p=dropout_p)
-        mixed, probabilities = mixed if isinstance(mixed, tuple) else (mixed, None)
-        out = self.attention_out(mixed.transpose(1, 2).flatten(2))
+        projected = self._project(query, key_value, cache)
+        mixed, probabilities = self._mix(
+            *projected,
+            cache=cache,
+            are_new=key_value is not None,
+            mask=mask_from(attention_mask),
+            position_bias=position_bias,
+            output_attentions=output_attentions,
+        )
+        out = self.attention_out(mixed)
         extras: tuple[Any, ...] = (probabilities,) if output_attentions else ()
         if use_cache and cache is not None:
             extras = (cache if cache is past_key_value else cache.pair, *extras)
         return (out, *extras) if extras else out
+
+    def of_row(
+        self,
+        x: torch.Tensor,
+        norm: torch.nn.Module,
+        mask: torch.Tensor | AttentionMask | None,
+        position_bias: PositionBias | None,
+        cache: LayerCache,
+    ) -> torch.Tensor | None:
+        """`x + self(norm(x))` of one row (1, 1, dim_in), added to the cache; None if it must be
+        called itself. Arguments as of `forward`.
+        """
+        if not is_bare(self, Attention):
+            return None
+        found = together(x, [self.project_q, self.project_k, self.project_v], norm=norm)
+        if found is None:
+            return None
+        of_keys = self.num_heads_kv * self.dim_head
+        mixed, _ = self._mix(
+            *self._heads(*found.split([self.num_heads * self.dim_head, of_keys, of_keys], -1)),
+            cache=cache,
+            are_new=True,
+            mask=mask_from(mask),
+            position_bias=position_bias,
+        )
+        out = together(mixed, [self.attention_out], residual=x)
+        return x + self.attention_out(mixed) if out is None else out
+
+    def _mix(
+        self,
+        q: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        cache: LayerCache | None,
+        are_new: bool,
+        mask: AttentionMask,
+        position_bias: PositionBias | None,
+        output_attentions: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Values (batch, queries, heads * dim_head), mixed by attention, and its probabilities.
+
+        Args:
+            q, key, value: as from `_project`.
+            cache: where keys and values that `are_new` are added.
+            Others: as of `forward`.
+        """
+        tables = self._tables(position_bias, q, cache)
+        mask = last_queries(mask, q.shape[2])
+        bias = None
+        if self.pos_bias_type == "relative" and isinstance(position_bias, torch.Tensor):
+            bias = position_bias
+        if cache is not None and are_new and bias is None and not output_attentions:
+            at_once = attend_to_new((q, key, value), cache, tables, mask, scale=self.scale)
+            if at_once is not None:
+                return at_once.transpose(1, 2).flatten(2), None
+        if tables is not None and are_new:
+            q, key = tables.rotate_both(q, key)
+        elif tables is not None:
+            q = tables.rotate(q)
+        if cache is not None and are_new:
+            key, value = cache.append(key, value)
+        compute = attend_visibly if output_attentions else attend
+        dropout_p = self.dropout_p if self.training else 0.0
+        mixed = compute(q, key, value, mask, bias, scale=self.scale, dropout_p=dropout_p)
+        mixed, probabilities = mixed if isinstance(mixed, tuple) else (mixed, None)
+        return mixed.transpose(1, 2).flatten(2), probabilities
 
     def _split(self, x: torch.Tensor, num_heads: int) -> torch.Tensor:
         # The function, not the method: the compiler cannot look into that one while the program has
@@ -133,20 +194,22 @@ class Attention(torch.nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values (batch, heads, tokens, dim_head), unrotated; or cached ones."""
         if key_value is not None:
-            q, key, value = (
-                self.project_q(query),
-                self.project_k(key_value),
-                self.project_v(key_value),
+            return self._heads(
+                self.project_q(query), self.project_k(key_value), self.project_v(key_value)
             )
-        elif cache is not None:
+        if cache is not None:
             return self._queries(self.project_q(query)), cache[0], cache[1]
-        else:
-            raise InputError(
-                "attention got neither key_value nor past_key_value: there is nothing to attend to."
-            )
+        raise InputError(
+            "attention got neither key_value nor past_key_value: there is nothing to attend to."
+        )
+
+    def _heads(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the linear maps made, by heads."""
         key = self._split(key, self.num_heads_kv)
         return (
-            self._queries(q),
+            self._queries(query),
             key if self.norm_k is None else self.norm_k(key),
             self._split(value, self.num_heads_kv),
         )

@@ -12,6 +12,7 @@ from model_center.config.rules import check_values
 from model_center.errors import ConfigError
 from model_center.layer.fusion import is_fused
 from model_center.layer.linear import Linear
+from model_center.layer.one_row import does_nothing, is_bare, together
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -67,6 +68,11 @@ class DenseACT(torch.nn.Module):
         self.act = activation(activate_fn)
         self.w = Linear(dim_in, dim_ff, length_scale, False, dtype, int8, init_mean, init_std, bias)
 
+    @property
+    def maps(self) -> list[torch.nn.Module]:
+        """The linear maps of the input."""
+        return [self.w]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.w(x))
 
@@ -97,6 +103,11 @@ class DenseGatedACT(torch.nn.Module):
         self.w_1 = Linear(
             dim_in, dim_ff, length_scale, False, dtype, int8, init_mean, init_std, bias
         )
+
+    @property
+    def maps(self) -> list[torch.nn.Module]:
+        """The linear maps of the input, that of the gate first."""
+        return [self.w_0, self.w_1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.w_0(x), self.w_1(x)
@@ -145,3 +156,19 @@ class FeedForward(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., dim_in) to (..., dim_out)."""
         return self.w_out(self.dropout(self.w_in(x)))
+
+    def of_row(self, x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor | None:
+        """`x + self(norm(x))` of one row (1, 1, dim_in); None if it must be called itself."""
+        w_in = self.w_in
+        if not (
+            is_bare(self, FeedForward)
+            and is_bare(w_in, DenseACT, DenseGatedACT)
+            and does_nothing(self.dropout)
+            and w_in.act in NAMES
+        ):
+            return None
+        inner = together(x, w_in.maps, norm=norm, act=NAMES[w_in.act])
+        if inner is None:
+            return None
+        out = together(inner, [self.w_out], residual=x)
+        return x + self.w_out(inner) if out is None else out

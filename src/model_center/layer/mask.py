@@ -97,8 +97,10 @@ class AttentionMask(NamedTuple):
 
     def settled(self, num_queries: int, num_keys: int, device: torch.device) -> AttentionMask:
         """The same mask with its tensor of pairs, if needed: made once for all layers."""
-        if self.reach is not None:
+        if self.reach is not None and self.window is not None:
             return self._replace(reach=torch.stack(self.bounds), window=None)
+        if self.reach is not None:
+            return self
         if self.is_settled or self.is_plain(num_queries, num_keys):
             return self
         seen = self._seen(num_queries, num_keys, device)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
 import torch.nn.functional as F
 
-from bmtrain.kernels.cached_attention import cached_attention
-from model_center.layer.fusion import DTYPES
+from bmtrain.kernels.cached_attention import NewToken, cached_attention, extended_attention
+from model_center.layer.cache import LayerCache
+from model_center.layer.fusion import DTYPES, is_fused
 from model_center.layer.mask import AttentionMask
+from model_center.layer.position_embedding.rotary import RotaryTables
 
 
 def attend(
@@ -58,6 +61,39 @@ def attend(
         query, key, value, attn_mask=shown, dropout_p=dropout_p, scale=scale
     )
     return mixed if mask.blind is None else mixed.masked_fill(mask.blind, 0)
+
+
+def attend_to_new(
+    projected: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: LayerCache,
+    tables: RotaryTables | None,
+    mask: AttentionMask,
+    *,
+    scale: float,
+) -> torch.Tensor | None:
+    """A token of each row turned, written to a fixed cache and attended from, in one kernel.
+
+    Args:
+        projected: queries (batch, heads, 1, dim_head), and keys and values of as many tokens.
+        cache: where they go.
+        tables: of their positions; None for none.
+        mask: with a reach, and settled.
+        scale: of the scores.
+
+    Returns (batch, heads, 1, dim_head); None if that has to be done one after the other.
+    """
+    query, key, value = projected
+    if cache.fixed is None or mask.reach is None or mask.window is not None:
+        return None
+    keys, values, place = cache.fixed
+    is_beside = key.shape[:2] == keys.shape[:2] and query.shape[2] == 1
+    if not (is_beside and is_fused(query, key, value, keys, values)):
+        return None
+    new = NewToken(key=key[:, :, 0], value=value[:, :, 0], place=place)
+    if tables is not None:
+        cos, sin = (table.flatten(0, -2) for table in (tables.cos, tables.sin))
+        new = dataclasses.replace(new, cos=cos, sin=sin, interleaved=tables.interleaved)
+    return extended_attention(query[:, :, 0], keys, values, mask.reach, scale, new)[:, :, None]
 
 
 def attend_visibly(

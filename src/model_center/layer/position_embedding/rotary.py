@@ -83,14 +83,37 @@ class Rotary(torch.nn.Module):
         )
         self.scaling = dict(scaling or {})
         check_scaling(self.scaling)
+        # frequencies on GPUs, by what they follow from
+        self._kept: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copies and files, which may be for another device."""
+        return {**self.__dict__, "_kept": {}}
 
     def tables(self, positions: torch.Tensor) -> RotaryTables:
         """The angles of integer positions, (positions,) or (batch, positions)."""
-        frequencies = scaled_frequencies(
-            inverse_frequencies(self.dim, self.base, positions.device), self.scaling
-        )
-        angles = (positions.float() * self.distance_scale)[..., None] * frequencies
+        places = positions.float()
+        keeps = is_fused(places) and not torch.is_inference_mode_enabled()
+        frequencies = self._kept_frequencies(places) if keeps else self._frequencies(places.device)
+        angles = (places * self.distance_scale)[..., None] * frequencies
         return RotaryTables(angles.cos(), angles.sin(), self.interleaved)
+
+    def _frequencies(self, device: torch.device) -> torch.Tensor:
+        """Angle per position of each pair, (dim / 2,) fp32."""
+        return scaled_frequencies(inverse_frequencies(self.dim, self.base, device), self.scaling)
+
+    def _kept_frequencies(self, places: torch.Tensor) -> torch.Tensor:
+        """The same, made once: a dozen small kernels, as many as a step has beside its layers."""
+        device = places.device
+        key = (device, self.dim, self.base, repr(self.scaling))
+        if key not in self._kept:
+            # a recording's memory is written again by each replay: nothing of it is kept
+            if torch.cuda.is_current_stream_capturing():
+                return self._frequencies(device)
+            self._kept = {key: self._frequencies(device)}
+            # Without this, a later pass on another stream could read them before they are there.
+            torch.cuda.current_stream(device).synchronize()
+        return self._kept[key]
 
     def turned(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn both, (..., length, dim_head): keys from 0 on; queries are at the last keys."""

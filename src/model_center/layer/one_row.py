@@ -1,0 +1,112 @@
+"""Linear maps that share an input of one row, as a step of generation has it, in one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bmtrain.kernels.row_products import MOST_COLUMNS, MOST_WEIGHTS, RowProducts, row_products
+from bmtrain.torch_internals import has_global_module_hooks, has_hooks
+from model_center.layer.fusion import is_fused
+from model_center.layer.layernorm import LayerNorm
+from model_center.layer.linear import Linear
+
+
+def together(
+    x: torch.Tensor,
+    maps: Sequence[torch.nn.Module],
+    *,
+    norm: torch.nn.Module | None = None,
+    act: str | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """What linear maps make of one row, beside each other; None if they must be called themselves.
+
+    So it is where there are more rows, gradients or no GPU, and where one of the maps is more than
+    its weight and bias: adapters, hooks, quantised weights.
+
+    Args:
+        x: (1, ..., 1, dim_in).
+        maps: those that read it.
+        norm: what x goes through first.
+        act: of one map, or of the first of two, which the second is multiplied by.
+        residual: (1, ..., 1, dim_out), added to the result of one map.
+
+    Returns (1, ..., 1, outputs of all maps).
+    """
+    if not is_row(x) or len(maps) > MOST_WEIGHTS:
+        return None
+    linear = [one for one in maps if isinstance(one, Linear) and is_bare(one, Linear)]
+    if len(linear) < len(maps) or not all(_is_product(one, x) for one in linear):
+        return None
+    sizes = {one.weight.shape[0] for one in linear}
+    # errors of shapes are torch's to tell: a kernel would read what is behind the memory
+    is_uneven = act is not None and len(sizes) > 1
+    if is_uneven or (residual is not None and {residual.numel()} != sizes):
+        return None
+    weight, eps = None, 0.0
+    if isinstance(norm, LayerNorm) and is_bare(norm, LayerNorm) and _is_scale(norm, x):
+        weight, eps = norm.weight, norm.eps
+    elif norm is not None:
+        x = norm(x)
+    case = RowProducts(
+        x=x.reshape(-1),
+        weights=[one.weight for one in linear],
+        biases=[one.bias for one in linear],
+        norm=weight,
+        eps=eps,
+        act=act,
+        residual=None if residual is None else residual.reshape(-1),
+    )
+    return row_products(case).view(*x.shape[:-1], -1)
+
+
+def is_row(x: torch.Tensor) -> bool:
+    """Whether x is one row to compute with by kernels. To be asked first: it is compiled too."""
+    return is_fused(x) and x.numel() == x.shape[-1]
+
+
+def is_bare(module: torch.nn.Module, *kinds: type[torch.nn.Module]) -> bool:
+    """Whether a call of the module is that of one of these classes: no subclass, hook or method of
+    its own.
+    """
+    return (
+        type(module) in kinds
+        and "forward" not in vars(module)
+        and not has_hooks(module)
+        and not has_global_module_hooks()
+    )
+
+
+def does_nothing(dropout: torch.nn.Module) -> bool:
+    """Whether it is a dropout that lets everything through."""
+    return is_bare(dropout, torch.nn.Dropout) and not dropout.training
+
+
+def _is_product(linear: Linear, x: torch.Tensor) -> bool:
+    """Whether the map of x is weight and bias, as they are in memory."""
+    weight, bias, columns = linear.weight, linear.bias, x.shape[-1]
+    if "product" in vars(linear) or linear.length_scale or columns > MOST_COLUMNS:
+        return False
+    fits = weight.shape[1:] == (columns,) and (bias is None or bias.shape == weight.shape[:1])
+    return fits and _are_plain(x, weight, bias)
+
+
+def _is_scale(norm: LayerNorm, x: torch.Tensor) -> bool:
+    """Whether it is an RMS norm of x."""
+    fits = norm.bias is None and norm.weight.shape == x.shape[-1:]
+    return fits and _are_plain(x, norm.weight)
+
+
+def _are_plain(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Whether they are memory beside x, row after row."""
+    return is_fused(x, *others) and all(
+        other is None
+        or (
+            other.device == x.device
+            and other.is_contiguous()
+            and type(other).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        )
+        for other in others
+    )
