@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -153,7 +154,7 @@ def table(result: dict[str, Any]) -> list[str]:
         phases = [
             f"{name} {1000 * (step[after][1] - step[name][1]):.0f} (host "
             f"{1000 * (step[after][0] - step[name][0]):.0f})"
-            for name, after in zip(names, names[1:], strict=False)
+            for name, after in itertools.pairwise(names)
         ]
         lines.append(f"step {number} at {1000 * step['forward'][1]:.0f} ms: " + ", ".join(phases))
         for kind in ("down", "arrive", "cpu", "up", "wait"):
