@@ -73,7 +73,8 @@ class Bus:
     def _staged(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Memory like `part` of another dtype; the same at each call, as uploads are in order."""
         if dtype not in self._staging:
-            self._staging[dtype] = torch.empty(STAGED, dtype=dtype, device=part.device)
+            with torch.inference_mode(False):  # it outlives an evaluation that needs it first
+                self._staging[dtype] = torch.empty(STAGED, dtype=dtype, device=part.device)
         return self._staging[dtype][: part.numel()]
 
 
