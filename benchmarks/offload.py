@@ -16,17 +16,17 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from backends import Ours, init_arguments
-from throughput import batch_of, measure, wait
+from throughput import batch_of, measure
+from timeline import Recorder, table
 
 import bmtrain as bmt
 from bmtrain.kernels.adam import AdamSettings, AdamTensors
 from bmtrain.optim import host_update
+from bmtrain.optim.host_memory import host_buffer
 from bmtrain.optim.offload import AdamOffloadOptimizer
 from bmtrain.optim.worker import Worker
 from bmtrain.runtime import world
@@ -43,20 +43,7 @@ PARTS = {
     "states on the GPU": COMMON,
 }
 LIMIT_S = 170
-
-
-class Clock:
-    """Seconds that go by in a function, over all its calls."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.seconds = function, 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return self.function(*args)
-        finally:
-            self.seconds += time.perf_counter() - began
+NUM_RECORDED = 3
 
 
 def throughput(words: str) -> list[dict[str, Any]]:
@@ -76,27 +63,25 @@ def throughput(words: str) -> list[dict[str, Any]]:
 
 
 def seconds_of(backend: Ours, shape: Geometry, batch: int) -> dict[str, Any]:
-    """Of two more steps, each: how long the CPU computes, and how long the program waits for it."""
+    """Of three more steps: what happened when; of each, how long the CPU computes, and how long the
+    program waits for it.
+    """
     optimizer: Any = backend.optimizer
-    data, worker = batch_of(shape, batch), world.current().service(Worker)
-    computing, waiting = Clock(host_update.HostUpdate._compute), Clock(worker.wait)
+    optimizer.settle()
+    found = Recorder(backend).record(batch_of(shape, batch), NUM_RECORDED)
+    print("\n".join(table(found)), flush=True)
 
-    def compute(update: Any, tensors: Any) -> None:
-        computing(update, tensors)
+    def busy(kind: str) -> float:
+        return round(sum(end - begin for begin, end in found["spans"][kind]) / NUM_RECORDED, 4)
 
-    with (
-        mock.patch.object(host_update.HostUpdate, "_compute", compute),
-        mock.patch.object(worker, "wait", waiting),
-    ):
-        for _ in range(2):
-            backend.step(*data)
-        wait()
-        optimizer.settle()
     return {
-        "cpu_s": round(computing.seconds / 2, 4),
-        "waits_s": round(waiting.seconds / 2, 4),
+        "cpu_s": busy("cpu"),
+        "waits_s": busy("wait"),
+        "down_s": busy("down"),
+        "up_s": busy("up"),
         "not_hidden": len(optimizer._held),
         "updates": len(optimizer._updates),
+        "timeline": found,
     }
 
 
@@ -107,13 +92,13 @@ def cpu_alone() -> list[dict[str, Any]]:
     numel, cores = 1 << 27, len(os.sched_getaffinity(0))
     bus, found = host_update.Bus(device), []
     weight, grad = (torch.zeros(numel, dtype=torch.bfloat16, device=device) for _ in range(2))
-    states = [torch.zeros(numel) for _ in range(3)]
-    buffer = host_update.host_buffer(numel, torch.bfloat16, device)
+    states = [host_buffer(numel, torch.float32, device).zero_() for _ in range(3)]
+    buffer = host_buffer(numel, torch.bfloat16, device)
     settings = AdamSettings(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3)
     for threads in (cores - 1, cores - 2, cores):
         worker = Worker(current)
         worker._num_threads = threads
-        for bits in (19, 20, 21, 22, 23):
+        for bits in (20, 21, 22, 23, 24):
             host_update.CHUNK = 1 << bits
             best = 0.0
             for _ in range(3):
@@ -175,8 +160,8 @@ def main() -> None:
     for record in outcomes["cpu"].records:
         print("cpu", *record.items())
     columns = [
-        *("batch", "tokens_per_second_per_gpu", "step_seconds", "cpu_s", "waits_s"),
-        *("not_hidden", "allocated_gib", "device_gib", "host_gib", "loss"),
+        *("batch", "tokens_per_second_per_gpu", "step_seconds", "cpu_s", "waits_s", "down_s"),
+        *("up_s", "not_hidden", "allocated_gib", "device_gib", "host_gib", "loss"),
     ]
     print("| setting |", " | ".join(columns), "|")
     for name, one in outcomes.items():

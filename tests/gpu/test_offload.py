@@ -7,7 +7,20 @@ import pathlib
 import pytest
 import torch
 from tests.ranks.runner import run_ranks
-from tests.ranks.test_hidden_updates import READERS, compare, fails, hides, in_order, read_all
+from tests.ranks.test_hidden_updates import (
+    READERS,
+    compare,
+    fails,
+    hides,
+    in_order,
+    read_all,
+    write_ordinary_states,
+    write_states,
+)
+
+import bmtrain as bmt
+from bmtrain.optim import host_update
+from bmtrain.optim.host_memory import host_buffer
 
 pytestmark = pytest.mark.gpu
 
@@ -39,6 +52,36 @@ def test_updates_of_ordinary_programs_are_hidden(zero_level: int, use_checkpoint
 def test_a_block_waits_for_its_own_update_only() -> None:
     for count in counts():
         run_ranks(in_order, count, device=None, timeout=300)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_states_are_not_written_while_they_are_sent_up(overlap: bool) -> None:
+    for count in counts():
+        run_ranks(write_states, count, overlap, device=None, timeout=300)
+    run_ranks(write_ordinary_states, 1, device=None, timeout=300)
+
+
+def rounds() -> None:
+    host_update.STAGED = 1000  # so that a row takes several
+    bus = host_update.Bus(bmt.device())
+    master = host_buffer(12345, torch.float32, bmt.device())
+    assert master.is_pinned()
+    master.copy_(torch.randn(12345) * 10.0 ** torch.randint(-9, 5, (12345,)))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        weight = torch.zeros(12345, dtype=dtype, device=bmt.device())
+        bus.begin()
+        with torch.inference_mode():  # an evaluation may be the first to need weights
+            bus.upload(weight, master)
+        bus.wait()
+        assert torch.equal(weight.cpu(), master.to(dtype)), dtype
+        bus.upload(weight.zero_(), master)
+        bus.wait()
+        assert torch.equal(weight.cpu(), master.to(dtype)), dtype
+
+
+def test_the_device_rounds_as_the_host_does() -> None:
+    """The same weights as the host would make of the masters, tails of chunks included."""
+    run_ranks(rounds, 1, device=None, timeout=300)
 
 
 def test_an_error_of_the_worker_comes_up_wherever_values_are_asked_for() -> None:

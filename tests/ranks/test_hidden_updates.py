@@ -23,6 +23,7 @@ from torch import nn
 import bmtrain as bmt
 from bmtrain.errors import RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.optim.host_update import Bus
 from bmtrain.optim.worker import Worker
 from bmtrain.runtime import world
 from bmtrain.shard.slices import local_of
@@ -533,6 +534,123 @@ def compare(seeds: list[int]) -> None:
 def test_programs_see_the_same_values(first: int, world_size: int) -> None:
     """Bit for bit, whatever the program does and however late the worker is."""
     run_ranks(compare, world_size, list(range(first, first + 4)), timeout=180)
+
+
+# ---- states are not written while a device copies from them ----
+
+
+class WatchedBus(Bus):
+    """As a device that goes on copying what is sent up until the host has waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__(bmt.device())
+        self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
+        self.sent.append((source, source.clone()))
+        return super().upload(target, source)
+
+    def wait(self) -> None:
+        self.check()
+        super().wait()
+        self.sent.clear()
+
+    def check(self) -> None:
+        for source, value in self.sent:
+            assert torch.equal(source, value), "written before the device had copied it"
+
+
+def written_states(run: Run) -> None:
+    loss_of(run.model, 3)  # sends all up
+    run.optimizer.state[run.param]["master"].mul_(2.0)
+
+
+def written_slices(run: Run) -> None:
+    loss_of(run.model, 3)
+    run.optimizer.state[run.param]["master"].local.mul_(2.0)
+
+
+def written_at_once(run: Run) -> None:
+    run.optimizer.state[run.param]["master"].local.mul_(2.0)
+
+
+def written_weights(run: Run) -> None:
+    loss_of(run.model, 3)
+    with torch.no_grad():
+        run.param.mul_(0.5)
+    run.optimizer.state_dict()  # masters follow
+
+
+def loaded_states(run: Run) -> None:
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    train(run, 3)
+    loss_of(run.model, 3)
+    run.optimizer.load_state_dict(saved)
+
+
+def filled_states(run: Run) -> None:
+    state = run.optimizer.sharded_state_dict()
+    train(run, 3)
+    loss_of(run.model, 3)
+    for values in run.optimizer.begin_restore(state).values():
+        local_of(values["master"]).zero_()
+
+
+def kept_states(run: Run) -> None:
+    kept = run.optimizer.state[run.param]["master"].local
+    train(run, 3)
+    kept.mul_(2.0)
+
+
+def stepped_again(run: Run) -> None:
+    loss_of(run.model, 3)
+    train(run, 4)
+
+
+STATE_WRITERS = [
+    *(written_states, written_slices, written_at_once, written_weights),
+    *(loaded_states, filled_states, kept_states, stepped_again),
+]
+
+
+def write_states(overlap: bool) -> None:
+    for write in STATE_WRITERS:
+        model = make_model(torch.bfloat16, 3)
+        optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, overlap=overlap)
+        optimizer._bus = bus = WatchedBus()
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        run = Run(model, optimizer, manager, pathlib.Path())
+        for step in range(2):
+            train(run, step)
+        write(run)
+        bus.check()
+        train(run, 5)
+        optimizer.settle()
+        assert not bus.sent, write
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_states_are_not_written_while_they_are_sent_up(overlap: bool, world_size: int) -> None:
+    """The device reads masters where they lie, when the program has long gone on."""
+    run_ranks(write_states, world_size, overlap)
+
+
+def write_ordinary_states() -> None:
+    param = nn.Parameter(ones(5).bfloat16())
+    optimizer = AdamOffloadOptimizer([param], lr=0.05)
+    optimizer._bus = bus = WatchedBus()
+    for _ in range(3):
+        param.grad = ones(5).bfloat16()
+        optimizer.step()
+        if "master" in optimizer.state[param]:
+            optimizer.state[param]["master"].mul_(2.0)
+        bus.check()
+
+
+def test_states_of_ordinary_parameters_are_the_programs_after_a_step() -> None:
+    run_ranks(write_ordinary_states, 1)
 
 
 # ---- what is hidden, and in which order ----

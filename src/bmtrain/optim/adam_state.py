@@ -17,7 +17,7 @@ from bmtrain.optim.bound import BoundWeights
 from bmtrain.optim.compact_state import NAMES, CompactState, cut_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.gradients import Gradients, Parts
-from bmtrain.optim.masters import follow_weights
+from bmtrain.optim.masters import follow_weights, masters_of
 from bmtrain.optim.runs import Run, contiguous_runs, local_numel
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
@@ -30,6 +30,10 @@ MakeTensors = Callable[[torch.Tensor], AnyTensors]
 
 _flat = itertools.chain.from_iterable
 _params_of = operator.itemgetter("params")
+
+
+def _no_copies() -> None:
+    """Nothing to wait for."""
 
 
 class RunState:
@@ -46,7 +50,7 @@ class RunState:
         self.square = torch.zeros(run.numel, dtype=dtype, device=device)
         self.is_exact = values.dtype == dtype and values.device == device
         # Weights that are their own masters are not held: see `Storage.is_held`.
-        self.master = None if self.is_exact else values.to(device, dtype, copy=True)
+        self.master = None if self.is_exact else masters_of(values, device, dtype)
 
     @property
     def flat(self) -> list[torch.Tensor]:
@@ -91,18 +95,28 @@ AnyState = RunState | CompactState
 
 
 class StateOf(Sharded):
-    """A state of a sharded parameter; whoever reads it waits for an update that is under way."""
+    """A state of a sharded parameter. Whoever reads or writes it waits for an update that is under
+    way, and until no device copies from its memory.
+    """
 
     _param: DistributedParameter
+    _wait_for_copies: Callable[[], None]
 
-    def __new__(cls, param: DistributedParameter, local: torch.Tensor, cut: Cut) -> StateOf:
+    def __new__(
+        cls,
+        param: DistributedParameter,
+        local: torch.Tensor,
+        cut: Cut,
+        wait_for_copies: Callable[[], None],
+    ) -> StateOf:
         out: StateOf = super().__new__(cls, local, cut)  # type: ignore[assignment]
-        out._param = param
+        out._param, out._wait_for_copies = param, wait_for_copies
         return out
 
     @property
     def local(self) -> torch.Tensor:
         self._param.storage_of.settle()
+        self._wait_for_copies()
         return self._local
 
 
@@ -176,6 +190,7 @@ class AdamLayout:
         make_state: makes the state of a run that begins with the parameter of a number, counted
             over all groups.
         form: of the states; compact ones are made for each parameter by itself.
+        wait_for_copies: returns when no device copies from the states' memory.
     """
 
     def __init__(
@@ -184,8 +199,9 @@ class AdamLayout:
         states: MutableMapping[torch.Tensor, dict[str, Any]],
         make_state: Callable[[Run, int], AnyState],
         form: StateForm,
+        wait_for_copies: Callable[[], None] = _no_copies,
     ) -> None:
-        self._states = states
+        self._states, self._wait_for_copies = states, wait_for_copies
         # by id of the run: its group's index and its state
         self._runs: dict[int, tuple[int, AnyState]] = {}
         # by id of the storage or parameter: runs whose weights are rounded masters
@@ -322,7 +338,7 @@ class AdamLayout:
             views = state.shown(*bounds)
             if isinstance(param, DistributedParameter):
                 views = {
-                    name: StateOf(param, view, cut_of(name, param.cut))
+                    name: StateOf(param, view, cut_of(name, param.cut), self._wait_for_copies)
                     for name, view in views.items()
                 }
             self._states[param] = {"step": int(old.get("step", 0)), **views}

@@ -12,7 +12,7 @@ from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of
 from bmtrain.kernels.blockwise import BLOCK, Blocks, num_blocks
 from bmtrain.optim.form import StateForm
-from bmtrain.optim.masters import follow_weights
+from bmtrain.optim.masters import follow_weights, masters_of
 from bmtrain.optim.runs import Run
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.layout import Piece, Split
@@ -57,7 +57,7 @@ class CompactState:
         if self.is_exact:
             pass
         elif form.master_weights == "fp32":
-            self.master = values.to(device, torch.float32, copy=True)
+            self.master = masters_of(values, device, torch.float32)
         elif form.master_weights == "split":
             self.master = torch.zeros(run.numel, dtype=torch.int16, device=device)
         self._run = run

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import weakref
 from collections.abc import Iterator
 
 import torch
 
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
-from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam_state import AnyTensors
 from bmtrain.optim.worker import Job, Worker
-from bmtrain.shard.layout import round_up
 from bmtrain.shard.residence import alias
 
-# Number of elements that the CPU updates at a time: few enough for its caches, so that the fp32
-# gradients, which are made of 16-bit ones, and the weights, which are rounded, cost no trip to
-# memory; enough for the threads that share them.
-CHUNK = 1 << 21
+# Elements that the CPU updates at a time, a multiple of the blocks of 8-bit moments: few enough for
+# its last cache, so that the fp32 gradients, which are made of 16-bit ones, cost no trip to memory;
+# enough for the threads that share them, which start and meet at each operator.
+CHUNK = 1 << 22
+# Elements of which the device holds the fp32 values before it rounds them.
+STAGED = 1 << 24
 
 
 class Bus:
@@ -31,6 +30,7 @@ class Bus:
         is_gpu = device.type != "cpu"
         self._down = torch.cuda.Stream(device) if is_gpu else None
         self._up = torch.cuda.Stream(device) if is_gpu else None
+        self._staging: dict[torch.dtype, torch.Tensor] = {}
 
     def begin(self) -> None:
         """Gradients are final, and weights may be written, after what has been issued so far."""
@@ -47,39 +47,39 @@ class Bus:
 
     def download(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
         """Copy into host memory; the event after it."""
-        return _copy(target, source, self._down)
+        with _on(self._down):
+            target.copy_(source, non_blocking=True)
+            return None if self._down is None else self._down.record_event()
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Copy to the device; the event after it."""
-        return _copy(target, source, self._up)
+        """Copy to the device, which rounds to the dtype of `target`; the event after it."""
+        with _on(self._up):
+            if self._up is None or source.dtype == target.dtype:
+                target.copy_(source, non_blocking=True)
+            else:
+                # Else torch would round on the host, and block it.
+                for begin in range(0, target.numel(), STAGED):
+                    part = target[begin : begin + STAGED]
+                    staged = self._staged(part, source.dtype)
+                    staged.copy_(source[begin : begin + STAGED], non_blocking=True)
+                    part.copy_(staged)
+            return None if self._up is None else self._up.record_event()
+
+    def wait(self) -> None:
+        """Return when nothing copies up from host memory any more: it may be written."""
+        if self._up is not None:
+            self._up.synchronize()
+
+    def _staged(self, part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory like `part` of another dtype; the same at each call, as uploads are in order."""
+        if dtype not in self._staging:
+            with torch.inference_mode(False):  # it outlives an evaluation that needs it first
+                self._staging[dtype] = torch.empty(STAGED, dtype=dtype, device=part.device)
+        return self._staging[dtype][: part.numel()]
 
 
-def _copy(
-    target: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream | None
-) -> torch.Event | None:
-    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        target.copy_(source, non_blocking=True)
-        return None if stream is None else stream.record_event()
-
-
-def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory (numel,) that a device copies into and from, page-locked if it is a GPU.
-
-    torch's own pinned allocations are rounded up to powers of two, which would waste up to half.
-    """
-    buffer = torch.empty(numel, dtype=dtype, device="cpu")
-    if device.type != "cpu" and buffer.nbytes:
-        runtime = torch.cuda.cudart()
-        address = buffer.data_ptr()
-        if int(runtime.cudaHostRegister(address, buffer.nbytes, 0)) == 0:
-            weakref.finalize(buffer, _unpin, address)
-    return buffer
-
-
-def _unpin(address: int) -> None:
-    """Unregister pinned memory, after the copies of the last step, which may still use it."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 class Series:
@@ -96,10 +96,10 @@ class Series:
         self._num_uploaded = 0
 
     def begin(
-        self, tensors: AnyTensors, settings: AdamSettings, buffer: torch.Tensor, *, records: bool
+        self, tensors: AnyTensors, settings: AdamSettings, grad: torch.Tensor, *, records: bool
     ) -> HostUpdate:
         """Start another update; see `HostUpdate`."""
-        self.updates.append(HostUpdate(self, tensors, settings, buffer, records=records))
+        self.updates.append(HostUpdate(self, tensors, settings, grad, records=records))
         self.worker.submit(self.updates[-1].job)
         return self.updates[-1]
 
@@ -116,11 +116,10 @@ class HostUpdate:
 
     Args:
         series: of the step.
-        tensors: what it reads and writes. The weights are not touched before `upload`. The gradient
-            must live until `Bus.end`.
+        tensors: what it reads and writes. The weights are not touched before `upload`, which sends
+            the masters up. The gradient must live until `Bus.end`.
         settings: of the step.
-        buffer: (n,) host memory in the dtype of the weights, of this update alone: gradients go
-            down into it, weights up from it.
+        grad: (n,) host memory that the gradient goes down into, in its dtype, of this update alone.
         records: whether `delta` is wanted.
     """
 
@@ -129,51 +128,43 @@ class HostUpdate:
         series: Series,
         tensors: AnyTensors,
         settings: AdamSettings,
-        buffer: torch.Tensor,
+        grad: torch.Tensor,
         *,
         records: bool,
     ) -> None:
         if tensors.master is None:
             raise ValueError("weights without masters cannot be updated on another device")
-        self._series, self._settings, self._buffer = series, settings, buffer
-        self._records, self._is_own_master = records, tensors.is_exact
-        # With a version of its own: the write was counted when the step was taken.
-        self._weight: torch.Tensor | None = alias(tensors.weight)
+        self._series, self._records = series, records
+        self._scale, self._settings = settings.scale, dataclasses.replace(settings, scale=1.0)
+        # Weights that are their own masters may be in use: the program may be reading them.
+        values = tensors.weight.clone() if tensors.is_exact else tensors.master
+        # Weights with a version of their own, as the write was counted when the step was taken, and
+        # what they become; until that has been sent up.
+        self._both: tuple[torch.Tensor, torch.Tensor] | None = alias(tensors.weight), values
         self._uploaded: torch.Event | None = None
         #: sum and sum of squares of the changes of the weights, once it is computed
         self.delta = torch.zeros(2, dtype=torch.float64, device="cpu")
-        grads = (
-            buffer
-            if tensors.grad.dtype == buffer.dtype
-            else torch.empty_like(tensors.grad, device="cpu")
-        )
-        self._arrived = series.bus.download(grads, tensors.grad)
-        here = tensors.beside(tensors.master, grads)
+        self._arrived = series.bus.download(grad, tensors.grad)
+        here = tensors.beside(values, grad)
         self.job = Job(lambda: self._compute(here))
 
     @torch.no_grad()
     def _compute(self, tensors: AnyTensors) -> None:
         if self._arrived is not None:
             self._arrived.synchronize()  # else the CPU would read a gradient still in flight
-        length, begin = round_up(CHUNK, BLOCK), 0
-        parts: Iterator[AnyTensors] = tensors.parts(length)
+        parts: Iterator[AnyTensors] = tensors.parts(CHUNK)
         for part in parts:
-            self._update(part, self._buffer[begin : begin + length])
-            begin += length
+            self._update(part)
 
-    def _update(self, part: AnyTensors, target: torch.Tensor) -> None:
-        """Update a chunk; `target` gets the weights."""
-        # Weights in use are not written here: the program may be reading them.
-        master = part.weight.clone() if self._is_own_master else part.weight
+    def _update(self, part: AnyTensors) -> None:
+        """Update a chunk, whose gradient may be written: it is a copy."""
+        master, grad = part.weight, part.grad
         before = master.clone() if self._records else None
-        grad = part.grad
         if grad.dtype != master.dtype:
             grad = self._series.worker.scratch(grad.numel(), master.dtype).copy_(grad)
-        if self._settings.scale != 1.0:
-            grad.div_(self._settings.scale)
-        settings = dataclasses.replace(self._settings, scale=1.0)
-        update_tensors([part.beside(master, grad)], settings)
-        target.copy_(master)
+        if self._scale != 1.0:
+            grad.div_(self._scale)
+        update_tensors([part.beside(master, grad)], self._settings)
         if before is not None:
             self.delta += sums_of_change(master, before)
 
@@ -194,9 +185,9 @@ class HostUpdate:
     @torch.no_grad()
     def upload(self) -> None:
         """Send up the weights, which are computed, unless that has been done."""
-        weight, self._weight = self._weight, None
-        if weight is not None:
-            self._uploaded = self._series.bus.upload(weight, self._buffer)
+        both, self._both = self._both, None
+        if both is not None:
+            self._uploaded = self._series.bus.upload(*both)
 
 
 def _is_computed(update: HostUpdate) -> bool:

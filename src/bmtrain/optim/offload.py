@@ -14,7 +14,8 @@ from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import AdamLayout, AnyTensors
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.form import StateForm, bytes_of
-from bmtrain.optim.host_update import Bus, HostUpdate, Series, host_buffer, sums_of_change
+from bmtrain.optim.host_memory import host_buffer
+from bmtrain.optim.host_update import Bus, HostUpdate, Series, sums_of_change
 from bmtrain.optim.runs import Run, contiguous_runs
 from bmtrain.optim.worker import Worker
 from bmtrain.runtime import world
@@ -78,8 +79,8 @@ class AdamOffloadOptimizer(AdamBase):
         self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
         self._updates: list[HostUpdate] = []  # of the last step
         self._numel = 0  # of the parameters in the last step
-        # by id of the run: what its gradients and weights pass through
-        self._buffers: dict[int, torch.Tensor] = {}
+        # by id of the run, and dtype: what its gradients go down into
+        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._held: set[int] = set()  # owners that cannot be updated later
         self._bus = Bus(self._engine.device)
 
@@ -96,6 +97,8 @@ class AdamOffloadOptimizer(AdamBase):
     def settle(self) -> None:
         for update in self._updates:
             update.finish()
+        # Without it, the caller could write states that are still being sent up.
+        self._bus.wait()
 
     def _state_device(self, run: Run) -> torch.device:
         return self._engine.device if run.owner in self._resident else torch.device("cpu")
@@ -104,7 +107,9 @@ class AdamOffloadOptimizer(AdamBase):
         self._buffers = {}
         params = parameters_of(self.param_groups)
         self._resident = resident_owners(contiguous_runs(params), self._device_bytes, self._form)
-        return super()._new_layout()
+        return AdamLayout(
+            self.param_groups, self.state, self._make_state, self._form, self._bus.wait
+        )
 
     def _prepare(self, layout: AdamLayout) -> None:
         self._held = layout.held_owners()
@@ -132,9 +137,15 @@ class AdamOffloadOptimizer(AdamBase):
         self._bus.end()
         if not self._overlap:
             self.settle()
-        for item, update in zip(away, self._updates, strict=True):
-            if not self._can_wait(item):
-                update.finish()
+        now = [
+            update
+            for item, update in zip(away, self._updates, strict=True)
+            if not self._can_wait(item)
+        ]
+        for update in now:
+            update.finish()
+        if now:  # the program may write these states without asking
+            self._bus.wait()
 
     def _note_step(self) -> None:
         """Enter in the ledger what decides the order of gathers and where states are."""
@@ -180,11 +191,11 @@ class AdamOffloadOptimizer(AdamBase):
             item.piece.storage.expect(update)
 
     def _buffer(self, item: Item) -> torch.Tensor:
-        """The host memory that gradients and weights of a piece pass through."""
-        if id(item.run) not in self._buffers:
-            dtype, device = item.tensors.weight.dtype, self._engine.device
-            self._buffers[id(item.run)] = host_buffer(item.run.numel, dtype, device)
-        return item.run.cut(self._buffers[id(item.run)], item.piece)
+        """The host memory that the gradient of a piece goes down into."""
+        key = id(item.run), item.tensors.grad.dtype
+        if key not in self._buffers:
+            self._buffers[key] = host_buffer(item.run.numel, key[1], self._engine.device)
+        return item.run.cut(self._buffers[key], item.piece)
 
     def _uncopied(self) -> dict[str, Any]:
         own = {"_updates": [], "_buffers": {}, "_held": set(), "_bus": self._bus}

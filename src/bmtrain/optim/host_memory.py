@@ -1,0 +1,30 @@
+"""Host memory that a GPU copies into and from by itself."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+
+import torch
+
+
+def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Host memory (numel,) that `device` copies into and from, page-locked if it is a GPU.
+
+    torch's own pinned allocations are rounded up to powers of two, which would waste up to half.
+    """
+    if device.type == "cpu" or numel == 0:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+    # Pages of its own: one that two buffers share could be locked for the first of them only.
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer = torch.frombuffer(pages, dtype=dtype)
+    address = buffer.data_ptr()
+    if int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0)) == 0:
+        weakref.finalize(buffer, _unpin, address)
+    return buffer
+
+
+def _unpin(address: int) -> None:
+    """Unregister pinned memory, after the copies of the last step, which may still use it."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
