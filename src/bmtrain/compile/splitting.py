@@ -21,7 +21,11 @@ _AGAIN = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 
 def split(graph: Graph) -> None:
-    """Split `fp8_encode` in a joint graph, in place. Results are the same, bit by bit."""
+    """Split `fp8_encode` in a joint graph, in place.
+
+    Results are the same, except that codes which the compiler fuses with what computes the tensor
+    are not rounded to the tensor's dtype first.
+    """
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.fp8_encode.default):
         codes, turned = (nodes.output(node, index) for index in range(2))
         if codes is None or turned is None or not _is_split(node, codes):
@@ -52,10 +56,10 @@ def _codes(graph: Graph, node: Node) -> Node:
     wide = nodes.call(graph, prims.convert_element_type.default, x, torch.float32)
     factor = nodes.call(graph, aten.reciprocal.default, unit)
     number = nodes.call(graph, aten.mul.Tensor, wide, factor)
-    most = nodes.call(graph, aten.clamp_min.default, number, -limit)
-    least = nodes.call(graph, aten.clamp_max.default, most, limit)
-    result = nodes.call(graph, prims.convert_element_type.default, least, kind)
-    for made in (wide, factor, number, most, least, result):
+    above = nodes.call(graph, aten.clamp_min.default, number, -limit)
+    within = nodes.call(graph, aten.clamp_max.default, above, limit)
+    result = nodes.call(graph, prims.convert_element_type.default, within, kind)
+    for made in (wide, factor, number, above, within, result):
         made.meta = {**node.meta, "val": made.meta["val"]}  # to be recomputed, if need be
         made.meta.pop("eager_input_vals", None)
     return result
