@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from bmtrain.compile import fp8, fusions, joining
+from bmtrain.compile import fp8, fusions, joining, splitting
 from bmtrain.kernels import gelu, norm
+from bmtrain.kernels.fp8 import TILE
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     find_backend,
@@ -103,7 +104,8 @@ def _with_joint_pass(patches: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _joint_pass() -> Any:
-    """The pass over the joint graph: fuses sums into norm kernels and keeps inputs for backward.
+    """The pass over the joint graph: fuses sums into norm kernels, splits what forward and backward
+    make of a tensor in FP8, and keeps inputs for backward.
 
     torch 2.11 marks inputs for recomputation where it rewrites recomputed dropout of dynamic shape.
     Inputs cannot be recomputed and compilation fails, so the pass removes the mark.
@@ -111,16 +113,17 @@ def _joint_pass() -> Any:
 
     def change(_: object, graph: torch.fx.Graph) -> None:
         joining.join(graph)
+        splitting.split(graph)
         for node in graph.find_nodes(op="placeholder"):
             node.meta.pop("recompute", None)
 
     base = graph_pass_class()
     # The pass's key in torch's caches. It must change with the pass and with each kernel size that
     # compiled code embeds: otherwise a cached program would run with the old sizes.
-    sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
+    sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW, TILE)
     said = (
         "bmtrain.compile.backend: sums are joined, those that are normalised too, inputs "
-        f"are kept; {sizes}"
+        f"are kept, codes in FP8 are split; {sizes}"
     )
     # Up to torch 2.9 options are pickled; this class is made at run time, so pickle its factory.
     methods = {
