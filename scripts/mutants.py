@@ -78,7 +78,6 @@ NEAREST = {
     ],
     "compile": [
         "tests/unit/test_fusions.py",
-        "tests/unit/test_splitting.py",
         "tests/unit/test_fp8.py",
         "tests/ranks/test_compile.py",
         "tests/ranks/test_fp8.py",

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from bmtrain.compile import fp8, fusions, joining, splitting
+from bmtrain.compile import fp8, fusions, joining
 from bmtrain.kernels import gelu, norm
-from bmtrain.kernels.fp8 import TILE
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
     find_backend,
@@ -104,8 +103,7 @@ def _with_joint_pass(patches: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def _joint_pass() -> Any:
-    """The pass over the joint graph: fuses sums into norm kernels, splits what forward and backward
-    make of a tensor in FP8, and keeps inputs for backward.
+    """The pass over the joint graph: fuses sums into norm kernels and keeps inputs for backward.
 
     torch 2.11 marks inputs for recomputation where it rewrites recomputed dropout of dynamic shape.
     Inputs cannot be recomputed and compilation fails, so the pass removes the mark.
@@ -113,17 +111,16 @@ def _joint_pass() -> Any:
 
     def change(_: object, graph: torch.fx.Graph) -> None:
         joining.join(graph)
-        splitting.split(graph)
         for node in graph.find_nodes(op="placeholder"):
             node.meta.pop("recompute", None)
 
     base = graph_pass_class()
     # The pass's key in torch's caches. It must change with the pass and with each kernel size that
     # compiled code embeds: otherwise a cached program would run with the old sizes.
-    sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW, TILE)
+    sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
     said = (
         "bmtrain.compile.backend: sums are joined, those that are normalised too, inputs "
-        f"are kept, codes in FP8 are split; {sizes}"
+        f"are kept; {sizes}"
     )
     # Up to torch 2.9 options are pickled; this class is made at run time, so pickle its factory.
     methods = {

@@ -1,9 +1,9 @@
 """FP8 linear layers: what replaces torch.nn.functional.linear inside a block with fp8=True.
 
 Modules stay as they are. Weights have no FP8 copy: a gathered weight is quantised on each use, and
-only the transposed FP8 codes of inputs are saved for backward. An eager block runs under a function
-mode that intercepts F.linear. For a compiled block the graph is rewritten before it is lowered,
-because the compiler does not see function modes inside recomputed regions.
+only the FP8 codes of inputs are saved for backward. An eager block runs under a function mode that
+intercepts F.linear. For a compiled block the graph is rewritten before it is lowered, because the
+compiler does not see function modes inside recomputed regions.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022): e4m3 in the forward pass, e5m2
 for gradients.
@@ -52,9 +52,8 @@ def linear(
     """
     if not _is_possible(input, weight):
         return F.linear(input, weight, bias)
-    trains = torch.is_grad_enabled() and weight.requires_grad
-    rows = input.reshape(-1, input.shape[-1])
-    out = Fp8Linear.apply(rows, weight, bias, _dtype(input), trains)
+    dtype = _dtype(input)
+    out = Fp8Linear.apply(input.reshape(-1, input.shape[-1]), weight, bias, dtype)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -84,8 +83,7 @@ class Fp8Linear(torch.autograd.Function):
     """`x @ weight.T + bias` in FP8 with just-in-time scales. Saves `x` in FP8 for backward.
 
     Forward uses fast accumulation. Gradients accumulate in fp32 throughout, because their errors
-    add up over many tokens and layers. `x` and the gradient are read twice: for the largest
-    magnitude, which the compiler finds where it computes them, and to be encoded.
+    add up over many tokens and layers.
     """
 
     @staticmethod
@@ -95,30 +93,34 @@ class Fp8Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        trains: bool,
     ) -> torch.Tensor:
-        unit = fp8.unit_of(x, fp8.E4M3)
-        codes, turned, _ = fp8.encode(x, unit, fp8.E4M3, True, trains, False)
+        codes, unit = fp8.quantise(x, fp8.E4M3)
         weight_codes, weight_unit = fp8.quantise(weight, fp8.E4M3)
-        ctx.save_for_backward(turned if trains else None, unit, weight, weight_unit)
+        ctx.save_for_backward(codes, unit, weight, weight_unit)
         ctx.dtypes = (x.dtype, None if bias is None else bias.dtype)
         return fp8.product(codes, unit, weight_codes, weight_unit, bias, dtype, fast=True)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x_turned, x_unit, weight, weight_unit = ctx.saved_tensors
+        codes, unit, weight, weight_unit = ctx.saved_tensors
         x_dtype, bias_dtype = ctx.dtypes
-        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        unit = fp8.unit_of(grad, fp8.E5M2)
-        codes, turned, sums = fp8.encode(grad, unit, fp8.E5M2, wants_x, wants_weight, wants_bias)
-        return (
-            fp8.input_gradient(codes, unit, weight, weight_unit, x_dtype) if wants_x else None,
-            fp8.weight_gradient(turned, unit, x_turned, x_unit, weight.dtype)
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad_codes, grad_unit = fp8.quantise(grad, fp8.E5M2)
+        grad_x = (
+            fp8.input_gradient(grad_codes, grad_unit, weight, weight_unit, x_dtype)
+            if wants_x
+            else None
+        )
+        grad_weight = (
+            fp8.weight_gradient(grad_codes, grad_unit, codes, unit, weight.dtype)
             if wants_weight
-            else None,
-            sums.sum(0).to(bias_dtype) if wants_bias else None,
-            None,
+            else None
+        )
+        return (
+            grad_x,
+            grad_weight,
+            grad.sum(0, dtype=torch.float32).to(bias_dtype) if wants_bias else None,
             None,
         )
 

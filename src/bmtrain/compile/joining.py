@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.fx import Graph, Node
 
-from bmtrain.compile import nodes
 from bmtrain.kernels.norm import MOST_GRADS, MOST_INPUTS, WIDE
 
 aten = torch.ops.aten
@@ -29,7 +28,7 @@ def join(graph: Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.bmtrain.norm.default):
         _join_inputs(graph, node)
-        nodes.note_arguments(node)
+        _note_arguments(node)
     for node in graph.find_nodes(
         op="call_function", target=torch.ops.bmtrain.norm_backward.default
     ):
@@ -41,7 +40,12 @@ def join(graph: Graph) -> None:
         )
         _join_residual(graph, node)
         _join_column_sums(graph, node)
-        nodes.note_arguments(node)
+        _note_arguments(node)
+
+
+def _note_arguments(node: Node) -> None:
+    """Record the values of the new arguments, to which inductor matches the inputs' layouts."""
+    node.meta["eager_input_vals"] = torch.fx.map_arg((node.args, node.kwargs), _value)
 
 
 def _join_inputs(graph: Graph, node: Node) -> None:
@@ -53,7 +57,7 @@ def _join_inputs(graph: Graph, node: Node) -> None:
     ):
         return
     node.args = (terms, *node.args[1:])
-    node.meta["val"] = nodes.computed(node)
+    node.meta["val"] = _computed(node)
     with graph.inserting_after(node):
         made = graph.call_function(operator.getitem, (node, 3))
     made.meta = dict(total.meta)  # includes whether to save or to recompute it
@@ -87,14 +91,19 @@ def _addends(node: Node) -> tuple[Node, Node] | None:
 
 
 def _kind(node: Node) -> tuple[Any, Any]:
-    value = nodes.value(node)
+    value = _value(node)
     # symbolic sizes are nodes too
     return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else (None, type(value))
 
 
+def _value(node: Node) -> Any:
+    """The fake tensor, or tensors, that the compiler has recorded for a node."""
+    return node.meta["val"]
+
+
 def _join_residual(graph: Graph, node: Node) -> None:
     """If the only use of the gradient is to add it to an earlier tensor, let the kernel add it."""
-    result = nodes.output(node, 0)
+    result = _output(node, 0)
     total = next(iter(result.users)) if result is not None and len(result.users) == 1 else None
     addends = None if total is None else _addends(total)
     if result is None or total is None or addends is None or addends[0] is addends[1]:
@@ -104,6 +113,13 @@ def _join_residual(graph: Graph, node: Node) -> None:
         node.args = (*node.args[:5], other)
         total.replace_all_uses_with(result)
         graph.erase_node(total)
+
+
+def _output(node: Node, index: int) -> Node | None:
+    return next(
+        (user for user in node.users if user.target is operator.getitem and user.args[1] == index),
+        None,
+    )
 
 
 def _comes_before(graph: Graph, first: Node, second: Node) -> bool:
@@ -119,27 +135,27 @@ class ColumnSum(NamedTuple):
 
 def _join_column_sums(graph: Graph, node: Node) -> None:
     """Let the kernel compute column sums of the gradient and of the residual, where used."""
-    result, residual = nodes.output(node, 0), node.args[5] if len(node.args) > 5 else None
+    result, residual = _output(node, 0), node.args[5] if len(node.args) > 5 else None
     found = [
         next(_column_sums(tensor), None) if isinstance(tensor, Node) else None
         for tensor in (result, residual)
     ]
-    if found == [None, None] or nodes.value(cast(Node, node.args[2])).shape[0] > WIDE:
+    if found == [None, None] or _value(cast(Node, node.args[2])).shape[0] > WIDE:
         return
     node.args = (*node.args[:5], residual, *(each is not None for each in found))
-    node.meta["val"] = nodes.computed(node)
+    node.meta["val"] = _computed(node)
     with graph.inserting_after(node):
-        sums = nodes.call(graph, operator.getitem, node, 2)
+        sums = _call(graph, operator.getitem, node, 2)
     for index, each in enumerate(each for each in found if each is not None):
         _replace(graph, sums, index, each)
 
 
 def _column_sums(tensor: Node) -> Iterator[ColumnSum]:
     """Sums over all dims but the last whose only use is as an output of the graph."""
-    n = nodes.value(tensor).shape[-1]
+    n = _value(tensor).shape[-1]
     parts = [part for part in (tensor, *tensor.users) if part is tensor or part.target in _VIEWS]
     for part in parts:
-        if nodes.value(part).dim() == 2 and nodes.value(part).shape[-1] == n:
+        if _value(part).dim() == 2 and _value(part).shape[-1] == n:
             for total in part.users:
                 if (
                     total.target is aten.sum.dim_IntList
@@ -154,14 +170,23 @@ def _column_sums(tensor: Node) -> Iterator[ColumnSum]:
 
 def _replace(graph: Graph, sums: Node, index: int, wanted: ColumnSum) -> None:
     """Replace a column sum by row `index` of the kernel's partial sums, added up after `sums`."""
-    value = nodes.value(wanted.last)
+    value = _value(wanted.last)
     with graph.inserting_before(sums.next):
-        part = nodes.call(graph, aten.select.int, sums, 0, index)
-        total = nodes.call(graph, aten.sum.dim_IntList, part, [0])
-        rounded = nodes.call(
-            graph, torch.ops.prims.convert_element_type.default, total, value.dtype
-        )
-        shaped = nodes.call(graph, aten.view.default, rounded, list(value.shape))
+        part = _call(graph, aten.select.int, sums, 0, index)
+        total = _call(graph, aten.sum.dim_IntList, part, [0])
+        rounded = _call(graph, torch.ops.prims.convert_element_type.default, total, value.dtype)
+        shaped = _call(graph, aten.view.default, rounded, list(value.shape))
     wanted.last.replace_all_uses_with(shaped)
     for node in dict.fromkeys((wanted.last, wanted.total)):
         graph.erase_node(node)
+
+
+def _call(graph: Graph, target: Any, *args: Any) -> Node:
+    node = graph.call_function(target, args)
+    node.meta["val"] = _computed(node)
+    return node
+
+
+def _computed(node: Node) -> Any:
+    """The fake result of the node: its function applied to the fake tensors of its arguments."""
+    return cast(Any, node.target)(*torch.fx.map_arg(node.args, _value))

@@ -5,16 +5,14 @@ to 57344), and `unit`, a 0-dim fp32 tensor that maps the largest magnitude to th
 Products accumulate in fp32.
 
 On CUDA the products are torch's. They require both factors with the contracted dimension innermost,
-so two of the three products need transposed codes. One Triton kernel reads a tensor once and writes
-its codes, the same transposed, and the column sums that a bias's gradient is. A plain-torch version
-with the same arithmetic runs on a CPU.
+so two of the three products need a transposed copy, which one Triton kernel writes. A plain-torch
+version with the same arithmetic runs on a CPU.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -26,8 +24,6 @@ from bmtrain.torch_internals import scaled_mm
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: sizes of matrices must be multiples of this
 ALIGNMENT = 16
-#: rows and columns that one program of the kernel handles
-TILE = 128
 _LEAST = 1e-30  # smallest magnitude assumed for a tensor: avoids a zero unit
 
 
@@ -41,17 +37,12 @@ def quantise(x: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Te
 
     Plain operators, so that the compiler can fuse them with the producer of `x`.
     """
-    unit = unit_of(x, kind)
-    return codes_of(x, unit, kind), unit
+    limit = torch.finfo(kind).max
+    unit = x.abs().amax().float().clamp(min=_LEAST) / limit  # infinities and NaN propagate
+    return _codes(x, unit, kind), unit
 
 
-def unit_of(x: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """The unit of `x` for codes in the dtype `kind`. Infinities and NaN propagate."""
-    return x.abs().amax().float().clamp(min=_LEAST) / torch.finfo(kind).max
-
-
-def codes_of(x: torch.Tensor, unit: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """The codes of `x` in the dtype `kind`, in plain operators."""
+def _codes(x: torch.Tensor, unit: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
     limit = torch.finfo(kind).max
     return (x.float() * unit.reciprocal()).clamp(-limit, limit).to(kind)
 
@@ -92,104 +83,6 @@ def product_reference(
     return (out if bias is None else out + bias.float()).to(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """What is wanted of a tensor.
-
-    Attributes:
-        x: (m, n) in fp32, fp16 or bf16.
-        unit: 0-dim, in fp32.
-        kind: dtype of the codes.
-        codes, turned, sums: whether the codes, the transposed codes and the column sums are wanted.
-    """
-
-    x: torch.Tensor
-    unit: torch.Tensor
-    kind: torch.dtype
-    codes: bool
-    turned: bool
-    sums: bool
-
-
-Encoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@torch.library.custom_op(
-    "bmtrain::fp8_encode",
-    mutates_args=(),
-    schema="(Tensor x, Tensor unit, ScalarType kind, bool codes, bool turned, bool sums) -> "
-    "(Tensor, Tensor, Tensor)",
-)
-def encode(x: torch.Tensor, *rest: Any) -> Encoded:
-    """Codes of a tensor, the same transposed, and sums of its columns, in one pass over memory.
-
-    Takes the fields of `Encoding`, in order.
-
-    Returns:
-        The codes (m, n); the transposed codes (n, m rounded up to a multiple of ALIGNMENT), with
-        zeros in what is added; and partial sums (parts, n) of x in fp32, each over TILE rows. What
-        is not wanted has 0 rows.
-    """
-    wanted = Encoding(x, *rest)
-    return encode_reference(wanted) if x.device.type == "cpu" else encode_by_triton(wanted)
-
-
-@encode.register_fake
-def _(x: torch.Tensor, *rest: Any) -> Encoded:
-    return _encoded(Encoding(x, *rest))
-
-
-def _encoded(wanted: Encoding) -> Encoded:
-    (m, n), padded = wanted.x.shape, _rounded_up(wanted.x.shape[0])
-    return (
-        wanted.x.new_empty((m if wanted.codes else 0, n), dtype=wanted.kind),
-        wanted.x.new_empty((n if wanted.turned else 0, padded), dtype=wanted.kind),
-        wanted.x.new_empty((-(-m // TILE) if wanted.sums else 0, n), dtype=torch.float32),
-    )
-
-
-def encode_reference(wanted: Encoding) -> Encoded:
-    """`encode` in plain torch."""
-    codes, turned, sums = _encoded(wanted)
-    m = wanted.x.shape[0]
-    found = codes_of(wanted.x, wanted.unit, wanted.kind)
-    if wanted.codes:
-        codes.copy_(found)
-    if wanted.turned:
-        bits = turned.view(torch.uint8)
-        bits[:, :m] = found.view(torch.uint8).t()
-        bits[:, m:] = 0
-    if wanted.sums:
-        for part, rows in zip(sums, wanted.x.float().split(TILE), strict=True):
-            part.copy_(rows.sum(0))
-    return codes, turned, sums
-
-
-def encode_by_triton(wanted: Encoding) -> Encoded:
-    """`encode` in one kernel."""
-    (codes, turned, sums), (m, n) = _encoded(wanted), wanted.x.shape
-    padded = turned.shape[1]
-    grid = (-(-padded // TILE) * -(-n // TILE),)
-    with launching_on(codes.device):
-        _triton_kernel()[grid](
-            wanted.x.contiguous(),
-            wanted.unit,
-            codes,
-            turned,
-            sums,
-            m,
-            n,
-            padded,
-            CODES=wanted.codes,
-            TURNED=wanted.turned,
-            SUMS=wanted.sums,
-            LIMIT=torch.finfo(wanted.kind).max,
-            TILE=TILE,
-            num_warps=8,
-        )
-    return codes, turned, sums
-
-
 @torch.library.custom_op(
     "bmtrain::fp8_input_gradient",
     mutates_args=(),
@@ -209,13 +102,7 @@ def input_gradient(
     in forward would be a second copy of the model.
     """
     return product(
-        grad,
-        grad_unit,
-        encode(weight, weight_unit, E4M3, False, True, False)[1],
-        weight_unit,
-        None,
-        dtype,
-        fast=False,
+        grad, grad_unit, transposed(weight, weight_unit), weight_unit, None, dtype, fast=False
     )
 
 
@@ -242,12 +129,8 @@ def weight_gradient(
     x_unit: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`grad.T @ x` in `dtype`, for transposed codes grad (n, m) and x (k, m): (n, k).
-
-    An operator of its own, so that a compiler with symbolic shapes need not know that m, rounded
-    up, is a multiple of ALIGNMENT.
-    """
-    return product(grad, grad_unit, x, x_unit, None, dtype, fast=False)
+    """`grad.T @ x` in `dtype`, for codes grad (m, n) and x (m, k): (n, k). Any m."""
+    return product(transposed(grad), grad_unit, transposed(x), x_unit, None, dtype, fast=False)
 
 
 @weight_gradient.register_fake
@@ -258,7 +141,55 @@ def _(
     x_unit: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    return grad.new_empty((grad.shape[0], x.shape[0]), dtype=dtype)
+    return grad.new_empty((grad.shape[1], x.shape[1]), dtype=dtype)
+
+
+def transposed(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
+    """The codes of `x` (m, n), transposed: (n, m rounded up to a multiple of ALIGNMENT).
+
+    Zeros pad the last dim.
+
+    Args:
+        x: codes, or values of another dtype, which are quantised to e4m3.
+        unit: the unit for values; None for codes.
+    """
+    return transposed_reference(x, unit) if x.device.type == "cpu" else transposed_triton(x, unit)
+
+
+def transposed_reference(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
+    """`transposed` in plain torch."""
+    codes = x if unit is None else _codes(x, unit, E4M3)
+    out = torch.zeros(x.shape[1], _rounded_up(x.shape[0]), dtype=codes.dtype, device=x.device)
+    out.view(torch.uint8)[:, : x.shape[0]] = codes.view(torch.uint8).t()
+    return out
+
+
+def transposed_triton(x: torch.Tensor, unit: torch.Tensor | None = None) -> torch.Tensor:
+    """`transposed` in one pass over memory."""
+    rows, columns = x.shape
+    kind = x.dtype if unit is None else E4M3
+    out = torch.empty(columns, _rounded_up(rows), dtype=kind, device=x.device)
+    tile = 128
+    grid = (-(-out.shape[1] // tile) * -(-columns // tile),)
+    source, target = (
+        (x.contiguous().view(torch.uint8), out.view(torch.uint8))
+        if unit is None
+        else (x.contiguous(), out)
+    )
+    with launching_on(x.device):
+        _triton_kernel()[grid](
+            source,
+            target,
+            target if unit is None else unit,
+            rows,
+            columns,
+            out.shape[1],
+            IS_CAST=unit is not None,
+            LIMIT=torch.finfo(kind).max,
+            TILE=tile,
+            num_warps=8,
+        )
+    return out
 
 
 def _rounded_up(size: int) -> int:
@@ -268,6 +199,6 @@ def _rounded_up(size: int) -> int:
 @functools.cache
 def _triton_kernel() -> Any:
     """Import lazily: Triton is slow to import, and is installed only where CUDA is."""
-    from bmtrain.kernels.fp8_triton import encode_kernel
+    from bmtrain.kernels.fp8_triton import transpose_kernel
 
-    return encode_kernel
+    return transpose_kernel

@@ -28,8 +28,8 @@ class Level(enum.Enum):
 
     #: everything that backward reads
     NOTHING = "nothing"
-    #: results of matmuls, convolutions and attention, and the largest number of a tensor; norms,
-    #: activations, dropout and casts are nearly free to recompute
+    #: results of matmuls, convolutions and attention; norms, activations, dropout and casts are
+    #: nearly free to recompute
     CHEAP = "norms and activations"
     #: the inputs of the block; costs one more forward pass
     BLOCK = "everything"
@@ -96,17 +96,7 @@ def policy(
     context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """CHEAP as a policy for torch's selective checkpointing, which compiled code uses."""
-    keeps = op in _KEPT or _is_largest(op, args, kwargs)
-    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _is_largest(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the result is the largest number of a whole tensor, as products in FP8 need it.
-
-    It takes no room, and a pass over the tensor to be computed again.
-    """
-    dims = {**dict(zip(("dim", "keepdim"), args[1:], strict=False)), **kwargs}.get("dim")
-    return op is torch.ops.aten.amax.default and not dims
+    return CheckpointPolicy.MUST_SAVE if op in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Selective:
@@ -192,9 +182,9 @@ class _Recalling(TorchDispatchMode):
 
 
 def _is_kept(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if op in _KEPT:
-        return torch.Tag.nondeterministic_seeded not in op.tags or not _drops(op, args, kwargs)
-    return _is_largest(op, args, kwargs)
+    return op in _KEPT and not (
+        torch.Tag.nondeterministic_seeded in op.tags and _drops(op, args, kwargs)
+    )
 
 
 def _drops(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
