@@ -24,9 +24,12 @@ def adamw(  # noqa: PLR0913 (as below)
     correction2: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The next master weight, mean and square, all fp32."""
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * g * g
-    return w * keep - rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps), m, v
+    # Each sum names the product that is not rounded: the compiler would choose one in each kernel,
+    # and kernels of other forms of the state would give other values.
+    m = tl.fma(m, beta1, rest1 * g)
+    v = tl.fma(v, beta2, rest2 * g * g)
+    change = rate * tl.div_rn(m, tl.sqrt_rn(v / correction2) + eps)
+    return tl.fma(w, keep, -change), m, v
 
 
 @triton.jit  # type: ignore[untyped-decorator]

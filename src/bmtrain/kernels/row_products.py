@@ -25,7 +25,7 @@ MOST_WEIGHTS = 3
 #: longest row: a program goes over it in steps that are written out
 MOST_COLUMNS = 1 << 15
 #: rows of a weight, and columns at once, that a program multiplies
-BLOCK_OUT, BLOCK_IN, WARPS = 4, 1024, 4
+BLOCK_OUT, BLOCK_IN, WARPS = 1, 2048, 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 
@@ -17,7 +18,10 @@ def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
         return torch.empty(numel, dtype=dtype, device="cpu")
     # Pages of its own: one that two buffers share could be locked for the first of them only.
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(pages, dtype=dtype)
+    with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    # Written before they are locked: the driver would fetch page after page, at 2.6 GB/s.
+    buffer = torch.frombuffer(pages, dtype=dtype).zero_()
     address = buffer.data_ptr()
     if int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0)) == 0:
         weakref.finalize(buffer, _unpin, address)
