@@ -222,9 +222,8 @@ def steps_of(records: Sequence[Record]) -> list[str]:
     """One Markdown row per kind of language model, its input and library, the median of repeats."""
     groups: dict[tuple[str, str, str], list[Record]] = {}
     for r in records:
-        size = (
-            f"{r['tokens']} tokens" if "tokens" in r else f"{r['sequences']} sequences, {r['mask']}"
-        )
+        size = f"{r['tokens']} tokens" if "tokens" in r else f"{r['sequences']} sequences"
+        size += f", {r['mask']}" if "mask" in r else ""
         groups.setdefault((r["what"], size, r["model"]), []).append(r)
     rows = []
     for (what, size, model), repeats in groups.items():
@@ -244,9 +243,10 @@ def recipe_cells(records: Sequence[Record], folder: str = "") -> list[dict[str, 
 
 
 def _recipe_cell(r: Record, folder: str) -> dict[str, object]:
+    gpus = f"{r['gpus']} x {r['machine']['gpu']}" if "machine" in r else r["gpus"]
     cell: dict[str, object] = {
         "recipe": f"[{r['setting']}]({folder}{r['page']}.md)",
-        "GPUs": r["gpus"],
+        "GPUs": gpus,
     }
     if "failed" in r:
         return cell | {"GiB a GPU": "failed: " + " ".join(r["failed"])}
