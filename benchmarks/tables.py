@@ -244,10 +244,7 @@ def recipe_cells(records: Sequence[Record], folder: str = "") -> list[dict[str, 
 
 def _recipe_cell(r: Record, folder: str) -> dict[str, object]:
     gpus = f"{r['gpus']} x {r['machine']['gpu']}" if "machine" in r else r["gpus"]
-    cell: dict[str, object] = {
-        "recipe": f"[{r['setting']}]({folder}{r['page']}.md)",
-        "GPUs": gpus,
-    }
+    cell: dict[str, object] = {"recipe": f"[{r['setting']}]({folder}{r['page']}.md)", "GPUs": gpus}
     if "failed" in r:
         return cell | {"GiB a GPU": "failed: " + " ".join(r["failed"])}
     return cell | {
