@@ -176,23 +176,19 @@ def cached_attention_by_triton(
 
 def _arguments_of(new: NewToken | None, query: torch.Tensor, capacity: int) -> dict[str, Any]:
     """What the kernel is told of the query and of a new token."""
-    found: dict[str, Any] = dict.fromkeys(
-        ("new_key", "new_value", "place", "cos", "sin", "PAIRS", "table_row"), None
-    )
-    found |= {"capacity": capacity, "PAIRS": 0, "table_row": 0, "INTERLEAVED": False}
-    tensors = {"query": query}
+    key = value = place = cos = sin = None
+    pairs = table_row = 0
     if new is not None:
-        tensors |= {"new_key": _with_rows(new.key), "new_value": _with_rows(new.value)}
-        found |= {"place": new.place, "new_key": tensors["new_key"]}
-        found |= {"new_value": tensors["new_value"], "INTERLEAVED": new.interleaved}
-    if new is not None and new.cos is not None and new.sin is not None:
-        pairs = new.cos.shape[1]
-        found |= {"cos": new.cos.contiguous(), "sin": new.sin.contiguous(), "PAIRS": pairs}
-        found["table_row"] = pairs if new.cos.shape[0] > 1 else 0
-    for name in ("query", "new_key", "new_value"):
-        row, head = tensors[name].stride()[:2] if name in tensors else (0, 0)
+        key, value, place = _with_rows(new.key), _with_rows(new.value), new.place
+        if new.cos is not None and new.sin is not None:
+            cos, sin, pairs = new.cos.contiguous(), new.sin.contiguous(), new.cos.shape[1]
+            table_row = pairs if new.cos.shape[0] > 1 else 0
+    found: dict[str, Any] = {"new_key": key, "new_value": value, "place": place}
+    found |= {"cos": cos, "sin": sin, "capacity": capacity, "table_row": table_row, "PAIRS": pairs}
+    for name, x in (("query", query), ("new_key", key), ("new_value", value)):
+        row, head = (0, 0) if x is None else x.stride()[:2]
         found |= {f"{name}_row": row, f"{name}_head": head}
-    return found
+    return found | {"INTERLEAVED": new is not None and new.interleaved}
 
 
 def _with_rows(x: torch.Tensor) -> torch.Tensor:
@@ -250,9 +246,7 @@ def store_tokens_by_triton(
     rows, heads, capacity, dim = keys.shape
     if rows == 0:
         return
-    new_keys, new_values = (
-        new if new.stride(-1) == 1 else new.contiguous() for new in (new_keys, new_values)
-    )
+    new_keys, new_values = _with_rows(new_keys), _with_rows(new_values)
     with launching_on(keys.device):
         _triton().store_tokens_kernel[(rows * heads,)](
             keys,

@@ -208,7 +208,12 @@ class AdamBase(torch.optim.Optimizer):
         return self._layout
 
     def _new_layout(self) -> AdamLayout:
-        return AdamLayout(self.param_groups, self.state, self._make_state, self._form)
+        return AdamLayout(
+            self.param_groups, self.state, self._make_state, self._form, self._wait_for_copies
+        )
+
+    def _wait_for_copies(self) -> None:
+        """Return when no device copies from the states' memory, as none does from its own."""
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """This rank's slices of the optimizer state, or with `gather` full tensors.

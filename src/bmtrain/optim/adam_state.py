@@ -32,10 +32,6 @@ _flat = itertools.chain.from_iterable
 _params_of = operator.itemgetter("params")
 
 
-def _no_copies() -> None:
-    """Nothing to wait for."""
-
-
 class RunState:
     """State of one run, in fp32 (fp64 for fp64 parameters): both moments, and master weights.
 
@@ -199,7 +195,7 @@ class AdamLayout:
         states: MutableMapping[torch.Tensor, dict[str, Any]],
         make_state: Callable[[Run, int], AnyState],
         form: StateForm,
-        wait_for_copies: Callable[[], None] = _no_copies,
+        wait_for_copies: Callable[[], None],
     ) -> None:
         self._states, self._wait_for_copies = states, wait_for_copies
         # by id of the run: its group's index and its state

@@ -107,9 +107,10 @@ class AdamOffloadOptimizer(AdamBase):
         self._buffers = {}
         params = parameters_of(self.param_groups)
         self._resident = resident_owners(contiguous_runs(params), self._device_bytes, self._form)
-        return AdamLayout(
-            self.param_groups, self.state, self._make_state, self._form, self._bus.wait
-        )
+        return super()._new_layout()
+
+    def _wait_for_copies(self) -> None:
+        self._bus.wait()
 
     def _prepare(self, layout: AdamLayout) -> None:
         self._held = layout.held_owners()
