@@ -9,18 +9,20 @@ import torch
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_hidden_updates import (
     READERS,
+    Run,
     compare,
     fails,
     hides,
-    in_order,
+    make_model,
     read_all,
+    train,
     write_ordinary_states,
     write_states,
 )
 
 import bmtrain as bmt
-from bmtrain.optim import host_update
-from bmtrain.optim.host_memory import host_buffer
+from bmtrain.optim import AdamOffloadOptimizer, OptimManager
+from bmtrain.optim.host_memory import host_zeros
 
 pytestmark = pytest.mark.gpu
 
@@ -49,40 +51,46 @@ def test_updates_of_ordinary_programs_are_hidden(zero_level: int, use_checkpoint
         run_ranks(hides, count, zero_level, use_checkpoint, device=None, timeout=300)
 
 
-def test_a_block_waits_for_its_own_update_only() -> None:
-    for count in counts():
-        run_ranks(in_order, count, device=None, timeout=300)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
-def test_states_are_not_written_while_they_are_sent_up(overlap: bool) -> None:
+def test_states_are_not_written_while_they_are_on_their_way(overlap: bool) -> None:
     for count in counts():
         run_ranks(write_states, count, overlap, device=None, timeout=300)
     run_ranks(write_ordinary_states, 1, device=None, timeout=300)
 
 
-def rounds() -> None:
-    host_update.STAGED = 1000  # so that a row takes several
-    bus = host_update.Bus(bmt.device())
-    master = host_buffer(12345, torch.float32, bmt.device())
-    assert master.is_pinned()
-    master.copy_(torch.randn(12345) * 10.0 ** torch.randint(-9, 5, (12345,)))
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        weight = torch.zeros(12345, dtype=dtype, device=bmt.device())
-        bus.begin()
-        with torch.inference_mode():  # an evaluation may be the first to need weights
-            bus.upload(weight, master)
-        bus.wait()
-        assert torch.equal(weight.cpu(), master.to(dtype)), dtype
-        bus.upload(weight.zero_(), master)
-        bus.wait()
-        assert torch.equal(weight.cpu(), master.to(dtype)), dtype
+def places(first: bool) -> None:
+    """They go to the GPU, which has room, in the first step; those that are laid out before, as a
+    resume does, are moved there.
+    """
+    model = make_model(torch.bfloat16, 3)
+    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, device_bytes="auto")
+    manager = OptimManager()
+    manager.add_optimizer(optimizer)
+    run = Run(model, optimizer, manager, pathlib.Path())
+    if first:
+        optimizer.state_dict()
+        assert optimizer.state[run.param]["exp_avg"].local.device.type == "cpu"
+    train(run, 0)
+    assert optimizer.state[run.param]["exp_avg"].local.device.type == "cuda"
 
 
-def test_the_device_rounds_as_the_host_does() -> None:
-    """The same weights as the host would make of the masters, tails of chunks included."""
-    run_ranks(rounds, 1, device=None, timeout=300)
+@pytest.mark.parametrize("first", [False, True])
+def test_states_place_themselves(first: bool) -> None:
+    for count in counts():
+        run_ranks(places, count, first, device=None, timeout=300)
 
 
-def test_an_error_of_the_worker_comes_up_wherever_values_are_asked_for() -> None:
+def is_in_host_memory() -> None:
+    device = bmt.device()
+    for dtype in (torch.float32, torch.int16, torch.uint8):
+        memory = host_zeros(12345, dtype, device)
+        assert memory.is_pinned() and not memory.any()
+
+
+def test_host_memory_is_locked() -> None:
+    """Else copies would not go on beside the program."""
+    run_ranks(is_in_host_memory, 1, device=None, timeout=300)
+
+
+def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for() -> None:
     run_ranks(fails, 1, device=None, timeout=300)

@@ -4,13 +4,13 @@ and the values are bit for bit those of an update that nobody passes.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import pathlib
 import random
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,47 +21,43 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import RanksPartedError, StaleParameterError
+from bmtrain.errors import ConfigurationError, RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
-from bmtrain.optim.host_update import Bus
-from bmtrain.optim.worker import Worker
+from bmtrain.optim.streaming import Load, Passage, StreamedUpdate
 from bmtrain.runtime import world
+from bmtrain.runtime.world import World
 from bmtrain.shard.slices import local_of
 from bmtrain.snapshot import CheckpointManager
 
 DIM, ROWS, NUM_BLOCKS = 10, 4, 3
 
 
-class Gate:
-    """While it is closed, holds the worker before the next job for a tenth of a second."""
+class LatePassage(Passage):
+    """On a GPU, begins each load late; on a CPU, loads wait for whoever asks for them anyway.
 
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self.open()
+    Args:
+        world: of the run.
+        cycles: of the GPU, before each load.
+    """
 
-    def __call__(self) -> None:
-        self._open.wait(0.1)
-        self.open()
+    def __init__(self, world: World, cycles: Callable[[], int] = lambda: 20_000_000) -> None:
+        super().__init__(world)
+        self.load_bytes, self._cycles = 3000, cycles
 
-    def open(self) -> None:
-        self._open.set()
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        if self.is_beside:
+            with torch.cuda.stream(self._update):
+                torch.cuda._sleep(self._cycles())
+        return super().run(load, verdict)
 
-    def close(self) -> None:
-        self._open.clear()
 
-
-def use_worker(before_job: Callable[[], None] | None) -> None:
-    current = world.current()
-    current.services[Worker] = Worker(current, before_job)
+def use_passage(passage: Passage) -> None:
+    """For optimizers that are made from now on."""
+    world.current().services[Passage] = passage
 
 
 def ones(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, device=bmt.device())
-
-
-def is_on_gpu() -> bool:
-    """Where the device's arithmetic differs from the CPU's in the last bits."""
-    return bmt.device().type != "cpu"
 
 
 class Layer(nn.Module):
@@ -76,11 +72,15 @@ class Layer(nn.Module):
         return y
 
 
+def make_plain() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Embedding(17, DIM), *(Layer() for _ in range(NUM_BLOCKS)), nn.Linear(DIM, 17)
+    )
+
+
 def make_model(dtype: torch.dtype, zero_level: int, use_checkpoint: bool = False) -> Any:
     torch.manual_seed(5)
-    model = nn.Sequential(
-        nn.Embedding(17, DIM), *(Layer() for _ in range(NUM_BLOCKS)), nn.Linear(DIM, 17)
-    ).to(bmt.device(), dtype)
+    model = make_plain().to(bmt.device(), dtype)
     for place in range(1, NUM_BLOCKS + 1):
         model[place] = bmt.Block(model[place], zero_level=zero_level, use_checkpoint=use_checkpoint)
     return bmt.BMTrainModelWrapper(model)
@@ -350,37 +350,28 @@ def check_equal(got: Any, want: Any, place: str) -> None:
         assert got == want, place
 
 
-def is_under_way(run: Run) -> bool:
-    return any(not update.job.done.done() for update in run.optimizer._updates)
+def is_done(update: StreamedUpdate) -> bool:
+    return update.num_left == 0 and (update.done is None or update.done.query())
 
 
 def read(name: str, folder: pathlib.Path) -> None:
-    use_worker(None)
     want = plain(READERS[name](start(folder / "at once", overlap=False)))
-    gate = Gate()
-    use_worker(gate)
     run = start(folder / "beside", overlap=True, num_steps=1)
     run.optimizer.settle()
-    gate.close()
     train(run, 1)
-    assert is_under_way(run), "nothing was hidden"
-    try:
-        got = plain(READERS[name](run))
-    finally:
-        gate.open()
-    check_equal(got, want, name)
+    assert not all(map(is_done, run.optimizer._updates)), "nothing was hidden"
+    check_equal(plain(READERS[name](run)), want, name)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("names", [list(READERS)[place::6] for place in range(6)], ids=str)
 def test_every_reader_waits(names: list[str], world_size: int, tmp_path: pathlib.Path) -> None:
-    """With a worker that begins every job late, each way to weights and states finds those of the
-    step.
-    """
+    """However late the update is, each way to weights and states finds those of the step."""
     run_ranks(read_all, world_size, names, tmp_path, timeout=180)
 
 
 def read_all(names: list[str], folder: pathlib.Path) -> None:
+    use_passage(LatePassage(world.current()))
     for place, name in enumerate(names):
         for kind in ("at once", "beside"):
             (folder / str(place) / kind).mkdir(parents=True, exist_ok=True)
@@ -423,15 +414,17 @@ def program(case: Case) -> list[Any]:
     params = groups_of(model, draws.random() < 0.5)
     ordinary = nn.Parameter(ones(3).to(dtype)) if draws.random() < 0.3 else None
     device_bytes = draws.choice([0, 0, 5000, 10**6])
+    without_masters = dtype != torch.float16 and draws.random() < 0.2
     optimizers: list[Any] = [
         AdamOffloadOptimizer(
             params,
             lr=0.05,
             weight_decay=draws.choice([0.0, 0.1]),
             moments=draws.choice(["fp32", "fp32", "8bit"]),
+            master_weights="none" if without_masters else "fp32",
             record_delta=draws.random() < 0.3,
             overlap=case.overlap,
-            device_bytes=device_bytes if case.overlap or is_on_gpu() else 0,
+            device_bytes=device_bytes if case.overlap else 0,
         )
     ]
     if ordinary is not None:
@@ -512,19 +505,11 @@ def one_step(
     manager.zero_grad(set_to_none=draws.random() < 0.6)
 
 
-class Jitter:
-    """Begins jobs at times drawn from a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._draws = random.Random(seed)
-
-    def __call__(self) -> None:
-        time.sleep(self._draws.choice([0, 0, 0.002, 0.01]))
-
-
 def compare(seeds: list[int]) -> None:
     for seed in seeds:
-        use_worker(Jitter(seed + 1000 * bmt.rank()))
+        draws = random.Random(seed + 1000 * bmt.rank())
+        cycles = functools.partial(draws.choice, [0, 0, 4_000_000, 20_000_000])
+        use_passage(LatePassage(world.current(), cycles))
         want = plain(program(Case(seed, overlap=False)))
         check_equal(plain(program(Case(seed))), want, f"seed {seed}:")
 
@@ -532,23 +517,32 @@ def compare(seeds: list[int]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("first", range(0, 16, 4))
 def test_programs_see_the_same_values(first: int, world_size: int) -> None:
-    """Bit for bit, whatever the program does and however late the worker is."""
+    """Bit for bit, whatever the program does and however late the update is."""
     run_ranks(compare, world_size, list(range(first, first + 4)), timeout=180)
 
 
-# ---- states are not written while a device copies from them ----
+# ---- states are not touched while they are on their way ----
 
 
-class WatchedBus(Bus):
-    """As a device that goes on copying what is sent up until the host has waited for it."""
+class WatchedPassage(LatePassage):
+    """As a device that goes on copying a load until the host has waited for it."""
 
     def __init__(self) -> None:
-        super().__init__(bmt.device())
+        super().__init__(world.current())
         self.sent: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        self.sent.append((source, source.clone()))
-        return super().upload(target, source)
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        event = super().run(load, verdict)
+        if self.is_beside:
+            self._down.synchronize()  # for the values to compare with
+
+        def keep(state: torch.Tensor) -> torch.Tensor:
+            self.sent.append((state, state.clone()))
+            return state
+
+        for member in load:
+            member.tensors.placed(keep)
+        return event
 
     def wait(self) -> None:
         self.check()
@@ -556,8 +550,8 @@ class WatchedBus(Bus):
         self.sent.clear()
 
     def check(self) -> None:
-        for source, value in self.sent:
-            assert torch.equal(source, value), "written before the device had copied it"
+        for state, value in self.sent:
+            assert torch.equal(state, value), "written while it was on its way"
 
 
 def written_states(run: Run) -> None:
@@ -615,38 +609,39 @@ STATE_WRITERS = [
 
 def write_states(overlap: bool) -> None:
     for write in STATE_WRITERS:
+        passage = WatchedPassage()
+        use_passage(passage)
         model = make_model(torch.bfloat16, 3)
         optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, overlap=overlap)
-        optimizer._bus = bus = WatchedBus()
         manager = OptimManager()
         manager.add_optimizer(optimizer)
         run = Run(model, optimizer, manager, pathlib.Path())
         for step in range(2):
             train(run, step)
         write(run)
-        bus.check()
+        passage.check()
         train(run, 5)
         optimizer.settle()
-        assert not bus.sent, write
+        assert not passage.sent, write
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_states_are_not_written_while_they_are_sent_up(overlap: bool, world_size: int) -> None:
-    """The device reads masters where they lie, when the program has long gone on."""
+def test_states_are_not_written_while_they_are_on_their_way(overlap: bool, world_size: int) -> None:
+    """The device copies them when the program has long gone on."""
     run_ranks(write_states, world_size, overlap)
 
 
 def write_ordinary_states() -> None:
+    passage = WatchedPassage()
+    use_passage(passage)
     param = nn.Parameter(ones(5).bfloat16())
     optimizer = AdamOffloadOptimizer([param], lr=0.05)
-    optimizer._bus = bus = WatchedBus()
     for _ in range(3):
         param.grad = ones(5).bfloat16()
         optimizer.step()
-        if "master" in optimizer.state[param]:
-            optimizer.state[param]["master"].mul_(2.0)
-        bus.check()
+        optimizer.state[param]["master"].mul_(2.0)
+        passage.check()
 
 
 def test_states_of_ordinary_parameters_are_the_programs_after_a_step() -> None:
@@ -658,6 +653,7 @@ def test_states_of_ordinary_parameters_are_the_programs_after_a_step() -> None:
 
 def hides(zero_level: int, use_checkpoint: bool) -> None:
     """Nothing of the library's own counts as memory that the program holds."""
+    use_passage(LatePassage(world.current()))
     model = make_model(torch.bfloat16, zero_level, use_checkpoint)
     optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05)
     manager = OptimManager()
@@ -680,7 +676,6 @@ def hides(zero_level: int, use_checkpoint: bool) -> None:
     del state
     train(run, 6)
     assert not optimizer._held
-    use_worker(lambda: time.sleep(0.01))
     manager.backward(loss_of(model, 7))
     for _ in range(2):  # an update that is under way holds views of what it updates
         optimizer.step()
@@ -698,51 +693,39 @@ def test_updates_of_ordinary_programs_are_hidden(
 
 
 class Watch(nn.Module):
-    """Lets the worker begin another job when a block begins."""
+    """Tells that a block begins."""
 
-    def __init__(self, inner: nn.Module, go_on: threading.Semaphore) -> None:
+    def __init__(self, inner: nn.Module, tell: Callable[[], None]) -> None:
         super().__init__()
-        self.inner, self.go_on = inner, go_on
+        self.inner, self.tell = inner, tell
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.go_on.release()
+        self.tell()
         y: torch.Tensor = self.inner(x)
         return y
 
 
-def passes(go_on: threading.Semaphore, overlap: bool) -> list[torch.Tensor]:
-    """The losses of three steps; with `overlap`, each update begins when the block before runs."""
+def in_order() -> None:
+    use_passage(LatePassage(world.current()))  # whose loads are shorter than a block
     torch.manual_seed(1)
+    done: list[int] = []
     # made in another order than they are called in
-    parts = [Watch(Layer(), go_on) for _ in range(5)]
+    parts = [Watch(Layer(), lambda: done.append(sum(map(is_done, updates())))) for _ in range(5)]
     blocks = bmt.TransformerBlockList(bmt.Block(part, use_checkpoint=False) for part in parts[::-1])
     params = [param for part in parts for param in part.parameters()]
-    optimizer = AdamOffloadOptimizer(params, lr=0.05, overlap=overlap)
+    optimizer = AdamOffloadOptimizer(params, lr=0.05)
     manager = OptimManager()
     manager.add_optimizer(optimizer)
-    losses = []
+
+    def updates() -> list[StreamedUpdate]:
+        return optimizer._updates
+
     for _ in range(3):
-        loss = blocks(ones(2, 3, DIM)).square().sum()
-        manager.backward(loss)
-        losses.append(loss.detach())
-        while overlap and go_on.acquire(blocking=False):
-            pass
-        go_on.release()
+        done.clear()
+        manager.backward(blocks(ones(2, 3, DIM)).square().sum())
         manager.step()
         manager.zero_grad()
-    assert len(optimizer._updates) == 5
-    return losses
-
-
-def in_order() -> None:
-    go_on = threading.Semaphore(100)
-    want = passes(go_on, overlap=False)
-    in_time: list[bool] = []
-    use_worker(lambda: in_time.append(go_on.acquire(timeout=5.0)))
-    check_equal(passes(go_on, overlap=True), want, "losses")
-    go_on.release(5)
-    assert len(in_time) >= 10
-    assert all(in_time), in_time
+    assert done == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -753,32 +736,83 @@ def test_a_block_waits_for_its_own_update_only(world_size: int) -> None:
     run_ranks(in_order, world_size)
 
 
-def fails() -> None:
-    run = start(pathlib.Path(), overlap=True, num_steps=1)
-    run.optimizer.settle()
+class BrokenPassage(Passage):
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        raise MemoryError("no memory for a load")
 
-    current = world.current()
-    current.services[Worker] = BrokenWorker(current)
-    train(run, 1)
+
+def fails() -> None:
+    passage = BrokenPassage(world.current())
+    use_passage(passage)
+    run = start(pathlib.Path(), overlap=True, num_steps=0)
+    broken = pytest.raises(MemoryError, match="no memory for a load")
+    with broken if passage.is_beside else contextlib.nullcontext():
+        train(run, 0)
     for _ in range(2):
-        with pytest.raises(MemoryError, match="no memory in the worker"):
+        with broken:
             run.optimizer.state_dict()
-        with pytest.raises(MemoryError, match="no memory in the worker"):
+        with broken:
             run.model.state_dict()
-        with pytest.raises(MemoryError, match="no memory in the worker"):
+        with broken:
             loss_of(run.model, 2)
-        with pytest.raises(MemoryError, match="no memory in the worker"):
+        with broken:
             run.manager.step()
 
 
-class BrokenWorker(Worker):
-    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        raise MemoryError("no memory in the worker")
-
-
-def test_an_error_of_the_worker_comes_up_wherever_values_are_asked_for() -> None:
+def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for() -> None:
     """Again and again: no checkpoint can be taken of half a step."""
     run_ranks(fails, 1)
+
+
+# ---- where states are ----
+
+
+def takes_too_much(moments: str, host_bytes: int) -> None:
+    model = make_model(torch.bfloat16, 3)
+    optimizer = AdamOffloadOptimizer(model.parameters(), moments=moments, host_bytes=host_bytes)
+    loss_of(model, 0).backward()
+    with pytest.raises(ConfigurationError, match="of host memory on each rank, host_bytes allows"):
+        optimizer.step()
+    assert not optimizer.state, "states were made"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_that_the_host_has_no_room_for_are_refused(world_size: int) -> None:
+    """On all ranks, before there are any, in each form that takes too much; and only then."""
+    count = sum(x.numel() for x in make_plain().parameters())
+    exact, small = 12 * count // world_size, 6 * count // world_size
+    run_ranks(takes_too_much, world_size, "fp32", exact - 1)
+    run_ranks(takes_too_much, world_size, "8bit", small)
+    run_ranks(fits, world_size, "fp32", exact + 12 * 64 * 30)
+    run_ranks(fits, world_size, "8bit", exact)
+
+
+def fits(moments: str, host_bytes: int) -> None:
+    model = make_model(torch.bfloat16, 3)
+    optimizer = AdamOffloadOptimizer(model.parameters(), moments=moments, host_bytes=host_bytes)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def places_itself() -> None:
+    """Without a GPU everything stays in host memory; the values are those of any placement."""
+    found = []
+    for device_bytes in ("auto", 0):
+        model = make_model(torch.bfloat16, 3)
+        optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, device_bytes=device_bytes)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        run = Run(model, optimizer, manager, pathlib.Path())
+        for step in range(3):
+            train(run, step)
+        found.append(values_of(model, optimizer))
+    check_same(*found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_place_themselves(world_size: int) -> None:
+    run_ranks(places_itself, world_size)
 
 
 def parts_ways(name: str) -> None:

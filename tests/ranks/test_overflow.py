@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import math
 import warnings
@@ -236,7 +237,8 @@ def at_once() -> None:
     training.backward(1, math.inf)
     training.manager.step()
     assert training.schedule.steps == 1 and training.manager._num_steps == 1
-    for other in (AdamOffloadOptimizer, torch.optim.SGD):
+    recording = functools.partial(AdamOffloadOptimizer, record_delta=True)
+    for other in (recording, torch.optim.SGD):
         training = Training(SCHEDULES["ours"])
         second = nn.Linear(1, 1)
         training.manager.add_optimizer(other(second.parameters(), lr=0.1))
@@ -253,8 +255,8 @@ def at_once() -> None:
 
 
 def test_who_cannot_go_back_waits() -> None:
-    """Schedules without a state, torch's optimizers, the one in host memory, hooks: the host
-    decides before anything steps.
+    """Schedules without a state, torch's optimizers, what records changes, hooks: the host decides
+    before anything steps.
     """
     run_ranks(at_once, 1)
 

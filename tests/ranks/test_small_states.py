@@ -409,8 +409,6 @@ def refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=str(dtype)):
             AdamOptimizer([nn.Parameter(torch.ones(3, dtype=dtype))], **options)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="master_weights"):
-        AdamOffloadOptimizer(params, master_weights="split")  # type: ignore[call-arg]
     optimizer = AdamOptimizer(params, master_weights="none")
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3).half())]})
     with pytest.raises(ConfigurationError, match="float16"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,17 +74,22 @@ class AdamTensors(NamedTuple):
         """Whether the weights are their own master."""
         return self.weight is self.master
 
-    def parts(self, length: int) -> Iterator[AdamTensors]:
-        """Parts of at most `length` elements, in order, as views."""
-        for begin in range(0, self.weight.numel(), length):
-            own = slice(begin, begin + length)
-            weight = self.weight[own]
-            master = weight if self.is_exact else self.master[own]
-            yield AdamTensors(weight, self.grad[own], master, self.mean[own], self.square[own])
+    def part(self, begin: int, end: int) -> AdamTensors:
+        """Elements [begin, end), as views."""
+        weight = self.weight[begin:end]
+        master = weight if self.is_exact else self.master[begin:end]
+        grad, mean, square = (x[begin:end] for x in (self.grad, self.mean, self.square))
+        return AdamTensors(weight, grad, master, mean, square)
 
-    def beside(self, master: torch.Tensor, grad: torch.Tensor) -> AdamTensors:
-        """With gradients elsewhere, and with weights that are their own masters."""
-        return self._replace(weight=master, master=master, grad=grad)
+    def with_weight(self, weight: torch.Tensor, grad: torch.Tensor) -> AdamTensors:
+        """With weights and gradients that lie elsewhere."""
+        master = weight if self.is_exact else self.master
+        return self._replace(weight=weight, master=master, grad=grad)
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
+        """With the tensors of the state as `place` gives them; weights are none."""
+        master = self.master if self.is_exact else place(self.master)
+        return self._replace(master=master, mean=place(self.mean), square=place(self.square))
 
 
 def adamw_update(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,9 +66,21 @@ class CompactTensors:
         for begin in range(0, self.weight.numel(), length):
             yield self.part(begin, min(begin + length, self.weight.numel()))
 
-    def beside(self, master: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
-        """With gradients elsewhere, and with weights that are their own masters."""
-        return dataclasses.replace(self, weight=master, master=master, grad=grad)
+    def with_weight(self, weight: torch.Tensor, grad: torch.Tensor) -> CompactTensors:
+        """With weights and gradients that lie elsewhere."""
+        master = weight if self.is_exact else self.master
+        return dataclasses.replace(self, weight=weight, master=master, grad=grad)
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> CompactTensors:
+        """With the tensors of the state as `place` gives them; weights are none."""
+        master = self.master
+        if master is not None and not self.is_exact:
+            master = place(master)
+        mean, square = (
+            Blocks(*map(place, x)) if isinstance(x, Blocks) else place(x)
+            for x in (self.mean, self.square)
+        )
+        return dataclasses.replace(self, master=master, mean=mean, square=square)
 
 
 def update_tensors(

@@ -96,7 +96,7 @@ class AdamBase(torch.optim.Optimizer):
 
         False where host code runs with each step: it would run for skipped steps too.
         """
-        return False
+        return not self._optimizer_step_pre_hooks and not self._optimizer_step_post_hooks
 
     @property
     def scale(self) -> float:
@@ -119,19 +119,26 @@ class AdamBase(torch.optim.Optimizer):
         return self._scaled is not None and self._scaled() is loss
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:
-        """Update all parameters that have a gradient, dividing gradients by `scale` on the fly."""
-        return self._step(closure, scale, None)
-
-    def _step(
-        self, closure: Callable[[], Any] | None, scale: float, verdict: torch.Tensor | None
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        scale: float = 1.0,
+        *,
+        verdict: torch.Tensor | None = None,
     ) -> Any:
+        """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
+
+        Args:
+            verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
+                change. The host need not wait for it; once it knows, it calls `take_back`.
+        """
         self.dynamic_scale.settle()
         self._engine.backward.flush()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._place_states()
         layout = self._lay_out()
         layout.follow()
         self._prepare(layout)
@@ -178,11 +185,14 @@ class AdamBase(torch.optim.Optimizer):
     def settle(self) -> None:
         """Wait for an update that is under way: weights and states are then those of the step."""
 
+    def _place_states(self) -> None:
+        """Called before a step lays out its states."""
+
     def _prepare(self, layout: AdamLayout) -> None:
         """Called before a step looks for gradients."""
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
-        """Apply the updates. AdamOptimizer skips all of them if `verdict` is NaN or infinite."""
+        """Apply the updates, or none of them if `verdict` is NaN or infinite."""
         raise NotImplementedError
 
     def _make_state(self, run: Run, number: int) -> AnyState:
@@ -198,14 +208,19 @@ class AdamBase(torch.optim.Optimizer):
         """The layout, rebuilt if the program has changed groups or states, as torch allows."""
         self.settle()
         if self._layout is not None and not self._layout.is_current(self.param_groups, self.state):
-            # The new layout copies the master weights, so they first need any external writes to
-            # the weights.
-            self._layout.follow()
-            self._layout = None
+            self._drop_layout()
         if self._layout is None:
             self._form.check_params(type(self).__name__, parameters_of(self.param_groups))
             self._layout = self._new_layout()
         return self._layout
+
+    def _drop_layout(self) -> None:
+        """Have the states laid out anew."""
+        if self._layout is not None:
+            # The new layout copies the master weights, so they first need any external writes to
+            # the weights.
+            self._layout.follow()
+            self._layout = None
 
     def _new_layout(self) -> AdamLayout:
         return AdamLayout(
@@ -213,7 +228,7 @@ class AdamBase(torch.optim.Optimizer):
         )
 
     def _wait_for_copies(self) -> None:
-        """Return when no device copies from the states' memory, as none does from its own."""
+        """Return when nothing copies from or to states in host memory."""
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
         """This rank's slices of the optimizer state, or with `gather` full tensors.
@@ -326,26 +341,6 @@ class AdamOptimizer(AdamBase):
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range.
     """
-
-    @property
-    def skips_on_device(self) -> bool:
-        return not self._optimizer_step_pre_hooks and not self._optimizer_step_post_hooks
-
-    @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        scale: float = 1.0,
-        *,
-        verdict: torch.Tensor | None = None,
-    ) -> Any:
-        """Update all parameters that have a gradient, dividing gradients by `scale` on the fly.
-
-        Args:
-            verdict: 0-dim fp64 on the device. If it is NaN or infinite, weights and moments do not
-                change. The host need not wait for it; once it knows, it calls `take_back`.
-        """
-        return self._step(closure, scale, verdict)
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         for update, settings in steps:

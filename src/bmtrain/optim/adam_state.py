@@ -17,6 +17,7 @@ from bmtrain.optim.bound import BoundWeights
 from bmtrain.optim.compact_state import NAMES, CompactState, cut_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.gradients import Gradients, Parts
+from bmtrain.optim.host_memory import zeros
 from bmtrain.optim.masters import follow_weights, masters_of
 from bmtrain.optim.runs import Run, contiguous_runs, local_numel
 from bmtrain.shard.cut import Cut
@@ -35,16 +36,14 @@ _params_of = operator.itemgetter("params")
 class RunState:
     """State of one run, in fp32 (fp64 for fp64 parameters): both moments, and master weights.
 
-    Only half-precision parameters, and those whose state is on another device, have separate master
-    weights.
+    Only half-precision parameters have separate master weights.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
         values = run.values
         dtype = torch.promote_types(values.dtype, torch.float32)
-        self.mean = torch.zeros(run.numel, dtype=dtype, device=device)
-        self.square = torch.zeros(run.numel, dtype=dtype, device=device)
-        self.is_exact = values.dtype == dtype and values.device == device
+        self.mean, self.square = (zeros(run.numel, dtype, device, values.device) for _ in range(2))
+        self.is_exact = values.dtype == dtype
         # Weights that are their own masters are not held: see `Storage.is_held`.
         self.master = None if self.is_exact else masters_of(values, device, dtype)
 
@@ -92,7 +91,7 @@ AnyState = RunState | CompactState
 
 class StateOf(Sharded):
     """A state of a sharded parameter. Whoever reads or writes it waits for an update that is under
-    way, and until no device copies from its memory.
+    way, and until nothing copies from or to its memory.
     """
 
     _param: DistributedParameter
@@ -186,7 +185,7 @@ class AdamLayout:
         make_state: makes the state of a run that begins with the parameter of a number, counted
             over all groups.
         form: of the states; compact ones are made for each parameter by itself.
-        wait_for_copies: returns when no device copies from the states' memory.
+        wait_for_copies: returns when nothing copies from or to states in host memory.
     """
 
     def __init__(

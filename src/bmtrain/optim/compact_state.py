@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of
 from bmtrain.kernels.blockwise import BLOCK, Blocks, num_blocks
 from bmtrain.optim.form import StateForm
+from bmtrain.optim.host_memory import zeros
 from bmtrain.optim.masters import follow_weights, masters_of
 from bmtrain.optim.runs import Run
 from bmtrain.shard.cut import Cut
@@ -45,13 +47,14 @@ class CompactState:
         values, param = run.values, run.params[0]
         self._form, self._number = form, number
         self._start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
+        make = functools.partial(zeros, device=device, beside=values.device)
         self.mean, self.square = (
-            Blocks.zeros(run.numel, dtype, device)
+            Blocks(make(run.numel, codes), make(num_blocks(run.numel), torch.float32))
             if form.is_quantised
-            else torch.zeros(run.numel, dtype=torch.float32, device=device)
-            for dtype in (torch.int8, torch.uint8)
+            else make(run.numel, torch.float32)
+            for codes in (torch.int8, torch.uint8)
         )
-        self.is_exact = values.dtype == torch.float32 and values.device == device
+        self.is_exact = values.dtype == torch.float32
         # Weights that are their own masters are not held: see `Storage.is_held`.
         self.master: torch.Tensor | None = None
         if self.is_exact:
@@ -59,7 +62,7 @@ class CompactState:
         elif form.master_weights == "fp32":
             self.master = masters_of(values, device, torch.float32)
         elif form.master_weights == "split":
-            self.master = torch.zeros(run.numel, dtype=torch.int16, device=device)
+            self.master = make(run.numel, torch.int16)
         self._run = run
 
     @property

@@ -52,16 +52,17 @@ class StateForm:
         """Whether moments are."""
         return self.moments == "8bit"
 
-    def num_bytes(self, numel: int, dtype: torch.dtype, *, is_apart: bool = False) -> int:
+    def num_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of the state of so many elements that lie together.
 
         Args:
             numel: elements on this rank; of one parameter if the form is compact.
-            dtype: of the parameter: fp32, fp16 or bf16.
-            is_apart: whether the state is on another device than the parameter.
+            dtype: of the parameter.
         """
-        moments = 2 * (numel + 4 * num_blocks(numel)) if self.is_quantised else 8 * numel
-        if dtype == torch.float32 and not is_apart:  # the weights are their own masters
+        exact = torch.promote_types(dtype, torch.float32)
+        each = numel + 4 * num_blocks(numel) if self.is_quantised else exact.itemsize * numel
+        moments = 2 * each
+        if dtype == exact:  # the weights are their own masters
             return moments
         return moments + _MASTER_BYTES[self.master_weights] * numel
 
@@ -83,13 +84,6 @@ class StateForm:
                     f"{' or '.join(str(dtype).removeprefix('torch.') for dtype in known)}, got one "
                     f"of shape {tuple(param.shape)} in {param.dtype}."
                 )
-
-
-def bytes_of(form: StateForm, dtype: torch.dtype) -> int:
-    """Of the state of an element of this dtype on the weights' device, rounded up."""
-    exact = torch.promote_types(dtype, torch.float32)
-    masters = {"fp32": 4, "split": 2, "none": 0}[form.master_weights] if dtype != exact else 0
-    return masters + (3 if form.is_quantised else 2 * exact.itemsize)
 
 
 def _one_of(known: tuple[str, ...]) -> Rule:

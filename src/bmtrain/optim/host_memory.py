@@ -9,13 +9,22 @@ import weakref
 import torch
 
 
-def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Host memory (numel,) that `device` copies into and from, page-locked if it is a GPU.
+def zeros(
+    numel: int, dtype: torch.dtype, device: torch.device, beside: torch.device
+) -> torch.Tensor:
+    """Zeros (numel,) on `device`; those in host memory can be copied to and from `beside`."""
+    if device.type == "cpu":
+        return host_zeros(numel, dtype, beside)
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros (numel,) in memory that `device` copies into and from, page-locked if it is a GPU.
 
     torch's own pinned allocations are rounded up to powers of two, which would waste up to half.
     """
     if device.type == "cpu" or numel == 0:
-        return torch.empty(numel, dtype=dtype, device="cpu")
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     # Pages of its own: one that two buffers share could be locked for the first of them only.
     pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages: small ones serve

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from bmtrain.optim.host_memory import host_buffer
+from bmtrain.optim.host_memory import zeros
 
 
 def masters_of(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Copies (n,) of weights on a device; those in host memory can be sent up from there."""
-    if device.type != "cpu":
-        return values.to(device, dtype, copy=True)
-    return host_buffer(values.numel(), dtype, values.device).copy_(values)
+    """Copies (n,) of weights on a device, or in host memory."""
+    return zeros(values.numel(), dtype, device, values.device).copy_(values)
 
 
 def follow_weights(master: torch.Tensor, values: torch.Tensor) -> None:

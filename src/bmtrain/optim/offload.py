@@ -8,37 +8,63 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.distributed import collectives
+from bmtrain.distributed.agreement import largest
+from bmtrain.distributed.memory import DeviceMemory, Peak
+from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import AdamLayout, AnyTensors
 from bmtrain.optim.clip import parameters_of
-from bmtrain.optim.form import StateForm, bytes_of
-from bmtrain.optim.host_memory import host_buffer
-from bmtrain.optim.host_update import Bus, HostUpdate, Series, sums_of_change
+from bmtrain.optim.form import StateForm
 from bmtrain.optim.runs import Run, contiguous_runs
-from bmtrain.optim.worker import Worker
+from bmtrain.optim.streaming import (
+    NUM_SLOTS,
+    Passage,
+    Series,
+    StreamedUpdate,
+    sums_of_change,
+    values_of,
+)
+from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import COUNT, FLAG, check, known_keywords
+from bmtrain.runtime.arguments import COUNT, FLAG, SIZE, Rule, check, known_keywords
 from bmtrain.shard.slices import Slices
+
+AUTO = "auto"
+ROOM = Rule('bytes, or "auto"', lambda value: value == AUTO or COUNT.holds(value))
+LIMIT = Rule("bytes, or None", lambda value: value is None or SIZE.holds(value))
+# Of the GPU's limit, what "auto" leaves to batches that take more than the first.
+MARGIN = 0.05
+GIB = 2**30
 
 
 class AdamOffloadOptimizer(AdamBase):
-    """AdamW with master weights and moments in host memory, updated on the CPU.
+    """AdamW with master weights and moments in host memory, updated on the device.
 
-    They are fp32 (fp64 for fp64 parameters). A step sends the gradients down and returns. A thread
-    updates block by block, in the order of the next forward pass, which waits for each block when
-    it comes to it; so does everything else that reads or writes weights or states. The values do
-    not depend on it. Same arithmetic as AdamOptimizer.
+    The states of one block after the other are copied to the GPU, updated by the kernels of
+    AdamOptimizer, and copied back, in the order of the next forward pass, which waits for each
+    block when it comes to it; so does everything else that reads or writes weights or states. The
+    values are bit for bit those of AdamOptimizer.
 
     Args:
-        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*, moments: as
-            AdamOptimizer.
+        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*, moments,
+            master_weights: as AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
-        overlap: whether `step` returns before the update is done. Parameters that are not sharded,
-            and those of which the program holds memory (`param.local`), are updated before.
-        device_bytes: of this rank's GPU that states may take: those that fit are updated there.
+        overlap: whether the program goes on while states are updated. Their gradients are copied
+            for it, on the GPU, until the forward pass comes to their block. Parameters that are
+            not sharded, and those of which the program holds memory (`param.local`), are updated
+            before.
+        device_bytes: of this rank's GPU that states may take: those that fit stay there. "auto"
+            for what the first step, forward and backward, leaves free on all ranks, less a margin;
+            until then all states are in host memory.
+        host_bytes: of host memory that states of this rank may take; None for no limit.
+
+    Raises:
+        ParameterError: for parameters on a device other than the rank's.
+        ConfigurationError: for hyperparameters out of range; on all ranks when states are laid out,
+            before any of it is allocated, if they need more than `host_bytes`.
     """
 
     @known_keywords
@@ -57,10 +83,17 @@ class AdamOffloadOptimizer(AdamBase):
         scale_factor: float | None = None,
         scale_steps: int | None = None,
         moments: str = "fp32",
+        master_weights: str = "fp32",
         overlap: bool = True,
-        device_bytes: int = 0,
+        device_bytes: int | str = 0,
+        host_bytes: int | None = None,
     ) -> None:
-        check(type(self).__name__, overlap=(overlap, FLAG), device_bytes=(device_bytes, COUNT))
+        check(
+            type(self).__name__,
+            overlap=(overlap, FLAG),
+            device_bytes=(device_bytes, ROOM),
+            host_bytes=(host_bytes, LIMIT),
+        )
         super().__init__(
             params,
             lr,
@@ -73,16 +106,26 @@ class AdamOffloadOptimizer(AdamBase):
             scale_factor=scale_factor,
             scale_steps=scale_steps,
             moments=moments,
+            master_weights=master_weights,
         )
-        self._record_delta, self._overlap, self._device_bytes = record_delta, overlap, device_bytes
+        self._record_delta, self._overlap = record_delta, overlap
+        self._device_bytes, self._host_bytes = device_bytes, host_bytes
+        #: bytes of the GPU for states, once that is known
+        self._room = None if isinstance(device_bytes, str) else device_bytes
         self._resident: set[int] = set()  # owners whose states are on the device
         self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
-        self._updates: list[HostUpdate] = []  # of the last step
+        self._updates: list[StreamedUpdate] = []  # of the last step
         self._numel = 0  # of the parameters in the last step
-        # by id of the run, and dtype: what its gradients go down into
-        self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._held: set[int] = set()  # owners that cannot be updated later
-        self._bus = Bus(self._engine.device)
+        current = world.current(type(self).__name__)
+        self._passage = current.service(Passage)
+        self._peak: Peak | None = None
+        if self._room is None and current.device.type != "cpu":
+            self._peak = current.service(DeviceMemory).new_peak()
+
+    @property
+    def skips_on_device(self) -> bool:
+        return not self._record_delta and super().skips_on_device
 
     def get_avg_delta(self) -> float:
         """Mean change of a weight in the last step, over all ranks. Collective."""
@@ -97,20 +140,56 @@ class AdamOffloadOptimizer(AdamBase):
     def settle(self) -> None:
         for update in self._updates:
             update.finish()
-        # Without it, the caller could write states that are still being sent up.
-        self._bus.wait()
+        # Without it, the caller could read or write states that are still on their way.
+        self._passage.wait()
 
     def _state_device(self, run: Run) -> torch.device:
         return self._engine.device if run.owner in self._resident else torch.device("cpu")
 
     def _new_layout(self) -> AdamLayout:
-        self._buffers = {}
-        params = parameters_of(self.param_groups)
-        self._resident = resident_owners(contiguous_runs(params), self._device_bytes, self._form)
+        runs = self._runs()
+        self._resident = resident_owners(runs, self._room or 0, self._form)
+        self._check_host([run for run in runs if run.owner not in self._resident])
         return super()._new_layout()
 
+    def _check_host(self, runs: Iterable[Run]) -> None:
+        """Refuse states of which `host_bytes` cannot hold what is not on the device."""
+        if self._host_bytes is None:
+            return
+        needed = sum(bytes_of_state(run, self._form) for run in runs)
+        if needed > self._host_bytes:
+            raise ConfigurationError(
+                f"{type(self).__name__}: the states take {needed / GIB:.1f} GiB of host memory on "
+                f"each rank, host_bytes allows {self._host_bytes / GIB:.1f}: give device_bytes, "
+                "moments='8bit' or master_weights='split', or use more ranks."
+            )
+
+    def _place_states(self) -> None:
+        if self._room is not None:
+            return
+        self._room = self._free_room()
+        if self._room:
+            self.settle()
+            self._drop_layout()
+
+    def _free_room(self) -> int:
+        """Bytes that states may take on all GPUs, as the first step has used them. Collective."""
+        room = 0
+        if self._peak is not None:
+            current = world.current(type(self).__name__)
+            limit = int(current.service(memory_of).limit() * (1 - MARGIN))
+            grads = sum(run.numel * run.params[0].itemsize for run in self._runs())
+            # At the update there are copies of gradients, and states that pass through.
+            held = current.service(DeviceMemory).held() + grads
+            held += NUM_SLOTS * self._passage.load_bytes
+            room = limit - max(self._peak.take(), held)
+        return max(0, -int(largest([-room], self._engine.mesh.world)[0]))
+
+    def _runs(self) -> list[Run]:
+        return contiguous_runs(parameters_of(self.param_groups))
+
     def _wait_for_copies(self) -> None:
-        self._bus.wait()
+        self._passage.wait()
 
     def _prepare(self, layout: AdamLayout) -> None:
         self._held = layout.held_owners()
@@ -122,31 +201,18 @@ class AdamOffloadOptimizer(AdamBase):
             for update, settings in steps
             for (run, piece), tensors in zip(update.places, update.tensors, strict=True)
         ]
-        away = [item for item in items if item.run.owner not in self._resident]
-        for item in away:
-            self._buffer(item)  # page-locking takes its time: not between two downloads
         self._numel = sum(update.cohort.numel for update, _ in steps)
-        self._update_here([item for item in items if item.run.owner in self._resident])
+        self._update_here([item for item in items if item.run.owner in self._resident], verdict)
+        away = [item for item in items if item.run.owner not in self._resident]
         away.sort(key=self._order)
-        self._updates.clear()  # they and their series refer to each other
-        self._bus.begin()
-        series = Series(self._bus, world.current(type(self).__name__).service(Worker))
-        self._updates = series.updates
-        for item in away:
-            self._begin(item, series)
-        # Gradients may be written and freed from here on; `steps` has kept them until now.
-        self._bus.end()
-        if not self._overlap:
-            self.settle()
-        now = [
-            update
-            for item, update in zip(away, self._updates, strict=True)
-            if not self._can_wait(item)
-        ]
-        for update in now:
-            update.finish()
-        if now:  # the program may write these states without asking
-            self._bus.wait()
+        series = Series(self._passage, verdict)
+        self._updates = [self._add(item, series) for item in away]
+        series.start()
+        for item, update in zip(away, self._updates, strict=True):
+            if not self._is_hidden(item):
+                update.finish()
+        if not all(self._can_wait(item) for item in away):
+            self._passage.wait()  # the program may read and write these states without asking
 
     def _note_step(self) -> None:
         """Enter in the ledger what decides the order of gathers and where states are."""
@@ -157,20 +223,16 @@ class AdamOffloadOptimizer(AdamBase):
                 f"{self._device_bytes})",
             )
 
-    def _update_here(self, items: Sequence[Item]) -> None:
+    def _update_here(self, items: Sequence[Item], verdict: torch.Tensor | None) -> None:
         """Update states that are on the device."""
         by_settings: dict[AdamSettings, list[AnyTensors]] = {}
         for item in items:
             by_settings.setdefault(item.settings, []).append(item.tensors)
-        masters = [
-            item.tensors.master
-            for item in items
-            if self._record_delta and item.tensors.master is not None
-        ]
-        before = [master.clone() for master in masters]
+        watched = [item.tensors for item in items if self._record_delta]
+        before = [values_of(tensors).clone() for tensors in watched]
         for settings, tensors in by_settings.items():
-            update_tensors(tensors, settings)
-        self._deltas = list(map(sums_of_change, masters, before))
+            update_tensors(tensors, settings, verdict)
+        self._deltas = list(map(sums_of_change, map(values_of, watched), before))
 
     def _order(self, item: Item) -> tuple[bool, int]:
         """What cannot be done later first; the rest as the next forward pass needs it."""
@@ -180,33 +242,30 @@ class AdamOffloadOptimizer(AdamBase):
     def _can_wait(self, item: Item) -> bool:
         return item.piece.storage is not None and item.piece.owner not in self._held
 
-    def _begin(self, item: Item, series: Series) -> None:
-        weight = item.tensors.weight
+    def _is_hidden(self, item: Item) -> bool:
+        return self._overlap and self._can_wait(item)
+
+    def _add(self, item: Item, series: Series) -> StreamedUpdate:
+        weight, grad = item.tensors.weight, item.tensors.grad
         if not weight.is_inference():
             # Now, so that versions do not depend on when the values come.
             torch.autograd.graph.increment_version(weight)
-        update = series.begin(
-            item.tensors, item.settings, self._buffer(item), records=self._record_delta
-        )
-        if item.piece.storage is not None and self._overlap:
+        if self._is_hidden(item):
+            grad = grad.clone()  # the program may write its own before it is read
+        update = series.add(item.tensors, item.settings, grad, records=self._record_delta)
+        if item.piece.storage is not None and self._is_hidden(item):
             item.piece.storage.expect(update)
-
-    def _buffer(self, item: Item) -> torch.Tensor:
-        """The host memory that the gradient of a piece goes down into."""
-        key = id(item.run), item.tensors.grad.dtype
-        if key not in self._buffers:
-            self._buffers[key] = host_buffer(item.run.numel, key[1], self._engine.device)
-        return item.run.cut(self._buffers[key], item.piece)
+        return update
 
     def _uncopied(self) -> dict[str, Any]:
-        own = {"_updates": [], "_buffers": {}, "_held": set(), "_bus": self._bus}
+        own = {"_updates": [], "_held": set(), "_passage": self._passage, "_peak": self._peak}
         return {**super()._uncopied(), **own}
 
     def _global_sums(self) -> tuple[float, float, float]:
         self.settle()
         sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         sums[0] = self._numel
-        for delta in (*self._deltas, *(update.delta for update in self._updates)):
+        for delta in (*self._deltas, *(x for update in self._updates for x in update.deltas)):
             sums[1:] += delta.cpu()
         collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.tolist()
@@ -225,14 +284,24 @@ class Item(NamedTuple):
 def resident_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
     """Ids of the owners whose states are on the device: the first that fit into `room` bytes.
 
-    First, because the forward pass needs them first, while the CPU updates the others. The same on
-    all ranks: storages count with the shard's size, whatever this rank's slices in it.
+    First, because the forward pass needs them first, while others are updated. The same on all
+    ranks.
     """
-    found: set[int] = set()
+    sizes: dict[int, int] = {}
     for run in runs:
-        numel = run.numel if run.storage is None else run.storage.layout.shard_numel
-        size = numel * bytes_of(form, run.params[0].dtype)
-        if run.owner not in found and size <= room:
-            found.add(run.owner)
+        sizes[run.owner] = sizes.get(run.owner, 0) + bytes_of_state(run, form)
+    found: set[int] = set()
+    for owner, size in sizes.items():
+        if size <= room:
+            found.add(owner)
             room -= size
     return found
+
+
+def bytes_of_state(run: Run, form: StateForm) -> int:
+    """Of a run: the most that it can take on a rank, whatever it takes on this one."""
+    numel = sum(param.numel() for param in run.params)
+    if run.storage is not None:
+        numel = min(numel, run.storage.layout.shard_numel)
+    # In 8 bits each parameter has blocks of its own.
+    return form.num_bytes(numel, run.params[0].dtype) + 8 * len(run.params) * form.is_quantised

@@ -40,10 +40,7 @@ def nearest(forecaster: Forecaster, settings: Settings, machine: Machine) -> For
     are as exact as those that are wanted.
     """
     for optimizer in dict.fromkeys((settings.optimizer, "offload")):
-        # In host memory there are masters in fp32.
-        moments = StateForm(moments=settings.moments)
-        form = moments if optimizer == "offload" else settings.form
-        found = _most_rows(forecaster, settings, machine, optimizer, [form])
+        found = _most_rows(forecaster, settings, machine, optimizer, [settings.form])
         if found is not None:
             return found
     return None
@@ -103,7 +100,7 @@ _MOST_BATCH = 64
 
 def _smaller_forms(settings: Settings, optimizer: str) -> list[StateForm]:
     def size(form: StateForm) -> int:
-        return form.num_bytes(64, DTYPES[settings.dtype], is_apart=optimizer == "offload")
+        return form.num_bytes(64, DTYPES[settings.dtype])
 
     return [
         form

@@ -36,7 +36,7 @@ class Settings:
         dtype: "bf16", "fp16" or "fp32", of parameters.
         optimizer: "adam" (AdamOptimizer), "offload" (AdamOffloadOptimizer) or "torch" (AdamW of
             torch.optim).
-        moments, master_weights: of "adam", as its arguments; of "offload" the moments alone.
+        moments, master_weights: of "adam" and "offload", as their arguments.
         compiled: whether blocks are compiled.
         fused_head: whether the head never holds all logits; for models given by sizes.
         lora: rank of adapters on the linear layers of blocks, all else frozen; 0 for none.
@@ -87,8 +87,8 @@ class Settings:
         if not has_form(self.optimizer, self.dtype, self.form):
             raise ConfigurationError(
                 f"plan: optimizer {self.optimizer} with {self.dtype} has no moments "
-                f"{self.moments} with master weights {self.master_weights}: adam has them "
-                "(split and none not for fp16), offload has moments 8bit."
+                f"{self.moments} with master weights {self.master_weights}: adam and offload have "
+                "them (split and none not for fp16)."
             )
 
     @property
@@ -109,4 +109,4 @@ def has_form(optimizer: str, dtype: str, form: StateForm) -> bool:
     """Whether an optimizer keeps states of parameters of this dtype so."""
     if optimizer == "torch":
         return not form.is_compact
-    return form.master_weights == "fp32" or (optimizer == "adam" and dtype != "fp16")
+    return form.master_weights == "fp32" or dtype != "fp16"

@@ -334,8 +334,7 @@ def _state_bytes(shard: Shard, settings: Settings) -> int:
     form, dtype = settings.form, DTYPES[settings.dtype]
     # A compact state is made for each parameter by itself, a state in fp32 for all of a storage.
     parts = shard.pieces if form.is_compact else (shard.used,)
-    is_apart = settings.optimizer == "offload"
-    return sum(form.num_bytes(numel, dtype, is_apart=is_apart) for numel in parts)
+    return sum(form.num_bytes(numel, dtype) for numel in parts)
 
 
 def elements(outline: Outline) -> tuple[int, int]:

@@ -1,0 +1,283 @@
+"""States in host memory, updated on the device: they come up in loads, and go down again."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from bmtrain.kernels.adam import AdamSettings
+from bmtrain.kernels.adam_compact import update_tensors
+from bmtrain.kernels.blockwise import BLOCK
+from bmtrain.optim.adam_state import AnyTensors
+from bmtrain.runtime.world import World
+from bmtrain.shard.residence import alias
+
+# Bytes of states that are updated at a time: enough that a copy takes far longer than its launch.
+LOAD_BYTES = 1 << 27
+# Loads on the device: one comes up, one is updated, one goes down.
+NUM_SLOTS = 3
+# Of tensors in a slot, in bytes: the kernels' widest loads and stores.
+ALIGNMENT = 256
+
+
+class Slot:
+    """Device memory for the states of one load.
+
+    Attributes:
+        free: after the last copy out of it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # it outlives an evaluation that needs it first
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._used = 0
+        self.free: torch.Event | None = None
+
+    def clear(self) -> None:
+        """Make place for another load."""
+        self._used = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Memory for a contiguous tensor of this shape and dtype."""
+        begin = self._used
+        self._used += padded(like.nbytes)
+        return self._memory[begin : begin + like.nbytes].view(like.dtype)
+
+
+class Passage:
+    """The way of states between host memory and the device; one per run.
+
+    On a GPU three streams do it beside the program. On a CPU states are updated where they lie.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._device = world.device
+        #: whether it goes on while the program computes
+        self.is_beside = world.device.type != "cpu"
+        self.load_bytes = LOAD_BYTES
+        self._slots: Iterator[Slot] | None = None
+        if self.is_beside:
+            self._up, self._down = (torch.cuda.Stream(world.device) for _ in range(2))
+            # Before the program's kernels: what comes up and goes down waits for the small ones.
+            self._update = torch.cuda.Stream(world.device, priority=-1)
+
+    def begin(self) -> None:
+        """Gradients are final, and weights may be written, after what has been issued so far."""
+        if not self.is_beside:
+            return
+        if self._slots is None:
+            slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
+            self._slots = itertools.cycle(slots)
+        current = torch.cuda.current_stream()
+        # Without it, updates would read gradients that are being computed and write weights that
+        # are being read.
+        self._update.wait_stream(current)
+        # The memory of new slots may be in use by earlier work; and states of the step before must
+        # be down before they are read.
+        self._up.wait_stream(current)
+        self._up.wait_stream(self._down)
+
+    @torch.no_grad()
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        """Update the members of a load; the event after which their weights are there."""
+        if self._slots is None:
+            _compute(load, [member.tensors for member in load], verdict)
+            return None
+        slot = next(self._slots)
+        slot.clear()
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def take(state: torch.Tensor) -> torch.Tensor:
+            staged = slot.take(state)
+            staged.copy_(state, non_blocking=True)
+            copies.append((state, staged))
+            return staged
+
+        with torch.cuda.stream(self._up):
+            if slot.free is not None:
+                self._up.wait_event(slot.free)  # else this load would overwrite one on its way down
+            here = [member.tensors.placed(take) for member in load]
+        self._update.wait_stream(self._up)
+        with torch.cuda.stream(self._update):
+            _compute(load, here, verdict)
+            done = self._update.record_event()
+        self._down.wait_event(done)
+        with torch.cuda.stream(self._down):
+            for state, staged in copies:
+                state.copy_(staged, non_blocking=True)
+            slot.free = self._down.record_event()
+        return done
+
+    def wait(self) -> None:
+        """Return when nothing copies from or to the states in host memory any more."""
+        if self.is_beside:
+            self._down.synchronize()
+
+
+class Member(NamedTuple):
+    """A part of an update."""
+
+    tensors: AnyTensors
+    settings: AdamSettings
+    update: StreamedUpdate
+
+
+Load = list[Member]
+
+
+class Series:
+    """The updates of one step, in the order in which they are computed.
+
+    Args:
+        passage: that they take.
+        verdict: 0-dim fp64 on the device; if it is NaN or infinite, nothing is updated.
+    """
+
+    def __init__(self, passage: Passage, verdict: torch.Tensor | None) -> None:
+        self.passage, self._verdict = passage, verdict
+        self._loads: collections.deque[Load] = collections.deque()
+        self._room = 0
+        self._failure: BaseException | None = None
+
+    def add(
+        self, tensors: AnyTensors, settings: AdamSettings, grad: torch.Tensor, *, records: bool
+    ) -> StreamedUpdate:
+        """Another update; see `StreamedUpdate`."""
+        # With a version of its own: the write was counted when the step was taken.
+        own = tensors.with_weight(alias(tensors.weight), grad)
+        update = StreamedUpdate(self, grad, records=records)
+        begin, numel = 0, grad.numel()
+        while begin < numel:
+            length = fitting(own, self._room)
+            if length == 0 or not self._loads:
+                self._loads.append([])
+                self._room = self.passage.load_bytes
+                length = max(BLOCK, fitting(own, self._room))
+            part = own.part(begin, min(begin + length, numel))
+            self._loads[-1].append(Member(part, settings, update))
+            self._room -= size_of(part)
+            update.num_left += 1
+            begin += length
+        return update
+
+    def start(self) -> None:
+        """Issue all updates, where that computes them beside the program; no more are added.
+
+        On a CPU each is computed when it is waited for.
+        """
+        self.passage.begin()
+        while self._loads and self.passage.is_beside:
+            self.run_next()
+
+    def run_next(self) -> None:
+        """Update the next load.
+
+        Raises:
+            BaseException: what has ended an earlier one, at every call.
+        """
+        if self._failure is not None:
+            raise self._failure
+        load = self._loads[0]
+        try:
+            done = self.passage.run(load, self._verdict)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._loads.popleft()
+        for member in load:
+            member.update.num_left -= 1
+            member.update.done = done
+
+
+class StreamedUpdate:
+    """The update of adjacent parameters whose state is in host memory.
+
+    Args:
+        series: of the step.
+        grad: what it reads; must not be written before `finish`.
+        records: whether `deltas` are wanted.
+
+    Attributes:
+        num_left: parts of it that are not issued yet.
+        done: after the last part that is.
+        deltas: of each part, sum and sum of squares of the changes of the weights, (2,) fp64.
+    """
+
+    def __init__(self, series: Series, grad: torch.Tensor, *, records: bool) -> None:
+        self._series = series
+        # Until the program's stream has waited: else its memory would be given to later work.
+        self._grad: torch.Tensor | None = grad
+        self.records = records
+        self.num_left = 0
+        self.done: torch.Event | None = None
+        self.deltas: list[torch.Tensor] = []
+
+    def finish(self) -> None:
+        """Later work on the current stream finds the weights. May be called again.
+
+        Raises:
+            BaseException: what has ended an update, at every call.
+        """
+        while self.num_left:
+            self._series.run_next()
+        if self.done is not None:
+            torch.cuda.current_stream().wait_event(self.done)
+        self._grad = None
+
+
+def _compute(load: Load, tensors: list[AnyTensors], verdict: torch.Tensor | None) -> None:
+    """Update a load whose states are here."""
+    recorded = [member.update.records for member in load]
+    watched = list(itertools.compress(tensors, recorded))
+    before = [values_of(one).clone() for one in watched]
+    by_settings: dict[AdamSettings, list[AnyTensors]] = {}
+    for member, one in zip(load, tensors, strict=True):
+        by_settings.setdefault(member.settings, []).append(one)
+    for settings, members in by_settings.items():
+        update_tensors(members, settings, verdict)
+    updates = itertools.compress([member.update for member in load], recorded)
+    for update, one, old in zip(updates, watched, before, strict=True):
+        update.deltas.append(sums_of_change(values_of(one), old))
+
+
+def values_of(tensors: AnyTensors) -> torch.Tensor:
+    """The weights in as many bits as there are in one tensor."""
+    master = tensors.master
+    return master if master is not None and master.is_floating_point() else tensors.weight
+
+
+def sums_of_change(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Sum and sum of squares of the changes: (2,) fp64."""
+    change = (after - before).double()
+    return torch.stack([change.sum(), change.square().sum()])
+
+
+def padded(num_bytes: int) -> int:
+    """Bytes that a tensor takes in a slot."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def size_of(tensors: AnyTensors) -> int:
+    """Bytes that the states of an update take in a slot."""
+    sizes: list[int] = []
+    _visit(tensors, lambda state: sizes.append(padded(state.nbytes)))
+    return sum(sizes)
+
+
+def fitting(tensors: AnyTensors, room: int) -> int:
+    """Elements, whole blocks of them, whose states fit into so many bytes."""
+    unit: list[int] = []
+    _visit(tensors.part(0, BLOCK), lambda state: unit.append(state.nbytes))
+    return max(0, room - len(unit) * ALIGNMENT) // max(sum(unit), 1) * BLOCK
+
+
+def _visit(tensors: AnyTensors, visit: Callable[[torch.Tensor], object]) -> None:
+    def see(state: torch.Tensor) -> torch.Tensor:
+        visit(state)
+        return state
+
+    tensors.placed(see)
