@@ -71,10 +71,12 @@ class Ours(Backend):
         bmt.init_parameters(self.model)
         initialise(self.model)
         settings: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+        settings |= {"moments": options.moments, "master_weights": options.master_weights}
         if options.offload:
+            room = options.device_states
             settings |= {
                 "overlap": options.overlap,
-                "device_bytes": int(options.device_states * 2**30),
+                "device_bytes": room if isinstance(room, str) else int(room * 2**30),
             }
         kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
         self.optimizer = kind(self.model.parameters(), **settings)
@@ -84,13 +86,16 @@ class Ours(Backend):
             bmt.cuda_graph(self._forward_backward) if options.cuda_graph else self._forward_backward
         )
 
+        self._num_micro = options.micro_batches
+
     def _forward_backward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(ids, targets)
-        self.manager.backward(loss)
+        self.manager.backward(loss / self._num_micro)
         return loss.detach()
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = self.run(ids, targets)
+        parts = zip(ids.chunk(self._num_micro), targets.chunk(self._num_micro), strict=True)
+        loss = torch.stack([self.run(*part) for part in parts]).mean()
         self.manager.clip_grad_norm(self.optimizer.param_groups, max_norm=MAX_NORM)
         self.manager.step()
         self.manager.zero_grad()

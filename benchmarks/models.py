@@ -117,6 +117,8 @@ SHAPES: dict[str, Geometry] = {
     "13b-16-layers": Shape(16, 5120, 128, 512),  # for two GPUs
     "llama-tiny": LlamaShape(2, 128, 4, 2, 384, vocab=512, seq=64),
     "llama-8b": LlamaShape(),
+    "llama-14b": LlamaShape(48, 5120, 40, 8, 14336, vocab=32000, seq=4096),
+    "llama-30b": LlamaShape(56, 6656, 52, 52, 17920, vocab=32000, seq=4096),
     "llama-8b-16-layers": LlamaShape(16),
 }
 

@@ -17,6 +17,9 @@ CHOICES = (
     "offload",
     "overlap",
     "device_states",
+    "moments",
+    "master_weights",
+    "micro_batches",
     "zero_level",
     "tp",
     "transport",
@@ -51,7 +54,10 @@ class Options:
     recompute: str = "none"
     offload: bool = False
     overlap: bool = True
-    device_states: float = 0.0
+    device_states: float | str = 0.0
+    moments: str = "fp32"
+    master_weights: str = "fp32"
+    micro_batches: int = 1
     zero_level: int = 3
     tp: int = 1
     transport: str = "auto"
@@ -98,7 +104,9 @@ def parser() -> argparse.ArgumentParser:
         default="none",
         help="activations; auto: as needed; selective: all but products and attention",
     )
-    parser.add_argument("--offload", action="store_true", help="optimizer on the CPU")
+    parser.add_argument(
+        "--offload", action="store_true", help="states of the optimizer in host memory"
+    )
     parser.add_argument(
         "--overlap",
         action=argparse.BooleanOptionalAction,
@@ -107,10 +115,17 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device-states",
-        type=float,
+        type=lambda text: text if text == "auto" else float(text),
         metavar="GIB",
         default=0.0,
-        help="with --offload: states that stay on the GPU",
+        help="with --offload: states that stay on the GPU; auto: what the first step leaves",
+    )
+    parser.add_argument("--moments", choices=("fp32", "8bit"), default="fp32", help="of Adam")
+    parser.add_argument(
+        "--master-weights", choices=("fp32", "split", "none"), default="fp32", help="of Adam"
+    )
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="of --batch rows each, to a step"
     )
     parser.add_argument("--zero-level", type=int, default=3, help="2 or 3")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")

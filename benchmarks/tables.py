@@ -47,6 +47,17 @@ LOSS_COLUMNS = ("loss at the end", "bf16", "FP8", "FP8 has")
 SMALL_STEP_COLUMNS = ("states of bf16 parameters", "parameters", "bytes each", "ms a step", "TB/s")
 SMALL_LOSS_COLUMNS = ("states", "training loss", "validation loss", "against fp32")
 
+# Choices that a mode names where they are others than these.
+USUAL: dict[str, Any] = {
+    "zero_level": 3,
+    "tp": 1,
+    "overlap": True,
+    "device_states": 0.0,
+    "moments": "fp32",
+    "master_weights": "fp32",
+    "micro_batches": 1,
+}
+
 Record = dict[str, Any]
 Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
 
@@ -71,7 +82,7 @@ def mode_of(record: Record) -> str:
     ]
     words += [
         f"{name} {record[name]}"
-        for name, usual in (("zero_level", 3), ("tp", 1), ("overlap", True), ("device_states", 0.0))
+        for name, usual in USUAL.items()
         if record.get(name, usual) != usual
     ]
     if record.get("transport", "auto") != "auto":

@@ -53,7 +53,8 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
     and after.
     """
     shape = options.geometry
-    inputs, targets = batch_of(shape, batch)
+    rows = batch * options.micro_batches
+    inputs, targets = batch_of(shape, rows)
     forget_peaks()
     times, loss = [], torch.zeros(())
     for number in range(options.warmup + options.steps):
@@ -64,7 +65,7 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
         if number >= options.warmup:
             times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
-    rate = batch * shape.seq / seconds
+    rate = rows * shape.seq / seconds
     record: dict[str, Any] = {
         "step_seconds": round(seconds, 5),
         "fastest": round(min(times), 5),

@@ -1,21 +1,17 @@
-"""When what happens in steps with the optimizer in host memory: on the GPU, the bus, the CPU."""
+"""When what happens in steps with the optimizer in host memory: on the GPU and on the bus."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from backends import Ours
 
-from bmtrain.optim import host_update
-from bmtrain.optim.worker import Worker
-from bmtrain.runtime import world
-
-Span = tuple[float, float]
+from bmtrain.optim import streaming
 
 
 class Marks:
@@ -54,10 +50,8 @@ class Recorder:
     def __init__(self, backend: Ours) -> None:
         self.backend, self.marks = backend, Marks()
         self.steps: list[dict[str, tuple[float, Any]]] = []
-        self.copies: dict[str, list[tuple[Any, Any]]] = {"down": [], "up": []}
-        self.arrivals: list[Span] = []
-        self.updates: list[Span] = []
-        self.waits: list[Span] = []
+        # when loads begin to come up, are there, and are updated and down again
+        self.loads: list[list[Any]] = []
 
     def step(self, data: tuple[torch.Tensor, torch.Tensor]) -> None:
         """One step, with its phases marked."""
@@ -81,23 +75,23 @@ class Recorder:
     def record(self, data: tuple[torch.Tensor, torch.Tensor], count: int) -> dict[str, Any]:
         """What happened in so many steps, in seconds."""
         optimizer: Any = self.backend.optimizer
-        bus, worker = optimizer._bus, world.current().service(Worker)
-        compute = host_update.HostUpdate._compute
+        passage = optimizer._passage
+        run, update = passage.run, streaming._compute
 
-        def computed(update: Any, tensors: Any) -> None:
-            began = self.marks.now()
-            if update._arrived is not None:
-                update._arrived.synchronize()
-            arrived = self.marks.now()
-            compute(update, tensors)
-            self.arrivals.append((began, arrived))
-            self.updates.append((arrived, self.marks.now()))
+        def ran(load: Any, verdict: Any) -> Any:
+            self.loads.append([self._moment(passage, "_up")])
+            event = run(load, verdict)
+            self.loads[-1].append(self._moment(passage, "_down"))
+            return event
+
+        def updated(*arguments: Any) -> None:
+            self.loads[-1].append(self.marks.event())
+            update(*arguments)
+            self.loads[-1].append(self.marks.event())
 
         with (
-            mock.patch.object(host_update.HostUpdate, "_compute", computed),
-            mock.patch.object(worker, "wait", self._waiting(worker.wait)),
-            mock.patch.object(bus, "download", self._copying("down", bus.download, bus._down)),
-            mock.patch.object(bus, "upload", self._copying("up", bus.upload, bus._up)),
+            mock.patch.object(passage, "run", ran),
+            mock.patch.object(streaming, "_compute", updated),
         ):
             for _ in range(count):
                 self.step(data)
@@ -106,49 +100,28 @@ class Recorder:
             torch.cuda.synchronize()
         return self._result()
 
-    def _waiting(self, wait: Callable[..., None]) -> Callable[..., None]:
-        def waited(job: Any) -> None:
-            began = self.marks.now()
-            wait(job)
-            self.waits.append((began, self.marks.now()))
-
-        return waited
-
-    def _copying(
-        self, name: str, copy: Callable[..., Any], stream: torch.cuda.Stream | None
-    ) -> Callable[..., Any]:
-        def copied(target: torch.Tensor, source: torch.Tensor) -> Any:
-            began = self.marks.event(stream)
-            event = copy(target, source)
-            self.copies[name].append((began, self.marks.event(stream)))
-            return event
-
-        return copied
+    def _moment(self, passage: Any, stream: str) -> Any:
+        return self.marks.event(getattr(passage, stream) if passage.is_beside else None)
 
     def _result(self) -> dict[str, Any]:
         seconds = self.marks.seconds
-        spans = {
-            name: [(seconds(a), seconds(b)) for a, b in pairs]
-            for name, pairs in self.copies.items()
-        }
-        spans |= {"arrive": self.arrivals, "cpu": self.updates, "wait": self.waits}
         return {
             "steps": [
                 {name: _rounded((host, seconds(event))) for name, (host, event) in step.items()}
                 for step in self.steps
             ],
-            "spans": {name: [_rounded(x) for x in found] for name, found in spans.items()},
+            "loads": [_rounded(list(map(seconds, moments))) for moments in self.loads],
         }
 
 
-def _rounded(span: Span) -> list[float]:
+def _rounded(span: Sequence[float]) -> list[float]:
     return [round(x, 5) for x in span]
 
 
 def table(result: dict[str, Any]) -> list[str]:
     """Lines: of each step milliseconds of the GPU's phases, and of what belongs to its update."""
     steps, lines = result["steps"], []
-    per_step = len(result["spans"]["cpu"]) // max(1, len(steps))
+    per_step = len(result["loads"]) // max(1, len(steps))
     for number, step in enumerate(steps):
         names = list(step)
         phases = [
@@ -157,15 +130,11 @@ def table(result: dict[str, Any]) -> list[str]:
             for name, after in itertools.pairwise(names)
         ]
         lines.append(f"step {number} at {1000 * step['forward'][1]:.0f} ms: " + ", ".join(phases))
-        for kind in ("down", "arrive", "cpu", "up", "wait"):
-            own = result["spans"][kind][number * per_step : (number + 1) * per_step]
-            if kind == "wait":  # for an update more than once, until the next step is taken
-                taken = [step["end"][0] for step in steps[number : number + 2]]
-                own = [x for x in result["spans"][kind] if taken[0] <= x[0] <= taken[-1]]
-            if own:
-                busy = sum(end - begin for begin, end in own)
-                lines.append(
-                    f"    its {kind:6} from {1000 * own[0][0]:.0f} to "
-                    f"{1000 * max(end for _, end in own):.0f} ms, busy {1000 * busy:.0f}"
-                )
+        own = result["loads"][number * per_step : (number + 1) * per_step]
+        if own:
+            busy = sum(done - begun for _, begun, done, _ in own)
+            lines.append(
+                f"    its {len(own)} loads from {1000 * own[0][0]:.0f} to "
+                f"{1000 * own[-1][3]:.0f} ms, updates busy {1000 * busy:.0f}"
+            )
     return lines
