@@ -36,9 +36,14 @@ def peak_flops(gpu: str) -> float | None:
 
 
 def batch_of(shape: Geometry, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and the next tokens, (batch, seq) each, the same for every backend."""
-    torch.manual_seed(bmt.rank())
-    ids = torch.randint(0, shape.vocab, (batch, shape.seq + 1), device=bmt.device())
+    """Token ids and the next tokens, (batch, seq) each, the same for every backend: this rank's
+    rows of one batch, which so many rows on any number of ranks make up.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(
+        0, shape.vocab, (bmt.world_size() * batch, shape.seq + 1), generator=generator
+    )
+    ids = rows.chunk(bmt.world_size())[bmt.rank()].to(bmt.device())
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
@@ -56,11 +61,11 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
     rows = batch * options.micro_batches
     inputs, targets = batch_of(shape, rows)
     forget_peaks()
-    times, loss = [], torch.zeros(())
+    times, losses = [], []
     for number in range(options.warmup + options.steps):
         wait()
         begin = time.perf_counter()
-        loss = backend.step(inputs, targets)
+        losses.append(backend.step(inputs, targets))
         wait()
         if number >= options.warmup:
             times.append(time.perf_counter() - begin)
@@ -72,7 +77,8 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
         "slowest": round(max(times), 5),
         "tokens_per_second_per_gpu": round(rate),
         "mfu": None,
-        "loss": round(float(loss), 4),
+        "loss": mean_over_ranks(losses[-1]),
+        "losses": list(map(mean_over_ranks, losses)),
     }
     if options.device == "cpu":
         return record
@@ -81,6 +87,11 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
     if options.profile is not None:
         record["profile"] = profiled(backend, (inputs, targets), options.profile)
     return record
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    """Of all rows of the batch."""
+    return round(float(bmt.sum_loss(loss)), 4)
 
 
 def forget_peaks() -> None:

@@ -98,10 +98,10 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def values_of(model: nn.Module, optimizer: AdamOffloadOptimizer) -> dict[str, torch.Tensor]:
-    """Copies of this rank's weights and states."""
-    found = {name: local_of(x).detach().clone() for name, x in model.named_parameters()}
+    """Copies of this rank's weights and states, wherever those are."""
+    found = {name: local_of(x).detach().cpu().clone() for name, x in model.named_parameters()}
     for place, state in enumerate(optimizer.state_dict()["state"].values()):
-        found |= {f"{place} {name}": torch.as_tensor(x).clone() for name, x in state.items()}
+        found |= {f"{place} {name}": torch.as_tensor(x).cpu().clone() for name, x in state.items()}
     return found
 
 
@@ -438,7 +438,7 @@ def program(case: Case) -> list[Any]:
     for step in range(8):
         one_step(case, draws, step, model, manager, optimizers, ordinary, seen, kept)
     seen.append(values_of(model, optimizers[0]))
-    seen.append([local_of(x) for x in kept])
+    seen.append([local_of(x).cpu() for x in kept])
     seen.append([manager.skipped_steps, manager.loss_scale, optimizers[0].param_groups[0]["lr"]])
     return seen
 
@@ -501,7 +501,7 @@ def one_step(
         seen.append(param.gather().detach().clone())
     elif after == 8:
         grad_of(params[1]).zero_() if params[1].grad is not None else None
-    seen.append([x.clone() for x in map(local_of, kept)])
+    seen.append([x.cpu().clone() for x in map(local_of, kept)])
     manager.zero_grad(set_to_none=draws.random() < 0.6)
 
 

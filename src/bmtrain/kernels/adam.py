@@ -74,6 +74,12 @@ class AdamTensors(NamedTuple):
         """Whether the weights are their own master."""
         return self.weight is self.master
 
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """Its tensors; weights are none."""
+        moments = self.mean, self.square
+        return moments if self.is_exact else (self.master, *moments)
+
     def part(self, begin: int, end: int) -> AdamTensors:
         """Elements [begin, end), as views."""
         weight = self.weight[begin:end]
@@ -87,7 +93,7 @@ class AdamTensors(NamedTuple):
         return self._replace(weight=weight, master=master, grad=grad)
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> AdamTensors:
-        """With the tensors of the state as `place` gives them; weights are none."""
+        """With the tensors of the state as `place` gives them."""
         master = self.master if self.is_exact else place(self.master)
         return self._replace(master=master, mean=place(self.mean), square=place(self.square))
 

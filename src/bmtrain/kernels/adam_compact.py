@@ -48,6 +48,14 @@ class CompactTensors:
         """Whether the weights are their own master."""
         return self.weight is self.master
 
+    @property
+    def state(self) -> list[torch.Tensor]:
+        """Its tensors; weights are none."""
+        moments = [
+            y for x in (self.mean, self.square) for y in (x if isinstance(x, Blocks) else (x,))
+        ]
+        return moments if self.master is None or self.is_exact else [self.master, *moments]
+
     def part(self, begin: int, end: int) -> CompactTensors:
         """Elements [begin, end); `begin` is a multiple of 64."""
         weight, master = self.weight[begin:end], self.master
@@ -72,7 +80,7 @@ class CompactTensors:
         return dataclasses.replace(self, weight=weight, master=master, grad=grad)
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> CompactTensors:
-        """With the tensors of the state as `place` gives them; weights are none."""
+        """With the tensors of the state as `place` gives them."""
         master = self.master
         if master is not None and not self.is_exact:
             master = place(master)
@@ -185,7 +193,7 @@ def compact_triton(
                 BLOCK=BLOCK,
                 num_warps=NUM_WARPS,
             )
-    torch.autograd.graph.increment_version(x for t in tensors for x in _written(t))
+    torch.autograd.graph.increment_version(x for t in tensors for x in (t.weight, *t.state))
 
 
 def _kind(t: CompactTensors) -> tuple[torch.dtype, torch.dtype, str, bool]:
@@ -196,11 +204,6 @@ def _kind(t: CompactTensors) -> tuple[torch.dtype, torch.dtype, str, bool]:
     else:
         master = "fp32"
     return t.weight.dtype, t.grad.dtype, master, isinstance(t.mean, Blocks)
-
-
-def _written(t: CompactTensors) -> list[torch.Tensor]:
-    moments = [y for x in (t.mean, t.square) for y in (x if isinstance(x, Blocks) else (x,))]
-    return [t.weight, *moments] + ([] if t.master is None else [t.master])
 
 
 def _addresses(t: CompactTensors) -> list[int]:

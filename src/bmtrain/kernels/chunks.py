@@ -12,8 +12,9 @@ import torch
 
 # Multiples of this allow the widest loads and stores.
 ALIGNMENT = 16
-# Cached tables: a training step needs a handful, and new ones only when gradients move in memory.
-NUM_KEPT = 64
+# Cached tables: a training step needs a handful, and new ones only when gradients move in memory;
+# one whose states stream through the device needs one or two for each load.
+NUM_KEPT = 2048
 
 Row = tuple[int, ...]  # data pointers, then the number of elements
 Dtypes = tuple[torch.dtype, ...]

@@ -207,7 +207,7 @@ class AdamOffloadOptimizer(AdamBase):
         away.sort(key=self._order)
         series = Series(self._passage, verdict)
         self._updates = [self._add(item, series) for item in away]
-        series.start()
+        series.close()
         for item, update in zip(away, self._updates, strict=True):
             if not self._is_hidden(item):
                 update.finish()

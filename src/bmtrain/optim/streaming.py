@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -59,35 +59,33 @@ class Passage:
         #: whether it goes on while the program computes
         self.is_beside = world.device.type != "cpu"
         self.load_bytes = LOAD_BYTES
-        self._slots: Iterator[Slot] | None = None
+        self._slots: list[Slot] = []
+        self._turns: Iterator[Slot] = iter(())
         if self.is_beside:
             self._up, self._down = (torch.cuda.Stream(world.device) for _ in range(2))
             # Before the program's kernels: what comes up and goes down waits for the small ones.
             self._update = torch.cuda.Stream(world.device, priority=-1)
 
     def begin(self) -> None:
-        """Gradients are final, and weights may be written, after what has been issued so far."""
+        """Begin a step."""
         if not self.is_beside:
             return
-        if self._slots is None:
-            slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
-            self._slots = itertools.cycle(slots)
-        current = torch.cuda.current_stream()
-        # Without it, updates would read gradients that are being computed and write weights that
-        # are being read.
-        self._update.wait_stream(current)
+        if not self._slots:
+            self._slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
+        # The same slots for the same loads at each step, so that tables of addresses are known.
+        self._turns = itertools.cycle(self._slots)
         # The memory of new slots may be in use by earlier work; and states of the step before must
         # be down before they are read.
-        self._up.wait_stream(current)
+        self._up.wait_stream(torch.cuda.current_stream())
         self._up.wait_stream(self._down)
 
     @torch.no_grad()
     def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
         """Update the members of a load; the event after which their weights are there."""
-        if self._slots is None:
+        if not self.is_beside:
             _compute(load, [member.tensors for member in load], verdict)
             return None
-        slot = next(self._slots)
+        slot = next(self._turns)
         slot.clear()
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -102,6 +100,9 @@ class Passage:
                 self._up.wait_event(slot.free)  # else this load would overwrite one on its way down
             here = [member.tensors.placed(take) for member in load]
         self._update.wait_stream(self._up)
+        # Without it, updates would read gradients that are being computed and write weights that
+        # are being read.
+        self._update.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._update):
             _compute(load, here, verdict)
             done = self._update.record_event()
@@ -132,16 +133,20 @@ Load = list[Member]
 class Series:
     """The updates of one step, in the order in which they are computed.
 
+    On a GPU a load begins as soon as it is full; on a CPU when it is waited for.
+
     Args:
         passage: that they take.
         verdict: 0-dim fp64 on the device; if it is NaN or infinite, nothing is updated.
     """
 
     def __init__(self, passage: Passage, verdict: torch.Tensor | None) -> None:
-        self.passage, self._verdict = passage, verdict
-        self._loads: collections.deque[Load] = collections.deque()
-        self._room = 0
+        self._passage, self._verdict = passage, verdict
+        self._open: Load = []
+        self._room = passage.load_bytes
+        self._loads: collections.deque[Load] = collections.deque()  # full, not begun
         self._failure: BaseException | None = None
+        passage.begin()
 
     def add(
         self, tensors: AnyTensors, settings: AdamSettings, grad: torch.Tensor, *, records: bool
@@ -153,24 +158,23 @@ class Series:
         begin, numel = 0, grad.numel()
         while begin < numel:
             length = fitting(own, self._room)
-            if length == 0 or not self._loads:
-                self._loads.append([])
-                self._room = self.passage.load_bytes
-                length = max(BLOCK, fitting(own, self._room))
-            part = own.part(begin, min(begin + length, numel))
-            self._loads[-1].append(Member(part, settings, update))
+            if length == 0 and self._open:
+                self.close()
+                continue
+            end = min(begin + max(length, BLOCK), numel)
+            part = own if end - begin == numel else own.part(begin, end)
+            self._open.append(Member(part, settings, update))
             self._room -= size_of(part)
             update.num_left += 1
-            begin += length
+            begin = end
         return update
 
-    def start(self) -> None:
-        """Issue all updates, where that computes them beside the program; no more are added.
-
-        On a CPU each is computed when it is waited for.
-        """
-        self.passage.begin()
-        while self._loads and self.passage.is_beside:
+    def close(self) -> None:
+        """What has been added last may begin."""
+        if self._open:
+            self._loads.append(self._open)
+            self._open, self._room = [], self._passage.load_bytes
+        while self._loads and self._passage.is_beside:
             self.run_next()
 
     def run_next(self) -> None:
@@ -183,7 +187,7 @@ class Series:
             raise self._failure
         load = self._loads[0]
         try:
-            done = self.passage.run(load, self._verdict)
+            done = self._passage.run(load, self._verdict)
         except BaseException as error:
             self._failure = error
             raise
@@ -262,22 +266,12 @@ def padded(num_bytes: int) -> int:
 
 
 def size_of(tensors: AnyTensors) -> int:
-    """Bytes that the states of an update take in a slot."""
-    sizes: list[int] = []
-    _visit(tensors, lambda state: sizes.append(padded(state.nbytes)))
-    return sum(sizes)
+    """Bytes that the state of an update takes in a slot."""
+    return sum(padded(x.nbytes) for x in tensors.state)
 
 
 def fitting(tensors: AnyTensors, room: int) -> int:
-    """Elements, whole blocks of them, whose states fit into so many bytes."""
-    unit: list[int] = []
-    _visit(tensors.part(0, BLOCK), lambda state: unit.append(state.nbytes))
-    return max(0, room - len(unit) * ALIGNMENT) // max(sum(unit), 1) * BLOCK
-
-
-def _visit(tensors: AnyTensors, visit: Callable[[torch.Tensor], object]) -> None:
-    def see(state: torch.Tensor) -> torch.Tensor:
-        visit(state)
-        return state
-
-    tensors.placed(see)
+    """Elements, whole blocks of them, whose state fits into so many bytes."""
+    state, numel = tensors.state, tensors.grad.numel()
+    block = sum(-(-x.nbytes * BLOCK // numel) for x in state)
+    return max(0, room - len(state) * ALIGNMENT) // max(block, 1) * BLOCK
