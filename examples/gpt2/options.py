@@ -258,9 +258,7 @@ def _add_training_flags(group: argparse._ArgumentGroup) -> None:
         help="another name for --no-recompute",
     )
     group.add_argument(
-        "--offload",
-        action="store_true",
-        help="keep the optimizer's states in host memory and update there",
+        "--offload", action="store_true", help="keep the optimizer's states in host memory"
     )
     group.add_argument(
         "--moments",
@@ -407,11 +405,8 @@ def parse_options(arguments: Sequence[str], device_type: str) -> Options:
     if values["prompt"] is None:
         values["prompt"] = "def" if values["data"] is None else ""
     _check_sizes(parser, values)
-    if values["master_weights"] != "fp32" and (values["offload"] or values["dtype"] == "fp16"):
-        parser.error(
-            f"--master-weights {values['master_weights']} is for weights in bf16, and does not go "
-            "with --offload"
-        )
+    if values["master_weights"] != "fp32" and values["dtype"] == "fp16":
+        parser.error(f"--master-weights {values['master_weights']} is for weights in bf16")
     if not values["lr"] > 0:
         parser.error(f"--lr is {values['lr']}: expected a number above 0")
     if not own_warmup:  # a short run of a preset should not need a second flag

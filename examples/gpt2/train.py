@@ -243,9 +243,12 @@ def build_optimizer(
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     kind: Any = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
-    masters = {} if options.offload else {"master_weights": options.master_weights}
     optimizer: torch.optim.Optimizer = kind(
-        groups, lr=options.lr, betas=(0.9, 0.95), moments=options.moments, **masters
+        groups,
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        moments=options.moments,
+        master_weights=options.master_weights,
     )
     scheduler = bmt.lr_scheduler.Cosine(
         optimizer,

@@ -66,11 +66,13 @@ def problem_of(args: argparse.Namespace, required: Sequence[str] = ()) -> str | 
             f"--start-step {args.start_step} leaves nothing to do before --train-iters "
             f"{args.train_iters}"
         )
-    if args.master_weights != "fp32" and (args.optimizer != "adam" or args.dtype == "fp16"):
+    if args.master_weights != "fp32" and args.dtype == "fp16":
         return (
-            f"--master-weights {args.master_weights} is for --optimizer adam with weights in bf16: "
-            "leave it out, which keeps them in fp32"
+            f"--master-weights {args.master_weights} is for weights in bf16: leave it out, which "
+            "keeps them in fp32"
         )
+    if args.device_states and args.optimizer != "adam-offload":
+        return f"--device-states {args.device_states} goes with --optimizer adam-offload"
     return _problem_of_folders(args)
 
 
@@ -167,6 +169,8 @@ def _add_optimizer_flags(add: Callable[..., object]) -> None:
     masters = "of bf16 weights: fp32 takes 4 bytes an element, split 2; with none, weights are "
     masters += "rounded stochastically"
     add("--master-weights", "fp32", masters, choices=MASTER_WEIGHTS)
+    room = "GiB of each GPU for states of adam-offload; auto for what the first step leaves free"
+    add("--device-states", 0.0, room, type=amount_or_auto, metavar="GIB")
     add("--lr", 1e-4, "learning rate that the schedule starts from", type=amount)
     add(
         "--adam-betas",
@@ -284,6 +288,11 @@ def share(text: str) -> float:
     if number >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
     return number
+
+
+def amount_or_auto(text: str) -> float | str:
+    """A finite number from 0 on, or "auto"."""
+    return text if text == "auto" else amount(text)
 
 
 def amount(text: str) -> float:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
 import pathlib
+import re
 import sys
 import time
 from typing import Any
@@ -119,7 +121,10 @@ KEPT: list[dict[str, Any]] = [
     {"dtype": "bf16", "master_weights": "none"},
     {"dtype": "bf16", "moments": "8bit", "master_weights": "split"},
     {"dtype": "bf16", "optimizer": "offload"},
+    {"dtype": "fp32", "optimizer": "offload"},
     {"dtype": "bf16", "optimizer": "offload", "moments": "8bit"},
+    {"dtype": "bf16", "optimizer": "offload", "master_weights": "split"},
+    {"dtype": "bf16", "optimizer": "offload", "moments": "8bit", "master_weights": "none"},
 ]
 
 
@@ -165,10 +170,40 @@ def test_shards_gradients_and_states_are_those_of_a_real_model(ranks: int) -> No
         memory = Memory(traced, settings, machine)
         assert memory.weights == real["weights"], kept
         assert memory.gradients == real["gradients"], kept
-        if "optimizer" in kept:  # beside the states, what gradients and weights pass through
-            assert (memory.states, memory.host) == (0, real["states"] + real["gradients"]), kept
-        else:
-            assert (memory.states, memory.host) == (real["states"], 0), kept
+        places = (0, real["states"]) if "optimizer" in kept else (real["states"], 0)
+        assert (memory.states, memory.host) == places, kept
+
+
+def test_states_are_on_the_gpu_and_in_host_memory() -> None:
+    """As many as are said to be on the GPU; a hidden update takes copies of gradients besides."""
+    forecaster, machine = bp.Forecaster(of_sizes(GPT)), bp.Machine(gpu="h200")
+    away = dataclasses.replace(EAGER, optimizer="offload")
+    traced, _ = forecaster.outline(away)
+    whole = Memory(traced, away, machine)
+    half = dataclasses.replace(away, device_states=whole.host / 2 / 2**30)
+    part = Memory(traced, half, machine)
+    assert part.states == whole.host - part.host == whole.host // 2
+    assert whole.copied == whole.gradients and part.copied == whole.gradients // 2
+    assert Memory(traced, dataclasses.replace(away, overlap=False), machine).copied == 0
+    everything = Memory(traced, dataclasses.replace(away, device_states=1.0), machine)
+    assert (everything.host, everything.staged, everything.copied) == (0, 0, 0)
+    levels = whole.whole_levels(Level.BLOCK)
+    update = {m.name: m for m in whole.moments(levels)}["update"]
+    assert update.parts["states that pass through"] == whole.staged + whole.copied
+
+
+def test_the_nearest_that_fits_places_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the host has no room for all of them, the GPU gets the rest."""
+    sizes = ["--layers=8", "--hidden=1024", "--heads=8", "--vocab=4000", "--ff=4096"]
+    words = ["plan", *sizes, "--gpu-memory=8", "--no-compile", "--optimizer=offload"]
+    assert main([*words, "--host-memory=64", "--brief"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--host-memory=9"]) == 1
+    said = capsys.readouterr().out
+    found = re.search(r"the nearest that does: .*--device-states ([\d.]+)", said)
+    assert found is not None, said
+    flags = ["--recompute=block", f"--device-states={found[1]}", "--host-memory=9", "--brief"]
+    assert main([*words, *flags]) == 0, said
 
 
 def test_memory_grows_with_what_takes_it() -> None:
@@ -233,9 +268,9 @@ def test_smaller_states_are_proposed_where_exact_ones_do_not_fit() -> None:
         want = {"moments": "fp32", "master_weights": "fp32", **form}
         assert {name: vars(chosen)[name] for name in want} == want and chosen.optimizer == "adam"
     assert found(sizes[3] - 0.3) is None and found(0.5, host=64.0) is None
-    # On the host there are fp32 masters, in fp16 there is no split.
+    # The same forms on the host; in fp16 there is no split.
     few = found(sizes[3] - 0.3, Settings(**{**vars(settings), "optimizer": "offload"}), host=12.0)
-    assert few is not None and (few.moments, few.master_weights) == ("8bit", "fp32")
+    assert few is not None and (few.moments, few.master_weights) == ("fp32", "split")
     half = found(sizes[2], Settings(**{**vars(settings), "dtype": "fp16"}))
     assert half is not None and half.master_weights == "fp32" and half.moments == "8bit"
     assert found(sizes[2], Settings(**{**vars(settings), "optimizer": "torch"})) is None
@@ -341,7 +376,7 @@ REFUSED = {
     "tokens": [f"{__name__}:model", "--gpu", "h200", "--tokens=-1"],
     "tp": [f"{__name__}:model", "--gpu", "h200", "--tp-size", "2"],
     "8 bits of torch's": [*PLAIN, "--optimizer", "torch", "--moments", "8bit"],
-    "masters on the host": [*PLAIN, "--optimizer", "offload", "--master-weights", "split"],
+    "negative states": [*PLAIN, "--optimizer", "offload", "--device-states=-1"],
     "no masters of fp16": [*PLAIN, "--dtype", "fp16", "--master-weights", "none"],
     "memory": [f"{__name__}:model", "--gpu-memory=-2"],
 }

@@ -170,6 +170,10 @@ MADE: dict[str, tuple[str, set[str]]] = {
     "--optimizer adam": ("AdamOptimizer", {"master", "exp_avg", "exp_avg_sq"}),
     "--optimizer adam-offload": ("AdamOffloadOptimizer", {"master", "exp_avg", "exp_avg_sq"}),
     "--optimizer adam-offload --moments 8bit": ("AdamOffloadOptimizer", {"master", *CODES}),
+    "--optimizer adam-offload --master-weights split --device-states 0.5": (
+        "AdamOffloadOptimizer",
+        {"remainder", "exp_avg", "exp_avg_sq"},
+    ),
     "--moments 8bit": ("AdamOptimizer", {"master", *CODES}),
     "--master-weights split": ("AdamOptimizer", {"remainder", "exp_avg", "exp_avg_sq"}),
     "--moments 8bit --master-weights none": ("AdamOptimizer", CODES),

@@ -136,7 +136,7 @@ FORMS = (
     "--moments 8bit",
     "--master-weights split",
     "--moments 8bit --master-weights none",
-    "--moments 8bit --optimizer adam-offload",
+    "--moments 8bit --optimizer adam-offload --device-states auto",
 )
 
 
@@ -294,7 +294,8 @@ def test_shares_of_files() -> None:
     ("arguments", "error", "complaint"),
     [
         ("--lora-rank 4 --lora-targets q_pro", ConfigError, r"--lora-targets 'q_pro' \(nearest: "),
-        ("--master-weights split --optimizer adam-offload", ConfigError, "is for --optimizer adam"),
+        ("--master-weights split --dtype fp16", ConfigError, "is for weights in bf16"),
+        ("--device-states 2", ConfigError, "goes with --optimizer adam-offload"),
         ("--validation x --validation-share 0.1", ConfigError, "give one of them"),
         ("--resume", ConfigError, "--resume goes on from the checkpoints in --save"),
         ("--data nowhere.jsonl", DataError, "there is no file nowhere.jsonl"),

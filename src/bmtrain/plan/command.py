@@ -72,7 +72,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--optimizer", choices=OPTIMIZERS, default="adam", help="(adam)")
     run.add_argument("--moments", choices=MOMENTS, default="fp32", help="of adam, offload (fp32)")
     run.add_argument(
-        "--master-weights", choices=MASTER_WEIGHTS, default="fp32", help="of adam (fp32)"
+        "--master-weights", choices=MASTER_WEIGHTS, default="fp32", help="of adam, offload (fp32)"
+    )
+    run.add_argument(
+        "--device-states", type=float, default=0.0, metavar="GIB", help="of a GPU, with offload (0)"
+    )
+    run.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="update beside the forward pass, with offload (on)",
     )
     run.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="blocks (on)"
@@ -166,6 +175,8 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         optimizer=arguments.optimizer,
         moments=arguments.moments,
         master_weights=arguments.master_weights,
+        device_states=arguments.device_states,
+        overlap=arguments.overlap,
         compiled=arguments.compile,
         lora=arguments.lora,
         fp8=arguments.fp8,

@@ -94,6 +94,7 @@ _FORMS = (
     StateForm(moments="8bit"),
     StateForm(moments="8bit", master_weights="split"),
 )
+GIB = 2**30
 _DOUBLINGS, _GPUS_OF_A_HOST = 8, 8
 _MOST_BATCH = 64
 
@@ -129,12 +130,35 @@ def _most_rows(
                 master_weights=form.master_weights,
                 zero_level=3,
             )
-            if forecaster(tried, machine, near=settings.batch).fits:
-                exact = forecaster(tried, machine)
+            for placed in _placed(forecaster, tried, machine, near=settings.batch):
+                exact = forecaster(placed, machine)
                 if exact.fits:
                     return exact
         batch //= 2
     return None
+
+
+def _placed(
+    forecaster: Forecaster, settings: Settings, machine: Machine, near: int
+) -> Iterator[Settings]:
+    """These settings where they may fit; of states in host memory, with what has room on the GPU
+    there, hidden if that leaves room.
+    """
+    if settings.optimizer != "offload":
+        if forecaster(settings, machine, near=near).fits:
+            yield settings
+        return
+    for overlap in (True, False):
+        bare = dataclasses.replace(settings, overlap=overlap, device_states=0.0)
+        found = forecaster(bare, machine, near=near)
+        if found.fits:
+            yield bare
+        # What "auto" recomputes less takes the room: states get it where the host has none.
+        least = dataclasses.replace(bare, recompute="block")
+        room = forecaster(least, machine, near=near)
+        left = int(0.95 * (room.room - room.peak.total) / GIB)  # slack grows with them
+        if not found.fits and left > 0:
+            yield dataclasses.replace(least, device_states=float(left))
 
 
 def _around(forecaster: Forecaster, settings: Settings, machine: Machine) -> Iterator[Forecast]:

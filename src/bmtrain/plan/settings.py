@@ -9,7 +9,7 @@ import torch
 from bmtrain.errors import ConfigurationError
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS, StateForm
 from bmtrain.recompute.level import AUTO, Level
-from bmtrain.runtime.arguments import COUNT, POSITIVE, SIZE, check, unknown
+from bmtrain.runtime.arguments import AMOUNT, COUNT, FLAG, POSITIVE, SIZE, check, unknown
 
 LEVELS = {
     "nothing": Level.NOTHING,
@@ -37,6 +37,8 @@ class Settings:
         optimizer: "adam" (AdamOptimizer), "offload" (AdamOffloadOptimizer) or "torch" (AdamW of
             torch.optim).
         moments, master_weights: of "adam" and "offload", as their arguments.
+        device_states: GiB of each GPU for states of "offload", as its `device_bytes`.
+        overlap: of "offload", as its argument.
         compiled: whether blocks are compiled.
         fused_head: whether the head never holds all logits; for models given by sizes.
         lora: rank of adapters on the linear layers of blocks, all else frozen; 0 for none.
@@ -59,6 +61,8 @@ class Settings:
     optimizer: str = "adam"
     moments: str = "fp32"
     master_weights: str = "fp32"
+    device_states: float = 0.0
+    overlap: bool = True
     compiled: bool = True
     fused_head: bool = False
     lora: int = 0
@@ -69,6 +73,7 @@ class Settings:
     def __post_init__(self) -> None:
         sizes = ("batch", "seq", "tp_size", "pipe_size", "num_buffers")
         check("plan", **{name: (vars(self)[name], SIZE) for name in sizes}, lora=(self.lora, COUNT))
+        check("plan", device_states=(self.device_states, AMOUNT), overlap=(self.overlap, FLAG))
         if self.memory_limit is not None:
             check("plan", memory_limit=(self.memory_limit, POSITIVE))
         named = {

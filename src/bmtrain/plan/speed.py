@@ -21,16 +21,20 @@ from bmtrain.recompute.level import Level
 # attention, memory; and the factor on products in FP8, whose operands are quantised first.
 PRODUCTS, ATTENTION, BANDWIDTH, FP8 = 0.68, 0.35, 0.7, 1.6
 LINK = 0.75  # share of a link's peak that copies reach
-# Bytes that Adam reads and writes for an element with states in fp32, and the bytes a second at
-# which a host's CPUs do.
-UPDATE, HOST_BANDWIDTH = 28, 120e9
+# Bytes that Adam reads and writes for an element with states in fp32; the bytes a second that come
+# up from host memory, while as many go down.
+UPDATE, BUS = 28, 48e9
+# Of the time of both passes: the forward pass, beside which states in host memory are updated.
+FORWARD = 0.3
 # Passes over an activation that is kept: written, read, read or written by its gradient.
 PASSES = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of one step. Communication overlaps compute; what is longer counts."""
+    """Of one step. Communication overlaps compute; what is longer counts. Of an update that goes on
+    beside the forward pass only the rest counts.
+    """
 
     compute: float
     communication: float
@@ -63,9 +67,10 @@ def seconds(
         + attention / (gpu.flops * ATTENTION)
         + PASSES * kept / (gpu.bandwidth * BANDWIDTH)
     )
-    return Seconds(
-        compute, _communication(memory, settings, machine), _update(memory, settings, machine)
-    )
+    update = _update(memory, settings, machine)
+    if memory.host and settings.overlap:
+        update = max(0.0, update - FORWARD * compute)
+    return Seconds(compute, _communication(memory, settings, machine), update)
 
 
 def _communication(memory: Memory, settings: Settings, machine: Machine) -> float:
@@ -80,11 +85,8 @@ def _communication(memory: Memory, settings: Settings, machine: Machine) -> floa
 
 def _update(memory: Memory, settings: Settings, machine: Machine) -> float:
     trained = sum(shard.used for shard in memory.everything if shard.trained)
-    if memory.host:
-        # States in 8 bits are not read faster there: torch's operators unpack them.
-        return trained * UPDATE * machine.gpus / HOST_BANDWIDTH
     exact, own = (
         form.num_bytes(trained, DTYPES[settings.dtype]) for form in (StateForm(), settings.form)
     )
     moved = trained * UPDATE - 2 * (exact - own)  # states are read and written
-    return moved / (machine.kind.bandwidth * BANDWIDTH)
+    return memory.host / BUS + moved / (machine.kind.bandwidth * BANDWIDTH)

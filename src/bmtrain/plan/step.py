@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bmtrain.distributed.transport import SMALLEST_SHARED_BYTES, Transport
+from bmtrain.optim.streaming import LOAD_BYTES, NUM_SLOTS
 from bmtrain.plan.machine import COMMUNICATION, CONTEXT, LEAST_SLACK, SLACK, Machine
 from bmtrain.plan.outline import BlockCall, Group, Outline, numel_of
 from bmtrain.plan.settings import DTYPES, Settings
@@ -39,6 +40,7 @@ PARTS = (
     "CUDA context",
     "communication",
 )
+GIB = 2**30
 _FIXED = ("allocator's slack", "CUDA context", "communication")
 _PAGE = 2**21  # granularity of memory that other ranks map
 
@@ -108,6 +110,8 @@ class Memory:
     Attributes:
         shards: of each block, lists of storages; of others.
         weights, states: bytes on the GPU.
+        staged, copied: bytes on the GPU for states that pass through it, and, in the optimizer's
+            step, for copies of their gradients.
         host: bytes of optimizer states in host memory, of one rank.
         shared: bytes of weights and buffers in memory that other ranks map.
     """
@@ -124,9 +128,11 @@ class Memory:
         self.weights = sum(shard.num_bytes for shard in self.everything)
         held = sum(_state_bytes(shard, settings) for shard in self.everything if shard.trained)
         is_away = settings.optimizer == "offload"
-        self.states = 0 if is_away else held
-        # beside the states, what gradients and weights pass through on their way
-        self.host = held + self.gradients if is_away else 0
+        self.host = max(0, held - int(settings.device_states * GIB)) if is_away else 0
+        self.states = held - self.host
+        self.staged = NUM_SLOTS * LOAD_BYTES if self.host else 0
+        is_copied = self.host and settings.overlap
+        self.copied = self.gradients * self.host // held if is_copied else 0
         self.exchanges = self._exchanges()
         self.shared = self.exchanges + sum(
             shard.num_bytes
@@ -241,6 +247,7 @@ class Memory:
             "gathered weights": 0 if number < 0 else self._gathered(place),
             "gradients in flight": self.exchanges
             + (self._in_flight(place) if name == "backward" else 0),
+            "states that pass through": self.staged + (self.copied if name == "update" else 0),
             "activations": kept + (self.outline.shared if kept else 0),
             "outside of blocks": outside,
         }

@@ -17,6 +17,8 @@ _FLAGS = {
     "optimizer": "--optimizer",
     "moments": "--moments",
     "master_weights": "--master-weights",
+    "device_states": "--device-states",
+    "overlap": "--overlap",
     "tp_size": "--tp-size",
 }
 
@@ -186,8 +188,15 @@ def _is_better(wanted: Forecast, advice: Forecast) -> bool:
 
 def _changes(wanted: Settings, advice: Settings) -> str:
     old, new = dataclasses.asdict(wanted), dataclasses.asdict(advice)
-    found = [f"{flag} {new[name]}" for name, flag in _FLAGS.items() if old[name] != new[name]]
-    return " ".join(found)
+    return " ".join(
+        _said(flag, new[name]) for name, flag in _FLAGS.items() if old[name] != new[name]
+    )
+
+
+def _said(flag: str, value: object) -> str:
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-")
+    return f"{flag} {value:g}" if isinstance(value, float) else f"{flag} {value}"
 
 
 def _speed(found: Forecast, tokens: float | None) -> list[str]:

@@ -59,5 +59,6 @@ def words_of(args: argparse.Namespace) -> list[str]:
         *("--recompute", level, "--zero-level", str(args.zero_level), "--dtype", args.dtype),
         *("--optimizer", "offload" if args.optimizer == "adam-offload" else "adam"),
         *("--moments", args.moments, "--master-weights", args.master_weights),
+        *(() if args.device_states == "auto" else ("--device-states", f"{args.device_states:g}")),
         *("--lora", str(args.lora_rank)),
     ]

@@ -16,8 +16,8 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
 
     Args:
         model: after its parameters have been sharded.
-        args: of which `optimizer`, `moments`, `master_weights`, `lr`, `adam_betas` and
-            `weight_decay` are read.
+        args: of which `optimizer`, `moments`, `master_weights`, `device_states`, `lr`,
+            `adam_betas` and `weight_decay` are read.
 
     Raises:
         ConfigError: if the model has nothing to train.
@@ -37,12 +37,13 @@ def make_optimizer(model: torch.nn.Module, args: argparse.Namespace) -> torch.op
             f"no parameter of {type(model).__name__} is to be trained: all have "
             "requires_grad=False."
         )
-    rates = {"lr": args.lr, "betas": tuple(args.adam_betas)}
+    settings = {"lr": args.lr, "betas": tuple(args.adam_betas)}
+    settings |= {"moments": args.moments, "master_weights": args.master_weights}
     if args.optimizer == "adam-offload":
-        return bmt.optim.AdamOffloadOptimizer(groups, **rates, moments=args.moments)
-    return bmt.optim.AdamOptimizer(
-        groups, **rates, moments=args.moments, master_weights=args.master_weights
-    )
+        room = args.device_states
+        settings["device_bytes"] = room if room == "auto" else int(room * 2**30)
+        return bmt.optim.AdamOffloadOptimizer(groups, **settings)
+    return bmt.optim.AdamOptimizer(groups, **settings)
 
 
 def is_decayed(name: str) -> bool:
