@@ -36,16 +36,23 @@ def make_model() -> nn.Module:
     return bmt.BMTrainModelWrapper(model)
 
 
+Kind = type[AdamOptimizer] | type[AdamOffloadOptimizer]
+KINDS: list[Kind] = [AdamOptimizer, AdamOffloadOptimizer]
+
+
 class Training:
     """A small fp16 model under one manager, on every rank's own rows."""
 
     def __init__(
-        self, schedule: Callable[[torch.optim.Optimizer], Any] | None = None, scale: float = 64.0
+        self,
+        schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+        scale: float = 64.0,
+        kind: Kind = AdamOptimizer,
     ) -> None:
         self.model = make_model()
         self.plain = nn.Linear(1, 1).half()  # an ordinary layer
         params = [*self.model.parameters(), *self.plain.parameters()]
-        self.optimizer = AdamOptimizer(
+        self.optimizer = kind(
             [{"params": params[::2]}, {"params": params[1::2], "lr": 0.02}], lr=0.01
         )
         self.schedule: Any = None if schedule is None else schedule(self.optimizer)
@@ -116,12 +123,12 @@ ASK: dict[str, Callable[[Training], object]] = {
 }
 
 
-def skipped() -> None:
+def skipped(kind: Kind) -> None:
     as_on_a_gpu()
     # a sequence of schedules of torch 2.8 uses it itself
     warnings.filterwarnings("ignore", message="The epoch parameter")
     for number, (name, schedule) in enumerate(SCHEDULES.items()):
-        training = Training(schedule, 1024.0)
+        training = Training(schedule, 1024.0, kind=kind)
         for step in range(3):
             training.step(step)
         assert training.manager.loss_scale == 1024
@@ -143,20 +150,21 @@ def skipped() -> None:
             assert training.numbers() != numbers, f"{what}: a good step counts"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_left_out_is_taken_back_whoever_asks(world_size: int) -> None:
+def test_a_step_left_out_is_taken_back_whoever_asks(world_size: int, kind: Kind) -> None:
     """Weights, masters, moments bit by bit; step counts, hyperparameters, schedules of ours and of
     torch, number of steps.
     """
-    run_ranks(skipped, world_size)
+    run_ranks(skipped, world_size, kind)
 
 
-def same_as_at_once() -> None:
+def same_as_at_once(kind: Kind) -> None:
     results = []
     for late in (False, True):
         if late:
             as_on_a_gpu()
-        training = Training(SCHEDULES["ours"])
+        training = Training(SCHEDULES["ours"], kind=kind)
         scales = []
         for step in range(12):
             training.step(step, BAD[step % 3] if step in (0, 4, 5, 11) else 1.0)
@@ -170,12 +178,13 @@ def same_as_at_once() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_late_verdicts_change_no_training(world_size: int) -> None:
+def test_late_verdicts_change_no_training(world_size: int, kind: Kind) -> None:
     """Bitwise the run in which every verdict is known at once, overflows at the first, in following
     and at the last step.
     """
-    run_ranks(same_as_at_once, world_size)
+    run_ranks(same_as_at_once, world_size, kind)
 
 
 def what_the_program_writes() -> None:
@@ -201,9 +210,9 @@ def test_what_the_program_has_written_since_stays() -> None:
     run_ranks(what_the_program_writes, 1)
 
 
-def without_some_gradients() -> None:
+def without_some_gradients(kind: Kind) -> None:
     as_on_a_gpu()
-    training = Training()
+    training = Training(kind=kind)
     training.step(0)
     training.backward(1, math.nan)
     for param in training.plain.parameters():
@@ -214,9 +223,10 @@ def without_some_gradients() -> None:
     assert {state["step"] for state in training.optimizer.state.values()} == {1}
 
 
-def test_only_what_was_counted_is_taken_back() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_what_was_counted_is_taken_back(kind: Kind) -> None:
     """Parameters that had no gradient in that step keep their count."""
-    run_ranks(without_some_gradients, 1)
+    run_ranks(without_some_gradients, 1, kind)
 
 
 class Counter:
@@ -280,9 +290,9 @@ def test_it_is_said_once() -> None:
     assert outputs == ["gradient overflow: loss scale 64 -> 32, the step is skipped\n", ""]
 
 
-def loaded() -> None:
+def loaded(kind: Kind) -> None:
     as_on_a_gpu()
-    training = Training(SCHEDULES["ours"])
+    training = Training(SCHEDULES["ours"], kind=kind)
     training.step(0)
     saved = copy.deepcopy(training.manager.state_dict())
     numbers = training.numbers()
@@ -298,9 +308,10 @@ def loaded() -> None:
     assert {state["step"] for state in training.optimizer.state.values()} == {1}
 
 
-def test_loading_comes_after_the_verdict() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_comes_after_the_verdict(kind: Kind) -> None:
     """What is loaded is not taken back."""
-    run_ranks(loaded, 1)
+    run_ranks(loaded, 1, kind)
 
 
 def strided() -> None:
