@@ -105,9 +105,12 @@ def test_cells_differ() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_kills_at_random_times(gpt2: Program, tmp_path: pathlib.Path) -> None:
-    """Two, and the run comes to its end as if there had been none."""
-    chain = Chain(gpt2, ["--steps", "25"], tmp_path, seed=1)
+@pytest.mark.parametrize("flags", ["", "--offload --dtype bf16 --moments 8bit"])
+def test_kills_at_random_times(gpt2: Program, flags: str, tmp_path: pathlib.Path) -> None:
+    """Two, and the run comes to its end as if there had been none; also of runs that save and end
+    while updates are under way.
+    """
+    chain = Chain(gpt2, ["--steps", "25", *flags.split()], tmp_path, seed=1)
     found = chain.kills(2)
     assert len(found) == 2 and not any(kill.wrong for kill in found) and not chain.wrong
     assert len(chain.truth) > 25
