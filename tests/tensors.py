@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import bmtrain as bmt
@@ -47,3 +49,8 @@ def gradient_memory(block: torch.nn.Module) -> torch.Tensor:
     flat = storage_of(block).gradient.flat
     assert flat is not None
     return flat
+
+
+def zeros_on(device: torch.device | str) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """What makes zeros there, of a number of elements and a dtype."""
+    return lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=device)

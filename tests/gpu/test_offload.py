@@ -13,6 +13,7 @@ from tests.ranks.test_hidden_updates import (
     compare,
     fails,
     hides,
+    in_files,
     make_model,
     read_all,
     train,
@@ -72,6 +73,12 @@ def places(first: bool) -> None:
         assert optimizer.state[run.param]["exp_avg"].local.device.type == "cpu"
     train(run, 0)
     assert optimizer.state[run.param]["exp_avg"].local.device.type == "cuda"
+
+
+def test_states_in_files(tmp_path: pathlib.Path) -> None:
+    for count in counts():
+        (tmp_path / str(count)).mkdir()
+        run_ranks(in_files, count, tmp_path / str(count), device=None, timeout=300)
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu.test_optimizer import Layer, Training, forbid_waiting, on_gpus
+from tests.tensors import zeros_on
 
 import bmtrain as bmt
 from bmtrain.kernels.adam import AdamSettings
@@ -49,7 +50,9 @@ def tensors(
             "none": None,
         }
         mean, square = (
-            Blocks.zeros(size, dtype, device) if quantised else torch.zeros(size, device=device)
+            Blocks.zeros(size, dtype, zeros_on(device))
+            if quantised
+            else torch.zeros(size, device=device)
             for dtype in (torch.int8, torch.uint8)
         )
         grads = torch.zeros(size, dtype=grad, device=device)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.tensors import zeros_on
 
 from bmtrain.kernels import adam_compact
 from bmtrain.kernels.adam import AdamSettings, adamw_triton
@@ -47,7 +48,7 @@ def tensors(
             "none": None,
         }
         mean, square = (
-            Blocks.zeros(size, dtype, torch.device("cpu")) if quantised else torch.zeros(size)
+            Blocks.zeros(size, dtype, zeros_on("cpu")) if quantised else torch.zeros(size)
             for dtype in (torch.int8, torch.uint8)
         )
         grads = torch.zeros(size, dtype=grad)

@@ -7,12 +7,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import functools
 import math
+import os
 import pathlib
 import random
+import shutil
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -785,6 +789,59 @@ def test_states_that_the_host_has_no_room_for_are_refused(world_size: int) -> No
     run_ranks(takes_too_much, world_size, "8bit", small)
     run_ranks(fits, world_size, "fp32", exact + 12 * 64 * 30)
     run_ranks(fits, world_size, "8bit", exact)
+
+
+def in_files(folder: pathlib.Path) -> None:
+    """Training with states on the device, in host memory and in files, against host memory alone;
+    copies, checkpoints and readers of states that lie in files.
+    """
+    found = []
+    kinds: list[dict[str, Any]] = [{}, {"device_bytes": 4000, "host_bytes": 6000, "folder": folder}]
+    for places in kinds:
+        model = make_model(DTYPE, 3)
+        optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, **places)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        run = Run(model, optimizer, manager, folder)
+        for step in range(3):
+            train(run, step)
+        read_state(run, "exp_avg").local.mul_(0.5)
+        train(run, 3)
+        found += [values_of(model, optimizer), copied(run)]
+        assert bool(optimizer._filed) == bool(places)
+    check_equal(plain(found[:2]), plain(found[2:]), "in files")
+    assert not list(folder.iterdir()), "files are left"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_states_in_files(world_size: int, tmp_path: pathlib.Path) -> None:
+    run_ranks(in_files, world_size, tmp_path)
+
+
+def has_no_folder(
+    folder: pathlib.Path, words: str, error: type[Exception] = ConfigurationError
+) -> None:
+    model = make_model(DTYPE, 3)
+    optimizer = AdamOffloadOptimizer(model.parameters(), host_bytes=6000, folder=folder)
+    loss_of(model, 0).backward()
+    with pytest.raises(error, match=words):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_folders_that_cannot_be_used(world_size: int, tmp_path: pathlib.Path) -> None:
+    """One that is not there, and a full disk: on all ranks, before there are any states."""
+    run_ranks(has_no_folder, world_size, tmp_path / "none", "the folder cannot be used: .*No such")
+    run_ranks(on_a_full_disk, world_size, tmp_path)
+
+
+def on_a_full_disk(folder: pathlib.Path) -> None:
+    usage = shutil.disk_usage(folder)
+    with mock.patch.object(shutil, "disk_usage", lambda _: usage._replace(free=1000)):
+        has_no_folder(folder, "has 0.0 GiB of the 0.0 that the rest of all ranks here takes")
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=full)):
+        has_no_folder(folder, "No space left", OSError)
 
 
 def fits(moments: str, host_bytes: int) -> None:

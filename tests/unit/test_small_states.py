@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.tensors import zeros_on
 
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import CompactTensors, compact_update
@@ -22,7 +23,7 @@ def bits(seed: int, start: int = 0, count: int = COUNT) -> torch.Tensor:
 
 
 def blocks(values: torch.Tensor, dtype: torch.dtype) -> Blocks:
-    found = Blocks.zeros(values.numel(), dtype, CPU)
+    found = Blocks.zeros(values.numel(), dtype, zeros_on(CPU))
     found.fill(values)
     return found
 
@@ -192,7 +193,7 @@ def test_update_is_torchs(kind: str, quantised: bool) -> None:
     masters = {"exact": weight, "fp32": start.float(), "none": None}
     master = masters[kind] if kind in masters else torch.zeros(size, dtype=torch.int16)
     mean, square = (
-        Blocks.zeros(size, dtype, CPU) if quantised else torch.zeros(size)
+        Blocks.zeros(size, dtype, zeros_on(CPU)) if quantised else torch.zeros(size)
         for dtype in (torch.int8, torch.uint8)
     )
     direction = torch.randn(size, generator=generator)

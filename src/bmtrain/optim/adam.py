@@ -18,6 +18,7 @@ from bmtrain.optim.carried import CarriedScale
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.compact_state import NAMES, CompactState, foreign_masters, in_fp32, names_of
 from bmtrain.optim.form import StateForm
+from bmtrain.optim.host_memory import Make
 from bmtrain.optim.loss_scale import LossScale
 from bmtrain.optim.runs import Run
 from bmtrain.optim.saved import check_adam_state, check_masters, check_optimizer_state
@@ -197,12 +198,15 @@ class AdamBase(torch.optim.Optimizer):
 
     def _make_state(self, run: Run, number: int) -> AnyState:
         if self._form.is_compact:
-            return CompactState(run, self._state_device(run), self._form, number)
-        return RunState(run, self._state_device(run))
+            return CompactState(run, self._memory_of(run), self._form, number)
+        return RunState(run, self._memory_of(run))
 
-    def _state_device(self, run: Run) -> torch.device:
-        """The device of the state of a run."""
-        return self._engine.device
+    def _memory_of(self, run: Run) -> Make:
+        """What makes the tensors of the state of a run."""
+        return self._on_device
+
+    def _on_device(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._engine.device)
 
     def _lay_out(self) -> AdamLayout:
         """The layout, rebuilt if the program has changed groups or states, as torch allows."""

@@ -17,8 +17,8 @@ from bmtrain.optim.bound import BoundWeights
 from bmtrain.optim.compact_state import NAMES, CompactState, cut_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.gradients import Gradients, Parts
-from bmtrain.optim.host_memory import zeros
-from bmtrain.optim.masters import follow_weights, masters_of
+from bmtrain.optim.host_memory import Make
+from bmtrain.optim.masters import follow_weights
 from bmtrain.optim.runs import Run, contiguous_runs, local_numel
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.parameter import DistributedParameter
@@ -37,15 +37,19 @@ class RunState:
     """State of one run, in fp32 (fp64 for fp64 parameters): both moments, and master weights.
 
     Only half-precision parameters have separate master weights.
+
+    Args:
+        run: whose state it is.
+        make: makes its tensors.
     """
 
-    def __init__(self, run: Run, device: torch.device) -> None:
+    def __init__(self, run: Run, make: Make) -> None:
         values = run.values
         dtype = torch.promote_types(values.dtype, torch.float32)
-        self.mean, self.square = (zeros(run.numel, dtype, device, values.device) for _ in range(2))
+        self.mean, self.square = (make(run.numel, dtype) for _ in range(2))
         self.is_exact = values.dtype == dtype
         # Weights that are their own masters are not held: see `Storage.is_held`.
-        self.master = None if self.is_exact else masters_of(values, device, dtype)
+        self.master = None if self.is_exact else make(run.numel, dtype).copy_(values)
 
     @property
     def flat(self) -> list[torch.Tensor]:

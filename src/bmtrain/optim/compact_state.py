@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from bmtrain.kernels.adam_compact import CompactTensors
 from bmtrain.kernels.bf16 import are_neighbours, joined, remainders_of
 from bmtrain.kernels.blockwise import BLOCK, Blocks, num_blocks
 from bmtrain.optim.form import StateForm
-from bmtrain.optim.host_memory import zeros
-from bmtrain.optim.masters import follow_weights, masters_of
+from bmtrain.optim.host_memory import Make
+from bmtrain.optim.masters import follow_weights
 from bmtrain.optim.runs import Run
 from bmtrain.shard.cut import Cut
 from bmtrain.shard.layout import Piece, Split
@@ -38,18 +37,17 @@ class CompactState:
 
     Args:
         run: of one parameter, in fp32, or in the dtypes of its form.
-        device: of the state.
+        make: makes its tensors.
         form: in how many bits.
         number: of the parameter in its optimizer.
     """
 
-    def __init__(self, run: Run, device: torch.device, form: StateForm, number: int) -> None:
+    def __init__(self, run: Run, make: Make, form: StateForm, number: int) -> None:
         values, param = run.values, run.params[0]
         self._form, self._number = form, number
         self._start = param.cut.piece.start if isinstance(param, DistributedParameter) else 0
-        make = functools.partial(zeros, device=device, beside=values.device)
         self.mean, self.square = (
-            Blocks(make(run.numel, codes), make(num_blocks(run.numel), torch.float32))
+            Blocks.zeros(run.numel, codes, make)
             if form.is_quantised
             else make(run.numel, torch.float32)
             for codes in (torch.int8, torch.uint8)
@@ -60,7 +58,7 @@ class CompactState:
         if self.is_exact:
             pass
         elif form.master_weights == "fp32":
-            self.master = masters_of(values, device, torch.float32)
+            self.master = make(run.numel, torch.float32).copy_(values)
         elif form.master_weights == "split":
             self.master = make(run.numel, torch.int16)
         self._run = run

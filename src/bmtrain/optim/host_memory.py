@@ -1,21 +1,18 @@
-"""Host memory that a GPU copies into and from by itself."""
+"""Memory of states outside of a GPU: host memory that it copies by itself, and files."""
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import tempfile
 import weakref
+from collections.abc import Callable
 
 import torch
 
-
-def zeros(
-    numel: int, dtype: torch.dtype, device: torch.device, beside: torch.device
-) -> torch.Tensor:
-    """Zeros (numel,) on `device`; those in host memory can be copied to and from `beside`."""
-    if device.type == "cpu":
-        return host_zeros(numel, dtype, beside)
-    return torch.zeros(numel, dtype=dtype, device=device)
+# Makes zeros (numel,) of a dtype.
+Make = Callable[[int, torch.dtype], torch.Tensor]
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -35,6 +32,21 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Te
     if int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0)) == 0:
         weakref.finalize(buffer, _unpin, address)
     return buffer
+
+
+def file_zeros(numel: int, dtype: torch.dtype, folder: str) -> torch.Tensor:
+    """Zeros (numel,) in a file without a name, which goes with the process.
+
+    Raises:
+        OSError: if the folder cannot be written to, or has no room.
+    """
+    if numel == 0:
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    with tempfile.TemporaryFile(dir=folder) as file:
+        # All of it now: of a disk that is full later, a write to the pages would know by SIGBUS.
+        os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)
+        pages = mmap.mmap(file.fileno(), numel * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def _unpin(address: int) -> None:

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from bmtrain.optim.host_memory import zeros
-
-
-def masters_of(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Copies (n,) of weights on a device, or in host memory."""
-    return zeros(values.numel(), dtype, device, values.device).copy_(values)
-
 
 def follow_weights(master: torch.Tensor, values: torch.Tensor) -> None:
     """Update masters (n,) from weights (n,) of fewer bits or on another device.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import AdamLayout, AnyTensors
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.form import StateForm
+from bmtrain.optim.host_memory import Make, file_zeros, host_zeros
 from bmtrain.optim.runs import Run, contiguous_runs
 from bmtrain.optim.streaming import (
     NUM_SLOTS,
@@ -60,11 +64,14 @@ class AdamOffloadOptimizer(AdamBase):
             for what the first step, forward and backward, leaves free on all ranks, less a margin;
             until then all states are in host memory.
         host_bytes: of host memory that states of this rank may take; None for no limit.
+        folder: of a disk, for states beyond `host_bytes`, in files without names that go with the
+            process. All threads copy them to and from page-locked memory while `step` goes on.
 
     Raises:
         ParameterError: for parameters on a device other than the rank's.
         ConfigurationError: for hyperparameters out of range; on all ranks when states are laid out,
-            before any of it is allocated, if they need more than `host_bytes`.
+            before any of it is allocated, if they need more than `host_bytes` and there is no
+            folder, or it has no room for the rest.
     """
 
     @known_keywords
@@ -87,6 +94,7 @@ class AdamOffloadOptimizer(AdamBase):
         overlap: bool = True,
         device_bytes: int | str = 0,
         host_bytes: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         check(
             type(self).__name__,
@@ -109,10 +117,12 @@ class AdamOffloadOptimizer(AdamBase):
             master_weights=master_weights,
         )
         self._record_delta, self._overlap = record_delta, overlap
-        self._device_bytes, self._host_bytes = device_bytes, host_bytes
+        self._device_bytes, self._host_bytes, self._folder = device_bytes, host_bytes, folder
         #: bytes of the GPU for states, once that is known
         self._room = None if isinstance(device_bytes, str) else device_bytes
-        self._resident: set[int] = set()  # owners whose states are on the device
+        # owners whose states are on the device, and in files
+        self._resident: set[int] = set()
+        self._filed: set[int] = set()
         self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
         self._updates: list[StreamedUpdate] = []  # of the last step
         self._numel = 0  # of the parameters in the last step
@@ -143,25 +153,49 @@ class AdamOffloadOptimizer(AdamBase):
         # Without it, the caller could read or write states that are still on their way.
         self._passage.wait()
 
-    def _state_device(self, run: Run) -> torch.device:
-        return self._engine.device if run.owner in self._resident else torch.device("cpu")
+    def _memory_of(self, run: Run) -> Make:
+        if run.owner in self._resident:
+            return self._on_device
+        if run.owner in self._filed and self._folder is not None:
+            return functools.partial(file_zeros, folder=os.fspath(self._folder))
+        return functools.partial(host_zeros, device=self._engine.device)
 
     def _new_layout(self) -> AdamLayout:
         runs = self._runs()
-        self._resident = resident_owners(runs, self._room or 0, self._form)
-        self._check_host([run for run in runs if run.owner not in self._resident])
+        self._resident = first_owners(runs, self._room or 0, self._form)
+        away = [run for run in runs if run.owner not in self._resident]
+        self._filed = set()
+        if self._host_bytes is not None:
+            hosted = first_owners(away, self._host_bytes, self._form)
+            rest = [run for run in away if run.owner not in hosted]
+            self._filed = {run.owner for run in rest}
+            self._check_room(away, rest)
         return super()._new_layout()
 
-    def _check_host(self, runs: Iterable[Run]) -> None:
-        """Refuse states of which `host_bytes` cannot hold what is not on the device."""
-        if self._host_bytes is None:
+    def _check_room(self, away: Iterable[Run], rest: Iterable[Run]) -> None:
+        """Refuse states for which there is no room, of all that are not on the device."""
+        needed, beyond = (
+            sum(bytes_of_state(run, self._form) for run in runs) for runs in (away, rest)
+        )
+        if not beyond:
             return
-        needed = sum(bytes_of_state(run, self._form) for run in runs)
-        if needed > self._host_bytes:
+        said = f"{type(self).__name__}: the states take {needed / GIB:.1f} GiB of host memory on "
+        said += f"each rank, host_bytes allows {(self._host_bytes or 0) / GIB:.1f}"
+        if self._folder is None:
             raise ConfigurationError(
-                f"{type(self).__name__}: the states take {needed / GIB:.1f} GiB of host memory on "
-                f"each rank, host_bytes allows {self._host_bytes / GIB:.1f}: give device_bytes, "
-                "moments='8bit' or master_weights='split', or use more ranks."
+                f"{said}: give device_bytes, a folder for the rest, moments='8bit' or "
+                "master_weights='split', or use more ranks."
+            )
+        try:
+            free = shutil.disk_usage(self._folder).free
+        except OSError as error:
+            raise ConfigurationError(f"{said}, and the folder cannot be used: {error}") from error
+        wanted = beyond * world.current(type(self).__name__).local_size
+        if wanted > free:
+            raise ConfigurationError(
+                f"{said}, and {self._folder} has {free / GIB:.1f} GiB of the "
+                f"{wanted / GIB:.1f} that the rest of all ranks here takes: give more host_bytes, "
+                "or another folder."
             )
 
     def _place_states(self) -> None:
@@ -281,11 +315,10 @@ class Item(NamedTuple):
     settings: AdamSettings
 
 
-def resident_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
-    """Ids of the owners whose states are on the device: the first that fit into `room` bytes.
+def first_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
+    """Ids of the owners whose states fit into `room` bytes, the first ones, on all ranks the same.
 
-    First, because the forward pass needs them first, while others are updated. The same on all
-    ranks.
+    First, because the forward pass needs them first, while others are updated.
     """
     sizes: dict[int, int] = {}
     for run in runs:

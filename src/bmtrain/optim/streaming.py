@@ -13,6 +13,7 @@ from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.kernels.blockwise import BLOCK
 from bmtrain.optim.adam_state import AnyTensors
+from bmtrain.optim.host_memory import host_zeros
 from bmtrain.runtime.world import World
 from bmtrain.shard.residence import alias
 
@@ -25,7 +26,7 @@ ALIGNMENT = 256
 
 
 class Slot:
-    """Device memory for the states of one load.
+    """Device memory for the states of one load, and host memory for those that lie in files.
 
     Attributes:
         free: after the last copy out of it.
@@ -34,18 +35,40 @@ class Slot:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.inference_mode(False):  # it outlives an evaluation that needs it first
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._locked: torch.Tensor | None = None
         self._used = 0
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.free: torch.Event | None = None
+
+    def settle(self) -> None:
+        """Write what belongs into files: their pages, and what has come down for them."""
+        if self._written and self.free is not None:
+            self.free.synchronize()  # else the host would read what is still on its way down
+        for state, locked in self._written:
+            state.copy_(locked)
+        self._written = []
 
     def clear(self) -> None:
         """Make place for another load."""
+        self.settle()
         self._used = 0
 
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Memory for a contiguous tensor of this shape and dtype."""
-        begin = self._used
-        self._used += padded(like.nbytes)
-        return self._memory[begin : begin + like.nbytes].view(like.dtype)
+    def take(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page-locked memory that holds a contiguous state, and device memory for it.
+
+        That is the state itself, unless it lies in a file, whose pages no device copies by itself:
+        then all threads of the host fetch it.
+        """
+        own = slice(self._used, self._used + state.nbytes)
+        self._used += padded(state.nbytes)
+        locked = state
+        if not state.is_pinned():
+            if self._locked is None:
+                numel = self._memory.numel()
+                self._locked = host_zeros(numel, torch.uint8, self._memory.device)
+            locked = self._locked[own].view(state.dtype).copy_(state)
+            self._written.append((state, locked))
+        return locked, self._memory[own].view(state.dtype)
 
 
 class Passage:
@@ -90,9 +113,9 @@ class Passage:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def take(state: torch.Tensor) -> torch.Tensor:
-            staged = slot.take(state)
-            staged.copy_(state, non_blocking=True)
-            copies.append((state, staged))
+            locked, staged = slot.take(state)
+            staged.copy_(locked, non_blocking=True)
+            copies.append((locked, staged))
             return staged
 
         with torch.cuda.stream(self._up):
@@ -108,8 +131,8 @@ class Passage:
             done = self._update.record_event()
         self._down.wait_event(done)
         with torch.cuda.stream(self._down):
-            for state, staged in copies:
-                state.copy_(staged, non_blocking=True)
+            for locked, staged in copies:
+                locked.copy_(staged, non_blocking=True)
             slot.free = self._down.record_event()
         return done
 
@@ -117,6 +140,8 @@ class Passage:
         """Return when nothing copies from or to the states in host memory any more."""
         if self.is_beside:
             self._down.synchronize()
+            for slot in self._slots:
+                slot.settle()
 
 
 class Member(NamedTuple):
