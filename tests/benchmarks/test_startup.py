@@ -62,7 +62,7 @@ def test_what_is_written(bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """After each run, failures too; a run cut off by a later one is kept. Folders are new ones."""
     folders: list[str] = []
     cold = {"first_step_s": 40.0, "loss": 6.5, "writes": ["a.so", "b.cubin", "c.py"]}
-    states = [
+    states: list[dict[str, Any]] = [
         cold,
         {"first_step_s": 8.25, "loss": 6.5, "writes": ["d.json"]},
         cold,
