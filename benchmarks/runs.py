@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -33,16 +33,22 @@ KILLED = re.compile(r"Signal \d+ \((SIG\w+)\) received by PID")
 TOKEN = "BMTRAIN_BENCHMARK_RUN"  # in the environment of all processes of a run
 # what ranks say whose peer has failed
 LEFT_BEHIND = ("onnection reset by peer", "onnection closed by peer")
+NOTHING: Mapping[str, str] = {}
 NOTE = re.compile(r"(?:UserWarning: (?:\[rank \d+\] )?|^(?=recomputation for inputs))(.+)")
 
 
-def run(words: str, gpus: int, timeout: float) -> list[dict[str, Any]]:
-    """One record for each batch size of a backend: what was measured, or why it was not."""
+def run(
+    words: str, gpus: int, timeout: float, variables: Mapping[str, str] = NOTHING
+) -> list[dict[str, Any]]:
+    """One record for each batch size of a backend: what was measured, or why it was not.
+
+    The environment has these variables too.
+    """
     options = from_words(words)
     obstacle = obstacle_to(options, gpus)
     if obstacle:
         return [failure(options, gpus, 0, obstacle)]
-    records, log, in_time = launched(words, gpus, timeout)
+    records, log, in_time = launched(words, gpus, timeout, variables)
     if len(records) < len(options.batch):
         why = why_it_failed(log) if in_time else f"not done after {timeout:.0f} s"
         print("\n".join("    | " + line for line in last_words(log)))
@@ -56,7 +62,9 @@ def left_out(words: str, gpus: int, within: float) -> list[dict[str, Any]]:
     return [failure(from_words(words), gpus, 0, f"not tried: the {within:.0f} s {LEFT_OUT}")]
 
 
-def launched(words: str, gpus: int, timeout: float) -> tuple[list[dict[str, Any]], str, bool]:
+def launched(
+    words: str, gpus: int, timeout: float, variables: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], str, bool]:
     """The records that throughput.py has left, what it and its ranks printed, and whether it ended
     in time.
     """
@@ -74,7 +82,7 @@ def launched(words: str, gpus: int, timeout: float) -> tuple[list[dict[str, Any]
             "--out",
             str(out),
         ]
-        in_time = finishes(command, log, timeout)
+        in_time = finishes(command, log, timeout, variables)
         return (
             [json.loads(line) for line in out.read_text().splitlines()],
             log.read_text(errors="replace"),
@@ -98,14 +106,19 @@ def obstacle_to(options: Options, gpus: int) -> str:
     )
 
 
-def finishes(command: Sequence[str], log: pathlib.Path, timeout: float) -> bool:
+def finishes(
+    command: Sequence[str],
+    log: pathlib.Path,
+    timeout: float,
+    variables: Mapping[str, str] = NOTHING,
+) -> bool:
     """Whether the command, whose words go to the log, ends in time; if not, it and all that it
     started are ended.
     """
     with log.open("wb") as file:
         token = uuid.uuid4().hex
         paths = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-        environment = {**os.environ, "PYTHONPATH": paths, TOKEN: token}
+        environment = {**os.environ, **variables, "PYTHONPATH": paths, TOKEN: token}
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
         )

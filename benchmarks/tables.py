@@ -268,6 +268,24 @@ def _recipe_cell(r: Record, folder: str) -> dict[str, object]:
     }
 
 
+def startup_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of first steps, by column."""
+    return [_startup_cell(record) for record in records]
+
+
+def _startup_cell(r: Record) -> dict[str, object]:
+    cell: dict[str, object] = {
+        "suite": r["suite"],
+        "backend": mode_of(r),
+        "model": f"{r['shape']}, {r['gpus']} x {r['batch']}",
+    }
+    for start in ("cold", "warm"):
+        if f"{start}_s" in r:
+            cell[f"first step, {start} cache, s"] = f"{r[f'{start}_s']:.1f}"
+            cell[f"files compiled, {start}"] = r[f"{start}_compiled"]
+    return cell | ({"failed": failure_of(r)} if failure_of(r) else {})
+
+
 def decoding_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     """The cells of a table of generation, by column."""
     return [_decoding_cell(record) for record in records]
@@ -408,8 +426,9 @@ def tables_of(report: dict[str, Any]) -> str:
     small_losses = [r for r in records if r["what"] == "small states losses"]
     recipes = [r for r in records if r["what"] == "recipe"]
     decoding = [r for r in records if r["what"] == "decoding"]
+    startup = [r for r in records if r["what"] == "start-up"]
     apart = {"loading", "fp8 losses", "saving", "small states step", "small states losses"}
-    steps = [r for r in records if r["what"] not in apart | {"recipe", "decoding"}]
+    steps = [r for r in records if r["what"] not in apart | {"recipe", "decoding", "start-up"}]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
         table(LOAD_COLUMNS, loads_of(loads)),
@@ -419,6 +438,7 @@ def tables_of(report: dict[str, Any]) -> str:
         table(SMALL_LOSS_COLUMNS, small_losses_of(small_losses)),
         table_of(recipe_cells(recipes, "site/en/recipes/")),
         table_of(decoding_cells(decoding)),
+        table_of(startup_cells(startup)),
     )
     return "\n".join(filter(None, parts))
 

@@ -16,6 +16,7 @@ import statistics
 import time
 from typing import Any
 
+import psutil
 import torch
 from backends import BACKENDS, Backend, init_arguments
 from device_time import STEPS, longest, summary, traced
@@ -55,18 +56,19 @@ def wait() -> None:
 
 def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
     """Median step time over `--steps` steps after warm-up, each timed with the device idle before
-    and after.
+    and after; and how long this process had run when the first step of all ended.
     """
     shape = options.geometry
     rows = batch * options.micro_batches
     inputs, targets = batch_of(shape, rows)
     forget_peaks()
-    times, losses = [], []
+    times, losses, first_step = [], [], 0.0
     for number in range(options.warmup + options.steps):
         wait()
         begin = time.perf_counter()
         losses.append(backend.step(inputs, targets))
         wait()
+        first_step = first_step or time.time() - psutil.Process().create_time()
         if number >= options.warmup:
             times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
@@ -75,6 +77,7 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
         "step_seconds": round(seconds, 5),
         "fastest": round(min(times), 5),
         "slowest": round(max(times), 5),
+        "first_step_s": round(first_step, 1),
         "tokens_per_second_per_gpu": round(rate),
         "mfu": None,
         "loss": mean_over_ranks(losses[-1]),

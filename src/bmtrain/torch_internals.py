@@ -221,6 +221,26 @@ def lowering_config() -> Any:
     return torch._functorch.config
 
 
+# The inductor option behind `cacheable_functions`.
+CACHEABLE = "unsafe_marked_cacheable_functions"
+
+
+def cacheable_functions() -> dict[str, str]:
+    """The functions that the program lets torch cache, by name, each with a key of its code."""
+    return dict(torch._inductor.config.unsafe_marked_cacheable_functions)
+
+
+def call_of_autograd_function() -> str:
+    """The name of the operator that calls an autograd function, as in `cacheable_functions`."""
+    operator = torch.ops.higher_order.autograd_function_apply
+    return f"{operator.__module__}.{operator.__name__}"
+
+
+def is_selective(graph: torch.fx.GraphModule) -> bool:
+    """Whether the graph is a recomputed region of which some results are kept."""
+    return graph.meta.get("_checkpoint_context_fn") is not None
+
+
 def patches_compiler() -> bool:
     """Whether compiled code may patch its own compile options, which `run_any_number` needs."""
     return getattr(torch._dynamo, "patch_dynamo_config", None) is not None

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from bmtrain.compile import fp8, fusions, joining
-from bmtrain.kernels import gelu, norm
+from bmtrain.compile import cache, fp8, fusions, joining
+from bmtrain.compile.graph import calls, parts
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
+    CACHEABLE,
     find_backend,
     graph_pass_class,
     has_joint_pass,
@@ -71,7 +72,7 @@ def inductor(
     graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
 ) -> Lowered:
     """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
-    for part in _parts(graph):
+    for part in parts(graph):
         fusions.rewrite(part)
     lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
@@ -79,7 +80,9 @@ def inductor(
         **(inductor_mode(mode) if mode else {}),
         **{k.replace("-", "_"): v for k, v in named.items()},
     }
-    return lower(graph, inputs, config_patches=_with_joint_pass(patches))
+    patches[CACHEABLE] = cache.cacheable(graph, patches.get(CACHEABLE, {}))
+    with _asking(**({} if cache.is_told(graph) else {"enable_autograd_cache": False})):
+        return lower(graph, inputs, config_patches=_with_joint_pass(patches))
 
 
 def traced(
@@ -90,7 +93,7 @@ def traced(
     For tensors without memory: forward and backward are split as on a GPU, so what forward saves is
     what it saves there.
     """
-    for part in _parts(graph):
+    for part in parts(graph):
         fusions.rewrite(part, wanted=lambda _: True)
     return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))
 
@@ -114,21 +117,13 @@ def _joint_pass() -> Any:
         for node in graph.find_nodes(op="placeholder"):
             node.meta.pop("recompute", None)
 
-    base = graph_pass_class()
-    # The pass's key in torch's caches. It must change with the pass and with each kernel size that
-    # compiled code embeds: otherwise a cached program would run with the old sizes.
-    sizes = (gelu.PART, norm.PARTS, norm.PARTS_OF_WIDE, norm.WIDE, norm.NARROW)
-    said = (
-        "bmtrain.compile.backend: sums are joined, those that are normalised too, inputs "
-        f"are kept; {sizes}"
-    )
     # Up to torch 2.9 options are pickled; this class is made at run time, so pickle its factory.
     methods = {
         "__call__": change,
-        "uuid": lambda _: said,
+        "uuid": lambda _: cache.sources(),  # the pass's key in torch's caches
         "__reduce__": lambda _: (_joint_pass, ()),
     }
-    return type("JointPass", (base,), methods)()
+    return type("JointPass", (graph_pass_class(),), methods)()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +145,7 @@ class InFp8:
         self, graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], **options: Any
     ) -> Lowered:
         """Rewrite and lower."""
-        if not sum(map(fp8.rewrite, _parts(graph))) and self.whole is not None:
+        if not sum(map(fp8.rewrite, parts(graph))) and self.whole is not None:
             warn(
                 f"fp8=True changes nothing in {self.whole}: it has no product that "
                 "torch.nn.functional.linear makes."
@@ -222,16 +217,10 @@ def _asking(**wanted: bool) -> contextlib.AbstractContextManager[object]:
     return config.patch(known)
 
 
-def _parts(graph: torch.fx.GraphModule) -> Iterator[torch.fx.GraphModule]:
-    """The graph and its subgraphs: each recomputed region is a subgraph."""
-    return (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
-
-
 def _collectives(graph: torch.fx.GraphModule) -> Iterator[str]:
-    for part in _parts(graph):
-        for node in part.graph.nodes:
-            if node.op == "call_function" and str(node.target).startswith(_TALKING):
-                yield str(node.target)
+    for node in calls(graph):
+        if str(node.target).startswith(_TALKING):
+            yield str(node.target)
 
 
 def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
@@ -242,7 +231,7 @@ def _unsafe(graph: torch.fx.GraphModule) -> Iterator[str]:
     random numbers only for tagged operators.
     """
     changes_twice = _CHANGES_TWICE and _recomputes(graph)
-    for part in _parts(graph):
+    for part in parts(graph):
         for node in part.graph.nodes:
             if node.op == "placeholder" and _is_read_and_changed(node):
                 yield f"{node.name} is read and changed in place"

@@ -145,7 +145,13 @@ def _hush() -> None:
     )
 
 
-_CHEAPLY = partial(create_selective_checkpoint_contexts, recompute.policy)
+class _Policy(partial[Any]):
+    """A `context_fn` with a name for the key of torch's cache: torch caches none without."""
+
+    cache_hash = f"{recompute.policy.__module__}.{recompute.policy.__name__}"
+
+
+_CHEAPLY = _Policy(create_selective_checkpoint_contexts, recompute.policy)
 _RECOMPUTING: dict[Level, ModuleCall] = {
     Level.CHEAP: _call_recomputed_cheaply,
     Level.BLOCK: _call_recomputed,
