@@ -15,7 +15,7 @@ from tests.models import parity
 from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
-from bmtrain.graphs.repeated import Repeated, recorder_for
+from bmtrain.graphs.repeated import Repeated, Work, recorder_for
 from bmtrain.kernels import cached_attention as attention
 from bmtrain.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
 from bmtrain.kernels.rotary import rotate_by_triton, rotate_reference
@@ -189,8 +189,8 @@ def test_steps_are_recorded() -> None:
     replays = []
     call = Repeated.__call__
 
-    def counted(repeated: Repeated) -> torch.Tensor:
-        out = call(repeated)
+    def counted(repeated: Repeated, work: Work) -> torch.Tensor:
+        out = call(repeated, work)
         replays.append(repeated.is_recorded)
         return out
 
@@ -249,8 +249,8 @@ def test_a_recording_is_work_done_again() -> None:
         counter.add_(1)
         return counter * 10
 
-    repeated = Repeated(work, recorder_for(DEVICE))
-    assert [repeated().item() for _ in range(4)] == [10, 20, 30, 40]
+    repeated = Repeated(recorder_for(DEVICE))
+    assert [repeated(work).item() for _ in range(4)] == [10, 20, 30, 40]
     assert repeated.is_recorded
     repeated.forget()
-    assert not repeated.is_recorded and [repeated().item() for _ in range(3)] == [50, 60, 70]
+    assert not repeated.is_recorded and [repeated(work).item() for _ in range(3)] == [50, 60, 70]

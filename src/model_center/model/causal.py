@@ -11,13 +11,21 @@ import torch
 from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
 from model_center.layer.blocks import Mask
+from model_center.layer.cache import KeyValueCache
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
-from model_center.model.decoding import Decoding, Work, cache_bytes, check_inputs, select_rows
+from model_center.model.decoding import (
+    Decoding,
+    FixedSteps,
+    Work,
+    cache_bytes,
+    check_inputs,
+    select_rows,
+)
 from model_center.model.inputs import Place, attention_mask_of, embedded, past_place
 from model_center.model.outputs import (
     BaseModelOutput,
@@ -225,6 +233,44 @@ class TokenModel(CausalModel):
         raise NotImplementedError
 
 
+class CausalSteps(FixedSteps):
+    """Steps of a model that has places told.
+
+    Attributes:
+        cache: keys and values; its memory stays where it is.
+        begin: int64 (rows,), where the sequence of each row begins.
+        tokens: int64 (rows, 1), the last one of each row.
+
+    Args:
+        model: the model.
+        cache: with room for all tokens, and the first ones in it.
+        begin: becomes the attribute.
+    """
+
+    def __init__(self, model: CausalModel, cache: KeyValueCache, begin: torch.Tensor) -> None:
+        self._model, self.cache, self.begin = model, cache, begin
+        self.num_rows, self.capacity = len(begin), cache.capacity
+        self.tokens = begin.new_empty(self.num_rows, 1)
+        self._place = begin.new_full((1,), cache.length)
+        cache.fix(self._place)
+
+    def work(self) -> torch.Tensor:
+        """As in FixedSteps."""
+        end = (self._place + 1).expand_as(self.begin)
+        out = self._model(
+            input_ids=self.tokens,
+            use_cache=True,
+            past_key_values=self.cache,
+            output_logits=False,
+            return_dict=True,
+            attention_mask=AttentionMask(causal=True, reach=torch.stack([self.begin, end])),
+            position_ids=self._model.position_ids_of(self._place - self.begin)[:, None],
+        )
+        scores = self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
+        self._place += 1
+        return scores
+
+
 class CausalDecoding(Decoding):
     """Sequences that a decoder-only model continues."""
 
@@ -237,61 +283,51 @@ class CausalDecoding(Decoding):
     ) -> None:
         super().__init__(input_ids, mask, model.config.num_layers)
         self._model, self._mask, self._inputs = model, mask, dict(inputs)
-        self._repeated: Work | None = None  # what does a step, once all are the same
+        # how a step is done, once all are the same
+        self._fixed: tuple[CausalSteps, Callable[[Work], torch.Tensor]] | None = None
 
-    def fix(self, repeated: Callable[[Work], Work]) -> bool:
+    def fix(
+        self, do: Callable[[Work], torch.Tensor], steps: FixedSteps | None = None
+    ) -> FixedSteps | None:
         """As in Decoding: for models that have places told, and padding that is in front."""
-        rows, length, device = self._num_rows, self.cache.length, self.prefix.device
         if not self._model.TELLS_PLACES or self._inputs:
-            return False
-        begin = torch.zeros(rows, dtype=torch.long, device=device)
+            return None
+        begin = self.prefix.new_zeros(self._num_rows)
         if self._mask is not None:
             begin = (~self._mask).sum(1)
-            in_front = torch.arange(self._mask.shape[1], device=device) >= begin[:, None]
+            in_front = torch.arange(self._mask.shape[1], device=begin.device) >= begin[:, None]
             if not torch.equal(self._mask, in_front):
-                return False
-        self._begin, self._place = begin, torch.full((1,), length, device=device)
-        self._tokens = self.prefix.new_empty(rows, 1)
-        self.cache.fix(self._place)
-        self._repeated = repeated(self._fixed_step)
-        return True
+                return None
+        if isinstance(steps, CausalSteps):
+            steps.cache.take(self.cache)
+            steps.begin.copy_(begin)
+            self.cache = steps.cache
+        else:
+            steps = CausalSteps(self._model, self.cache, begin)
+        self._fixed = steps, do
+        return steps
 
     def step(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
         """As in Decoding; the result is overwritten by the next step once steps are fixed."""
-        if self._repeated is None:
+        if self._fixed is None:
             return super().step(tokens, parents)
+        steps, do = self._fixed
         if parents is not None:
             self.cache.reorder(parents, self.prefix.shape[1])
         self.cache.advance()
-        self._tokens.copy_(tokens[:, None])
-        return self._repeated()
+        steps.tokens.copy_(tokens[:, None])
+        return do(steps.work)
 
     def end(self) -> None:
         """As in Decoding."""
         super().end()
-        self._repeated = None
+        self._fixed = None
 
     def num_bytes(self, num_new: int, copies: int) -> int:
         """As in Decoding."""
         config, tokens = self._model.config, self.prefix.shape[1] + num_new
         rows = copies * len(self.prefix)
         return cache_bytes(self._model, config, config.num_layers, rows * tokens)
-
-    def _fixed_step(self) -> torch.Tensor:
-        """Scores (rows, vocab) after the tokens and places that are in the device's memory."""
-        end = (self._place + 1).expand_as(self._begin)
-        out = self._model(
-            input_ids=self._tokens,
-            use_cache=True,
-            past_key_values=self.cache,
-            output_logits=False,
-            return_dict=True,
-            attention_mask=AttentionMask(causal=True, reach=torch.stack([self._begin, end])),
-            position_ids=self._model.position_ids_of(self._place - self._begin)[:, None],
-        )
-        scores = self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
-        self._place += 1
-        return scores
 
     def _select_inputs(self, rows: torch.Tensor) -> None:
         self._mask = select_rows(self._mask, rows)
