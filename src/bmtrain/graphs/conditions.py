@@ -84,6 +84,9 @@ class _Notes:
     def add_module(self, module: torch.nn.Module) -> None:
         """Its class, children, buffers and attributes, and what is beside values in parameters."""
         kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            self.facts.append(object())  # its attributes are not to be seen: nothing is the same
+            return
         self.facts += (kind, kind.forward, *module._modules, *map(id, module._modules.values()))
         for name, param in module._parameters.items():
             # of which of them a storage has the memory, addresses do not tell
@@ -97,8 +100,6 @@ class _Notes:
                     self.facts.append(value)
                 else:
                     self.add(value)
-        if isinstance(module, torch.jit.ScriptModule):
-            self.facts.append(object())  # its attributes are not to be seen: nothing is the same
 
     def add(self, value: Any) -> None:
         """A value and all that it holds."""
