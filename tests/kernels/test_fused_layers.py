@@ -109,11 +109,11 @@ def test_one_row_is_that_of_the_formulas(name: str) -> None:
     expected = tokens(model, ids)
     with by_kernels() as kernels:
         assert_same(tokens(model, ids), expected)
-    # five steps of two layers
-    assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4)
+    # five steps of two layers, and the head, of the prompt's last token too
+    assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4) + 6
     if name == "llama":
-        # of a step one norm, the last, and five kernels in each layer; the rest is the prompt's
-        assert [kernel.call_count for kernel in kernels] == [2, 2, 5 * 2, 5 + 5, 5 * 2 * 4]
+        # of a step the last norm, the head, and five kernels in each layer; the rest is the prompt's
+        assert [kernel.call_count for kernel in kernels] == [2, 2, 5 * 2, 5 + 5, 5 * 2 * 4 + 6]
 
 
 def hooked(model: Any, seen: list[Any]) -> None:
@@ -187,7 +187,7 @@ def test_what_is_more_than_a_product_is_called(change: Any, left: int) -> None:
         assert not torch.equal(plain.scores, expected.scores)
     with by_kernels() as kernels:
         assert_same(tokens(model, parity.token_ids(1, 6, high=48)), expected)
-    assert len(seen) == 12 and kernels[-1].call_count == 5 * left
+    assert len(seen) == 12 and kernels[-1].call_count == 5 * left + 6
 
 
 def of_a_rank(folder: pathlib.Path, fused: bool) -> tuple[list[Any], int]:
@@ -210,7 +210,7 @@ def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -
     expected = run_ranks(of_a_rank, 2, tmp_path, False)
     assert [rows for rows, _ in found] == [rows for rows, _ in expected]
     assert found[0][0] == alone and found[1][0] != alone
-    assert [count for _, count in found] == [5 * 2 * 4] * 2
+    assert [count for _, count in found] == [5 * 2 * 4 + 6] * 2
 
 
 def test_shapes_that_do_not_fit_are_told() -> None:

@@ -16,6 +16,7 @@ from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
+from model_center.layer.one_row import together
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
 from model_center.model.decoding import (
@@ -130,8 +131,10 @@ class CausalModel(BaseModel):
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        tied = self.config.tied or self.ALWAYS_TIED
-        return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
+        if self.config.tied or self.ALWAYS_TIED:
+            return self.input_embedding.projection(hidden)
+        row = together(hidden, [self.output_projection])
+        return self.output_projection(hidden) if row is None else row
 
     def position_ids_of(self, places: torch.Tensor) -> torch.Tensor:
         """`position_ids` for tokens at these places of their texts, counted from 0."""
