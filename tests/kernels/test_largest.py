@@ -26,8 +26,8 @@ def test_it_is_that_of_torch(shape: tuple[int, int], dtype: torch.dtype) -> None
     """Of few different numbers too, of which many are equal."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(shape, generator=generator)
-    for x in (drawn, -drawn.abs(), drawn.mul(2).round(), torch.zeros(shape), 1e30 * drawn):
-        x = x.to(dtype)
+    cases = (drawn, -drawn.abs(), drawn.mul(2).round(), torch.zeros(shape), 1e30 * drawn)
+    for x in (case.to(dtype) for case in cases):
         found = largest_by_triton(x)
         assert found.dtype == torch.int64 and torch.equal(found, x.argmax(-1))
         assert torch.equal(largest(x), x.argmax(-1))
