@@ -10,6 +10,7 @@ takes: the time of 128 tokens less that of 32, by their number. A static cache c
 anew for each number of tokens, so that it has only one length.
 
 ours            generate of model_center, on one GPU
+session         the same in a session, which keeps cache and recording from one to the next
 transformers    its generate as it comes
 static          its generate with a static cache, which compiles the model
 sharded         model_center's over two GPUs, each of which generates for its own rows
@@ -38,6 +39,7 @@ from reports import report_of, write
 
 import bmtrain as bmt
 from model_center.generation.engine import generate
+from model_center.generation.session import Session
 from model_center.model.llama import Llama, LlamaConfig
 
 NUM_NEW, NUM_FEW, PROMPT = 128, 32, 128
@@ -63,6 +65,7 @@ ANY_LENGTH = (
 ONE_LENGTH = (("first", False, NUM_NEW), ("new", False, NUM_NEW), ("again", False, NUM_NEW))
 METHODS = {
     "ours": ANY_LENGTH,
+    "session": ANY_LENGTH,
     "transformers": ANY_LENGTH,
     "static": ONE_LENGTH,
     "sharded": ANY_LENGTH,
@@ -70,7 +73,7 @@ METHODS = {
 ROWS = (1, 64)
 
 
-def ours() -> Generate:
+def ours(session: Session | None = None) -> Generate:
     """model_center's model, sharded if there is a process group."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -94,7 +97,7 @@ def ours() -> Generate:
     else:
         with torch.device("cuda"):
             model = Llama(config)
-    return lambda ids, num_new: generate(model, ids, max_new_tokens=num_new)
+    return lambda ids, num_new: generate(model, ids, max_new_tokens=num_new, session=session)
 
 
 def theirs(**options: Any) -> Generate:
@@ -172,13 +175,15 @@ def measure(method: str, rows: int) -> None:
     """Print the records of one method, a line each."""
     if method == "sharded":
         bmt.init_distributed()
-    run = {
-        "ours": ours,
-        "sharded": ours,
-        "transformers": theirs,
-        "static": lambda: theirs(cache_implementation="static"),
-    }[method]()
-    records = records_of(method, rows, run)
+    with Session() as session:
+        run = {
+            "ours": ours,
+            "session": lambda: ours(session),
+            "sharded": ours,
+            "transformers": theirs,
+            "static": lambda: theirs(cache_implementation="static"),
+        }[method]()
+        records = records_of(method, rows, run)
     if bmt.rank() == 0:
         for record in records:
             print(json.dumps(record | {"gpus": bmt.world_size()}), flush=True)
