@@ -238,6 +238,21 @@ def test_a_session_replays_one_recording() -> None:
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_first_passes_are_replayed(name: str, rows: int) -> None:
+    """From the third generation with prompts of one shape on."""
+    model = copy.deepcopy(made(name)).to(DEVICE)
+    prompts = [parity.token_ids(rows, 9, high=VOCAB, seed=seed).to(DEVICE) for seed in range(6)]
+    expected = [generate(model, ids, max_new_tokens=14).rows() for ids in prompts]
+    with (
+        mock.patch.object(Repeated, "_record", autospec=True, side_effect=RECORD) as record,
+        Session() as session,
+    ):
+        found = [generate(model, ids, max_new_tokens=14, session=session).rows() for ids in prompts]
+    assert found == expected and record.call_count == 2
+
+
 def written(model: Any) -> None:
     with torch.no_grad():
         model.encoder.output_layernorm.weight.mul_(-1)
@@ -278,12 +293,13 @@ def moved(model: Any) -> None:
 def test_a_session_follows_the_model(change: Callable[[Any], None]) -> None:
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     with Session() as session:
-        before = generate(model, ids, max_new_tokens=14, session=session).rows()
+        for _ in range(4):  # the first pass is recorded too
+            before = generate(model, ids, max_new_tokens=14, session=session).rows()
         change(model)
         torch.cuda.empty_cache()
         expected = generate(model, ids, max_new_tokens=14).rows()
         assert (expected != before) == (change is not moved)
-        for _ in range(2):
+        for _ in range(4):
             assert generate(model, ids, max_new_tokens=14, session=session).rows() == expected
 
 

@@ -18,6 +18,7 @@ from tests.models.test_generation_engine import made
 from tests.models.test_generation_steps import SEARCHES, TOLD, assert_same
 
 from model_center.errors import ConfigError
+from model_center.generation import passes
 from model_center.generation.engine import generate, stream
 from model_center.generation.output import GenerationOutput
 from model_center.generation.session import Session, roomy
@@ -93,11 +94,40 @@ def test_one_recording_serves_other_prompts(name: str, search: str) -> None:
                     generate(model, ids, padding, max_new_tokens=num_new, **options, **session)
                 )
             if both is not None:
-                assert both[0].num_aside == both[0].num_recorded == 1
+                assert both[0].num_recorded == 1
         found.append(torch.rand(3).tolist())
     for one, other in zip(together[:-1], alone[:-1], strict=True):
         assert_same(one, other)
     assert together[-1] == alone[-1]
+
+
+def test_first_passes_are_recorded_where_prompts_are_alike() -> None:
+    """From the third generation with prompts of one shape on; any tokens may be in them."""
+    model = made("llama")
+    lengths = [7, 7, 7, 7, 7, 5, 5, 7, 7, 7]
+    prompts = [prompt(length, seed=number) for number, length in enumerate(lengths)]
+    options: dict[str, Any] = {"max_new_tokens": 9, "return_scores": True}
+    alone = [generate(model, ids, **options) for ids in prompts]
+    counts = []
+    with opened() as (recorder, session):
+        for ids, expected in zip(prompts, alone, strict=True):
+            assert_same(generate(model, ids, **options, session=session), expected)
+            counts.append(recorder.num_recorded)
+    assert counts == [1, 1, 2, 2, 2, 2, 3, 3, 4, 4]
+
+
+def test_other_first_passes_are_not_recorded() -> None:
+    """Those of long prompts, of padded ones, and of several rows of each prompt."""
+    model, mask = made("llama"), torch.ones(4, 7)
+    mask[0, :2] = 0
+    calls: list[dict[str, Any]] = [{"attention_mask": mask}, {"num_beams": 2}, {}]
+    for options in calls:
+        expected = generate(model, prompt(), max_new_tokens=9, **options).rows()
+        with opened() as (recorder, session), mock.patch.object(passes, "MOST_OF_PROMPTS", 27):
+            for _ in range(4):
+                found = generate(model, prompt(), max_new_tokens=9, session=session, **options)
+                assert found.rows() == expected
+            assert recorder.num_recorded == recorder.num_aside == 1
 
 
 def test_what_has_no_room_is_recorded_anew() -> None:
@@ -232,12 +262,13 @@ def test_a_session_follows_the_model(change: Callable[[Any], None]) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "return_scores": True}
     before = generate(model, ids, **options)
     with opened() as (recorder, session):
-        assert_same(generate(model, ids, **options, session=session), before)
+        for _ in range(3):
+            assert_same(generate(model, ids, **options, session=session), before)
+        assert recorder.num_recorded == 2  # the first pass too
         change(model)
         expected = generate(model, ids, **options)
         assert differ(expected, before)
-        assert recorder.num_recorded in {1, 2}
-        for _ in range(2):
+        for _ in range(3):
             assert_same(generate(model, ids, **options, session=session), expected)
 
 
@@ -255,7 +286,7 @@ def test_a_window_may_come_and_go() -> None:
 
 
 def test_training_goes_on_in_between() -> None:
-    """Values in place: nothing is recorded anew, and training is as without it."""
+    """Values in place: nothing is recorded twice, and training is as without it."""
     models, ids = (fresh("gpt2"), fresh("gpt2")), prompt()
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
     counts = []
@@ -275,7 +306,7 @@ def test_training_goes_on_in_between() -> None:
                 model(ids).logits.log_softmax(-1)[..., 5].mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    assert rows[0] == rows[1] and rows[0][0] != rows[0][2] and counts == [1, 0, 0]
+    assert rows[0] == rows[1] and rows[0][0] != rows[0][2] and counts == [1, 0, 1]
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
 
@@ -319,7 +350,7 @@ def test_a_stream_that_is_left_leaves_its_recording() -> None:
             steps = stream(model, ids, max_new_tokens=12, session=session)
             assert [next(steps) for _ in range(length)] == expected[:length]
             steps.close()  # type: ignore[attr-defined]
-        assert recorder.num_recorded == 1
+        assert recorder.num_recorded == 2  # a step, and the first pass
 
 
 def test_a_stream_that_outlives_the_session() -> None:
@@ -352,7 +383,10 @@ def test_a_stream_in_a_session_follows_weights_and_model() -> None:
     model.config.sliding_window = 6
     after.append(generate(model, ids, max_new_tokens=12).rows())
     model.load_state_dict(before)
-    with opened() as (_, session):
+    with opened() as (recorder, session):
+        for _ in range(3):  # the first pass is recorded too
+            generate(model, ids, max_new_tokens=12, session=session)
+        assert recorder.num_recorded == 2
         assert tokens(session=session) == expected
         found = [generate(model, ids, max_new_tokens=12, session=session).rows()]
         model.config.sliding_window = 6
@@ -405,7 +439,7 @@ def test_what_is_not_recorded_shares_nothing() -> None:
     expected = [generate(one, ids, **options).rows() for one, options in calls]
     with opened() as (recorder, session):
         found = [generate(one, ids, **options, session=session).rows() for one, options in calls]
-        assert recorder.num_recorded == 1
+        assert recorder.num_recorded == 2  # a step, and once the first pass of the same prompts
         handle = model.encoder.layers[1].register_forward_hook(lambda *_: None)
         assert generate(model, ids, max_new_tokens=9, session=session).rows() == expected[0]
         handle.remove()

@@ -83,7 +83,7 @@ class Repeated:
             self._replay = recorder.record(noted)
         except RuntimeError as error:
             self._recorder = self._result = None
-            warn(f"steps are not recorded as a CUDA graph, and run one by one: {error}")
+            warn(f"work is not recorded as a CUDA graph, and is done as it is each time: {error}")
 
 
 class CudaRecorder(Recorder):

@@ -10,12 +10,14 @@ import torch
 from bmtrain.graphs.conditions import Conditions
 from bmtrain.graphs.repeated import Repeated, recorder_for
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
-from model_center.generation.session import Kept, Session, roomy
+from model_center.generation.session import First, Kept, Session, roomy
 from model_center.generation.weights import Weights, without_plans
 from model_center.model.decoding import Decoding, FixedSteps, Work
 
 # The fewest new tokens for which recording a step pays.
 FEWEST_TOKENS = 8
+# The most tokens of all prompts with which a first pass waits for the host rather than the device.
+MOST_OF_PROMPTS = 2048
 
 
 class Passes:
@@ -47,6 +49,7 @@ class Passes:
         )
         self._session = None if self.is_watched else session
         self._repeated = Repeated(None)
+        self._first: First | None = None
         self._steps: FixedSteps | None = None
         self._addresses: Sequence[object] = []
         # those of the last time that a step was not replayed; without a session nobody asks
@@ -65,7 +68,7 @@ class Passes:
             raise
         finally:
             # they refer to this object: memory would wait for Python's collector
-            self._steps, self._repeated = None, Repeated(None)
+            self._steps, self._first, self._repeated = None, None, Repeated(None)
             self._decoding.end()
 
     def first(self, num_new: int, copies: int) -> torch.Tensor:
@@ -77,6 +80,9 @@ class Passes:
         self._addresses = self._weights.addresses()
         kept = self._kept(num_new, copies)
         if kept is not None:
+            self._first = self._first_of(kept, copies)
+            if self._first is not None:
+                return self._resumed(kept, self._first)
             room = 0  # that of the steps, to which the prompts are copied
         elif self._session is not None:
             length = decoding.prefix.shape[1]
@@ -103,6 +109,7 @@ class Passes:
         addresses = self._weights.addresses()
         if addresses != self._addresses:
             self._repeated.forget()
+            self._first = None
         self._addresses = addresses
 
     def _kept(self, num_new: int, copies: int) -> Kept | None:
@@ -113,6 +120,24 @@ class Passes:
         now = Conditions(self._model, self._device)
         return self._session.take(now, num_rows * copies, length + num_new, self._addresses)
 
+    def _first_of(self, kept: Kept, copies: int) -> First | None:
+        """The first pass as work that is the same for prompts of this shape, if it can be."""
+        first, decoding = kept.first, self._decoding
+        if copies > 1 or decoding.prefix.numel() > MOST_OF_PROMPTS:
+            return None
+        prompts = decoding.prompts(kept.steps, None if first is None else first.prompts)
+        if prompts is None:
+            return None
+        is_known = first is not None and first.prompts is prompts
+        return first if is_known else First(prompts, Repeated(recorder_for(self._device)))
+
+    def _resumed(self, kept: Kept, first: First) -> torch.Tensor:
+        """Scores after the first pass, behind which the steps of another generation go on."""
+        scores = first.repeated(self._within(first.prompts.work))
+        self._decoding.resume(self._do, kept.steps)
+        self._steps, self._repeated, self._conditions = kept.steps, kept.repeated, kept.conditions
+        return scores
+
     def _leave(self) -> None:
         """To the session, what is recorded."""
         if (
@@ -122,7 +147,7 @@ class Passes:
             and self._repeated.is_recorded
         ):
             self._session.leave(
-                Kept(self._steps, self._repeated, self._addresses, self._conditions)
+                Kept(self._steps, self._repeated, self._first, self._addresses, self._conditions)
             )
 
     def _do(self, work: Work) -> torch.Tensor:

@@ -9,7 +9,19 @@ from typing import NamedTuple
 from bmtrain.graphs.conditions import Conditions
 from bmtrain.graphs.repeated import Repeated
 from model_center.errors import ConfigError
-from model_center.model.decoding import FixedSteps
+from model_center.model.decoding import FixedPrompts, FixedSteps
+
+
+class First(NamedTuple):
+    """The first pass of prompts of the last shape.
+
+    Attributes:
+        prompts: its work.
+        repeated: its recording, once they have come twice.
+    """
+
+    prompts: FixedPrompts
+    repeated: Repeated
 
 
 class Kept(NamedTuple):
@@ -18,12 +30,14 @@ class Kept(NamedTuple):
     Attributes:
         steps: with the memory of the cache.
         repeated: their recording.
+        first: the first pass, recorded under the same conditions; None for none.
         addresses: where the weights were.
         conditions: what else the recording is of.
     """
 
     steps: FixedSteps
     repeated: Repeated
+    first: First | None
     addresses: Sequence[object]
     conditions: Conditions
 
@@ -39,6 +53,9 @@ class Session:
     tokens; else they are freed before it makes its own. Between two generations weights may be
     written, or put in the place of the old ones, and the model may be changed in any way: each
     computes with what is there. The end of the session frees everything.
+
+    The first pass of short prompts of one shape, without padding, is recorded too, from their third
+    generation in a row on.
 
     There is room for up to a quarter more tokens than a generation needs, so that lengths can
     differ. Generations at the same time, two streams for example, share nothing: the one that ends

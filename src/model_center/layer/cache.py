@@ -271,6 +271,11 @@ class KeyValueCache(Sequence[LayerCache]):
         if self._place is not None:
             self._place.fill_(self.length)
 
+    def hold(self, length: int) -> None:
+        """So many tokens are there: a recording has written them."""
+        for layer in self._layers:
+            layer.length = length
+
     def advance(self) -> None:
         """As in LayerCache, for all layers."""
         for layer in self._layers:

@@ -21,6 +21,7 @@ from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
 from model_center.model.decoding import (
     Decoding,
+    FixedPrompts,
     FixedSteps,
     Work,
     cache_bytes,
@@ -260,17 +261,38 @@ class CausalSteps(FixedSteps):
     def work(self) -> torch.Tensor:
         """As in FixedSteps."""
         end = (self._place + 1).expand_as(self.begin)
-        out = self._model(
-            input_ids=self.tokens,
-            use_cache=True,
-            past_key_values=self.cache,
-            output_logits=False,
-            return_dict=True,
+        scores = scores_of(
+            self._model,
+            self.tokens,
+            self.cache,
             attention_mask=AttentionMask(causal=True, reach=torch.stack([self.begin, end])),
             position_ids=self._model.position_ids_of(self._place - self.begin)[:, None],
         )
-        scores = self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
         self._place += 1
+        return scores
+
+
+class CausalPrompts(FixedPrompts):
+    """The first pass of prompts without padding.
+
+    Attributes:
+        ids: int64 (rows, length), which are to be written.
+
+    Args:
+        model: the model.
+        steps: get the keys and values.
+        like: as the ids.
+    """
+
+    def __init__(self, model: CausalModel, steps: CausalSteps, like: torch.Tensor) -> None:
+        self._model, self.steps, self.ids = model, steps, torch.empty_like(like)
+
+    def work(self) -> torch.Tensor:
+        """As in FixedPrompts."""
+        cache = KeyValueCache(len(self.steps.cache), self.ids.shape[1])
+        scores = scores_of(self._model, self.ids, cache)
+        self.steps.cache.take(cache)
+        self.steps.begin.zero_()
         return scores
 
 
@@ -310,6 +332,22 @@ class CausalDecoding(Decoding):
         self._fixed = steps, do
         return steps
 
+    def prompts(self, steps: FixedSteps, known: FixedPrompts | None = None) -> FixedPrompts | None:
+        """As in Decoding: for prompts without padding."""
+        if self._mask is not None or self._inputs or not isinstance(steps, CausalSteps):
+            return None
+        prompts = known if isinstance(known, CausalPrompts) else None
+        if prompts is None or prompts.steps is not steps or prompts.ids.shape != self.prefix.shape:
+            prompts = CausalPrompts(self._model, steps, self.prefix)
+        prompts.ids.copy_(self.prefix)
+        return prompts
+
+    def resume(self, do: Callable[[Work], torch.Tensor], steps: FixedSteps) -> None:
+        """As in Decoding."""
+        if isinstance(steps, CausalSteps):
+            steps.cache.hold(self.prefix.shape[1])
+            self.cache, self._fixed = steps.cache, (steps, do)
+
     def step(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
         """As in Decoding; the result is overwritten by the next step once steps are fixed."""
         if self._fixed is None:
@@ -344,20 +382,30 @@ class CausalDecoding(Decoding):
             name: self._extended(name, value, length) for name, value in self._inputs.items()
         }
         masked = {} if self._mask is None else self._model.mask_arguments(self._mask)
-        out = self._model(
-            input_ids=ids,
-            use_cache=True,
-            past_key_values=self.cache,
-            output_logits=False,
-            return_dict=True,
-            **masked,
-            **self._inputs,
-        )
-        return self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
+        return scores_of(self._model, ids, self.cache, **masked, **self._inputs)
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
         """An input beside tokens and cache, (rows, tokens), for `length` tokens."""
         return lengthened(value, length, self._model.PER_TOKEN[name])
+
+
+def scores_of(
+    model: CausalModel, ids: torch.Tensor, cache: KeyValueCache, **others: Any
+) -> torch.Tensor:
+    """Scores (rows, vocab) of what follows tokens (rows, new), which are added to the cache.
+
+    Args:
+        others: what else `forward` gets.
+    """
+    out = model(
+        input_ids=ids,
+        use_cache=True,
+        past_key_values=cache,
+        output_logits=False,
+        return_dict=True,
+        **others,
+    )
+    return model.logits(out.last_hidden_state[:, -1:])[:, 0]
 
 
 def lengthened(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:

@@ -34,6 +34,16 @@ class FixedSteps(abc.ABC):
         """Scores (rows, vocab) after the tokens and places that are in the device's memory."""
 
 
+class FixedPrompts(abc.ABC):
+    """The first pass of prompts of one shape, which is the same work for each of them, and leaves
+    their keys and values in the memory of fixed steps.
+    """
+
+    @abc.abstractmethod
+    def work(self) -> torch.Tensor:
+        """Scores (rows, vocab) after the prompts that are in the device's memory."""
+
+
 class Decoding(abc.ABC):
     """A batch of sequences and what a model remembers of them.
 
@@ -104,6 +114,22 @@ class Decoding(abc.ABC):
         nothing changes.
         """
         return None
+
+    def prompts(self, steps: FixedSteps, known: FixedPrompts | None = None) -> FixedPrompts | None:
+        """What does the work of `start` and `fix` for `steps`, before `resume`; with these prompts.
+
+        Args:
+            steps: those of an earlier generation, as in `fix`.
+            known: of an earlier generation with them; None for none.
+
+        Returns `known` if the prompts are of its shape, else what is made; None if there can be
+        none, which depends on the model and the prompts.
+        """
+        return None
+
+    def resume(self, do: Callable[[Work], torch.Tensor], steps: FixedSteps) -> None:
+        """Go on with steps after the work of `prompts` was done; arguments as in `fix`."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Give back the memory: there are no further passes."""
