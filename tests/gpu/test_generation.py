@@ -303,6 +303,19 @@ def test_a_session_follows_the_model(change: Callable[[Any], None]) -> None:
             assert generate(model, ids, max_new_tokens=14, session=session).rows() == expected
 
 
+def test_a_session_on_several_streams() -> None:
+    """Nothing orders what is on one with what is on another."""
+    model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
+    expected = generate(model, ids, max_new_tokens=14).rows()
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with Session() as session:
+        for number in range(8):
+            with torch.cuda.stream(other if number % 2 else None):
+                found = generate(model, ids, max_new_tokens=14, session=session)
+                assert found.rows() == expected
+
+
 def test_a_session_gives_its_memory_back() -> None:
     """At its end, and before it records anew; without Python's collector."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from tests.models import parity
 from tests.models.recording import OperationRecorder, recorded
 from tests.models.test_generation_engine import made
 from tests.models.test_generation_steps import SEARCHES, TOLD, assert_same
 
+from bmtrain.graphs.conditions import Conditions
 from model_center.errors import ConfigError
 from model_center.generation import passes
 from model_center.generation.engine import generate, stream
@@ -449,10 +452,15 @@ def test_what_is_not_recorded_shares_nothing() -> None:
 def test_on_the_cpu_a_session_does_nothing() -> None:
     model, ids = made("llama"), prompt()
     expected = generate(model, ids, max_new_tokens=12).rows()
-    with watched_caches() as caches, Session() as session:
+    with (
+        watched_caches() as caches,
+        mock.patch.object(passes, "Conditions", wraps=Conditions) as conditions,
+        Session() as session,
+    ):
         for _ in range(2):
             assert generate(model, ids, max_new_tokens=12, session=session).rows() == expected
         assert not any(alive(caches))
+        assert conditions.call_count == 2  # a look at the model costs something
 
 
 def test_autocast_is_seen() -> None:
@@ -482,3 +490,22 @@ def test_the_class_is_seen() -> None:
             found = generate(model, ids, max_new_tokens=12, session=session).rows()
             assert found == generate(model, ids, max_new_tokens=12).rows() != plain
         assert generate(model, ids, max_new_tokens=12, session=session).rows() == plain
+
+
+def test_adapters_are_switched_on_and_off() -> None:
+    """Which changes no weight, but attributes of their modules."""
+    model, ids = fresh(), prompt()
+    config = peft.LoraConfig(r=2, target_modules=["project_q", "w_0"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    layers = [part for part in model.modules() if isinstance(part, LoraLayer)]
+    rows = []
+    with opened() as (_, session):
+        for is_on, scale in ((True, 1.0), (False, 1.0), (True, 1.0), (True, 9.0)):
+            for layer in layers:
+                layer.enable_adapters(is_on)
+                layer.set_scale("default", scale)
+            expected = generate(model, ids, max_new_tokens=12).rows()
+            for _ in range(3):
+                assert generate(model, ids, max_new_tokens=12, session=session).rows() == expected
+            rows.append(expected)
+    assert rows[0] == rows[2] and rows[0] != rows[1] != rows[3] != rows[0]

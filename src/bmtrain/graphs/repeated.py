@@ -52,6 +52,11 @@ class Repeated:
         self._result: torch.Tensor | None = None
 
     @property
+    def can_record(self) -> bool:
+        """Whether there is a recorder, and nothing that it could not record."""
+        return self._recorder is not None
+
+    @property
     def is_recorded(self) -> bool:
         """Whether calls replay."""
         return self._replay is not None

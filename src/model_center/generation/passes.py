@@ -51,7 +51,7 @@ class Passes:
         self._repeated = Repeated(None)
         self._first: First | None = None
         self._steps: FixedSteps | None = None
-        self._addresses: Sequence[object] = []
+        self._places: Sequence[object] = []
         # those of the last time that a step was not replayed; without a session nobody asks
         self._conditions: Conditions | None = None
 
@@ -77,7 +77,7 @@ class Passes:
         Returns scores (rows, vocab) of what follows.
         """
         decoding, room = self._decoding, num_new
-        self._addresses = self._weights.addresses()
+        self._places = self._where()
         kept = self._kept(num_new, copies)
         if kept is not None:
             self._first = self._first_of(kept, copies)
@@ -106,11 +106,18 @@ class Passes:
 
     def renew(self) -> None:
         """Before a step, where the program may have put other weights in the place of the old."""
-        addresses = self._weights.addresses()
-        if addresses != self._addresses:
+        places = self._where()
+        if places != self._places:
             self._repeated.forget()
             self._first = None
-        self._addresses = addresses
+        self._places = places
+
+    def _where(self) -> Sequence[object]:
+        """Where the weights are, and the work that comes before that of a replay."""
+        if self._device.type == "cpu":
+            return self._weights.addresses()
+        # a session's memory is written on one stream, and nothing orders it with others
+        return [*self._weights.addresses(), torch.cuda.current_stream(self._device)]
 
     def _kept(self, num_new: int, copies: int) -> Kept | None:
         """What the session has for this generation."""
@@ -118,7 +125,7 @@ class Passes:
             return None
         num_rows, length = self._decoding.prefix.shape
         now = Conditions(self._model, self._device)
-        return self._session.take(now, num_rows * copies, length + num_new, self._addresses)
+        return self._session.take(now, num_rows * copies, length + num_new, self._places)
 
     def _first_of(self, kept: Kept, copies: int) -> First | None:
         """The first pass as work that is the same for prompts of this shape, if it can be."""
@@ -147,7 +154,7 @@ class Passes:
             and self._repeated.is_recorded
         ):
             self._session.leave(
-                Kept(self._steps, self._repeated, self._first, self._addresses, self._conditions)
+                Kept(self._steps, self._repeated, self._first, self._places, self._conditions)
             )
 
     def _do(self, work: Work) -> torch.Tensor:
@@ -155,7 +162,7 @@ class Passes:
 
     def _noted(self, work: Work) -> torch.Tensor:
         """A step that is done or recorded, not replayed."""
-        if self._session is not None:
+        if self._session is not None and self._repeated.can_record:
             self._conditions = Conditions(self._model, self._device)
         return self._within(work)()
 

@@ -31,14 +31,14 @@ class Kept(NamedTuple):
         steps: with the memory of the cache.
         repeated: their recording.
         first: the first pass, recorded under the same conditions; None for none.
-        addresses: where the weights were.
+        places: where the weights were, and on which stream.
         conditions: what else the recording is of.
     """
 
     steps: FixedSteps
     repeated: Repeated
     first: First | None
-    addresses: Sequence[object]
+    places: Sequence[object]
     conditions: Conditions
 
 
@@ -91,7 +91,7 @@ class Session:
             )
 
     def take(
-        self, now: Conditions, num_rows: int, num_tokens: int, addresses: Sequence[object]
+        self, now: Conditions, num_rows: int, num_tokens: int, places: Sequence[object]
     ) -> Kept | None:
         """What the last generation has left, if one of so many rows and tokens in each can go on
         with it; else None, and it is freed.
@@ -100,7 +100,7 @@ class Session:
         if kept is None:
             return None
         has_room = num_rows == kept.steps.num_rows and num_tokens <= kept.steps.capacity
-        is_right = has_room and addresses == kept.addresses and now == kept.conditions
+        is_right = has_room and places == kept.places and now == kept.conditions
         return kept if is_right else None
 
     def leave(self, kept: Kept) -> None:
