@@ -52,6 +52,7 @@ class Part(torch.nn.Module):
         self.held = torch.ones(2)
         self.elsewhere = torch.ones(2, device="meta")
         self.entries.append(self.entries)  # which holds itself
+        self.strays: list[Any] = [torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(2))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.linear(x))
@@ -96,6 +97,9 @@ CHANGES: dict[str, Callable[[Part], object]] = {
     "beside a weight": lambda part: vars(part.linear.weight).update(scale=2),
     "tensor": lambda part: vars(part).update(held=torch.ones(2)),
     "shape": transposed,
+    "stray module": lambda part: vars(part.strays[0]).update(number=2),
+    "stray weight": lambda part: part.strays[0].weight.__setattr__("data", torch.ones(2, 2)),
+    "stray parameter": lambda part: part.strays[1].__setattr__("data", torch.ones(2)),
     "elsewhere": lambda part: part.elsewhere.add_(1),
 }
 
@@ -104,7 +108,8 @@ CHANGES: dict[str, Callable[[Part], object]] = {
 def test_changes_are_seen(change: Callable[[Part], object]) -> None:
     outer = torch.nn.Sequential(Part())
     inner: Any = outer[0]
-    kept = inner.table, inner.held, inner.act  # whose addresses nothing else gets
+    kept = [inner.table, inner.held, inner.act]  # whose addresses nothing else gets
+    kept += [inner.strays[0].weight.data, inner.strays[1].data]
     before = Conditions(outer, CPU)
     assert Conditions(outer, CPU) == before
     change(inner)

@@ -61,8 +61,7 @@ class Conditions:
         for kind in dict.fromkeys((device.type, "cpu")):
             notes.add(torch.is_autocast_enabled(kind))
             notes.add(torch.get_autocast_dtype(kind))
-        for module in all_modules(model):
-            notes.add_module(module)
+        notes.add_modules(model)
         self._facts = notes.facts
 
     def __eq__(self, other: object) -> bool:
@@ -81,7 +80,14 @@ class _Notes:
         self._device = device
         self._known: dict[int, Any] = {}  # that were gone through, alive: addresses are used again
 
-    def add_module(self, module: torch.nn.Module) -> None:
+    def add_modules(self, model: torch.nn.Module) -> None:
+        """A module and those below it that are not known yet."""
+        modules = [module for module in all_modules(model) if id(module) not in self._known]
+        self._known |= {id(module): module for module in modules}
+        for module in modules:
+            self._add_module(module)
+
+    def _add_module(self, module: torch.nn.Module) -> None:
         """Its class, children, buffers and attributes, and what is beside values in parameters."""
         kind = type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -89,9 +95,11 @@ class _Notes:
             return
         self.facts += (kind, kind.forward, *module._modules, *map(id, module._modules.values()))
         for name, param in module._parameters.items():
-            # of which of them a storage has the memory, addresses do not tell
-            self.facts += (name, param if isinstance(param, DistributedParameter) else None)
-            if not isinstance(param, DistributedParameter | None):
+            self.facts.append(None if param is None else name)
+            if isinstance(param, DistributedParameter):
+                # which of them has which memory of a storage, addresses do not tell
+                self.facts.append(param)
+            elif param is not None:
                 self._add_all(dict, vars(param).values())
         for name, value in (*module._buffers.items(), *module.__dict__.items()):
             if name not in _STANDARD:
@@ -110,10 +118,15 @@ class _Notes:
             self._add_tensor(value)
         elif isinstance(value, torch.nn.Module):
             self.facts.append(id(value))
+            if id(value) not in self._known:  # kept in a list, say: no parameter of the model's
+                self.add_modules(value)
+                self._add_all(list, value.parameters())
         elif isinstance(value, dict):
             self._add_parts(value, value.items())
         elif isinstance(value, _CONTAINERS):
             self._add_parts(value, (value,))
+        elif _is_plain_parameter(value):
+            self._add_tensor(value)
         elif _is_plain(kind):
             self._add_parts(value, _attributes(value))
         else:
@@ -148,6 +161,10 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (
         type(one) is type(other) and type(one) in _VALUES and bool(one == other)
     )
+
+
+def _is_plain_parameter(value: Any) -> bool:
+    return isinstance(value, torch.nn.Parameter) and not isinstance(value, DistributedParameter)
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
