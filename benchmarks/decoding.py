@@ -5,11 +5,13 @@ Llama 3.2 1B with random weights in bf16.
 
 Every method has a process of its own for 1 and for 64 rows, and continues prompts of 128 tokens by
 128, greedily. `first` is the first generation of a process, where kernels are compiled; `new` one
-of a length that was not seen before; `again` the same once more. `step_ms` is what a further token
-takes: the time of 128 tokens less that of 32, by their number. A static cache compiles the model
+of a length that was not seen before; `again` the same once more, after some shorter ones, by which
+a session has recorded all that it does. `step_ms` is what a further token takes: the time of 128
+tokens less that of 32, by their number. A static cache compiles the model
 anew for each number of tokens, so that it has only one length.
 
 ours            generate of model_center, on one GPU
+session         the same in a session, which keeps cache and recording from one to the next
 transformers    its generate as it comes
 static          its generate with a static cache, which compiles the model
 sharded         model_center's over two GPUs, each of which generates for its own rows
@@ -38,6 +40,7 @@ from reports import report_of, write
 
 import bmtrain as bmt
 from model_center.generation.engine import generate
+from model_center.generation.session import Session
 from model_center.model.llama import Llama, LlamaConfig
 
 NUM_NEW, NUM_FEW, PROMPT = 128, 32, 128
@@ -57,12 +60,15 @@ LIMIT = 60  # seconds after which a method is given up
 ANY_LENGTH = (
     ("first", False, NUM_FEW),
     ("new", True, NUM_NEW),
+    ("third", False, NUM_FEW),
+    ("fourth", False, NUM_FEW),
     ("few", False, NUM_FEW),
     ("again", False, NUM_NEW),
 )
 ONE_LENGTH = (("first", False, NUM_NEW), ("new", False, NUM_NEW), ("again", False, NUM_NEW))
 METHODS = {
     "ours": ANY_LENGTH,
+    "session": ANY_LENGTH,
     "transformers": ANY_LENGTH,
     "static": ONE_LENGTH,
     "sharded": ANY_LENGTH,
@@ -70,7 +76,7 @@ METHODS = {
 ROWS = (1, 64)
 
 
-def ours() -> Generate:
+def ours(session: Session | None = None) -> Generate:
     """model_center's model, sharded if there is a process group."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -94,7 +100,7 @@ def ours() -> Generate:
     else:
         with torch.device("cuda"):
             model = Llama(config)
-    return lambda ids, num_new: generate(model, ids, max_new_tokens=num_new)
+    return lambda ids, num_new: generate(model, ids, max_new_tokens=num_new, session=session)
 
 
 def theirs(**options: Any) -> Generate:
@@ -172,13 +178,15 @@ def measure(method: str, rows: int) -> None:
     """Print the records of one method, a line each."""
     if method == "sharded":
         bmt.init_distributed()
-    run = {
-        "ours": ours,
-        "sharded": ours,
-        "transformers": theirs,
-        "static": lambda: theirs(cache_implementation="static"),
-    }[method]()
-    records = records_of(method, rows, run)
+    with Session() as session:
+        run = {
+            "ours": ours,
+            "session": lambda: ours(session),
+            "sharded": ours,
+            "transformers": theirs,
+            "static": lambda: theirs(cache_implementation="static"),
+        }[method]()
+        records = records_of(method, rows, run)
     if bmt.rank() == 0:
         for record in records:
             print(json.dumps(record | {"gpus": bmt.world_size()}), flush=True)

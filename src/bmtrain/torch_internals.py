@@ -279,6 +279,18 @@ def is_of_compiler(error: BaseException, files: Iterable[str]) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 
+def matmul_switches() -> list[Any]:
+    """How a GPU's matrix products may round.
+
+    From torch 2.9 on one name says it, and reading the older ones raises where a program has set
+    the new one.
+    """
+    matmul = torch.backends.cuda.matmul
+    names = ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"]
+    names.append("fp32_precision" if torch_version() >= (2, 9) else "allow_tf32")
+    return [getattr(matmul, name) for name in names]
+
+
 def end_allocation(device_index: int, pool: Any) -> None:
     """End allocation into a CUDA graph's pool; RuntimeError if none is active."""
     torch._C._cuda_endAllocateToPool(device_index, pool)

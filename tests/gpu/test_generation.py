@@ -4,8 +4,10 @@ one by one, and memory that is given back.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,15 +17,18 @@ from tests.models import parity
 from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
 
-from bmtrain.graphs.repeated import Repeated, recorder_for
+from bmtrain.graphs.repeated import Repeated, Work, recorder_for
 from bmtrain.kernels import cached_attention as attention
 from bmtrain.kernels.gated import ACTIVATIONS, gated_by_triton, gated_reference
+from bmtrain.kernels.largest import largest_by_triton
 from bmtrain.kernels.rotary import rotate_by_triton, rotate_reference
 from bmtrain.kernels.row_products import RowProducts, row_products_by_triton, row_products_reference
 from model_center.generation.engine import generate, stream
+from model_center.generation.session import Session
 from model_center.model.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.gpu
+RECORD = Repeated._record
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 DEVICE = torch.device("cuda", 0)
@@ -127,7 +132,14 @@ def test_a_token_is_added_and_seen(
 @DTYPES
 @pytest.mark.parametrize(
     ("columns", "sizes"),
-    [(2048, (2048, 512, 512)), (2048, (8192, 8192)), (8192, (2048,)), (72, (9, 4)), (5000, (3,))],
+    [
+        (2048, (2048, 512, 512)),
+        (2048, (128256,)),
+        (2048, (8192, 8192)),
+        (8192, (2048,)),
+        (72, (9, 4)),
+        (5000, (3,)),
+    ],
 )
 def test_products_of_a_row_equal_twin(
     columns: int, sizes: tuple[int, ...], dtype: torch.dtype
@@ -183,14 +195,157 @@ def test_recorded_is_one_by_one(name: str, search: str, padded: bool) -> None:
     assert found[0] == found[1]
 
 
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 128256), (64, 50257), (3, 2049), (5, 7), (1, 1)])
+def test_the_largest_is_that_of_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of many equal ones the first; zeros of both signs, the smallest numbers, what is no number."""
+    torch.manual_seed(0)
+    drawn = torch.randn(shape, device=DEVICE)
+    smallest = torch.finfo(dtype).tiny / 4
+    cases = [drawn, -drawn.abs(), drawn.round(), torch.zeros_like(drawn), -1e30 * drawn.abs()]
+    cases += [drawn.round() * smallest, torch.where(drawn > 0, 0.0, -0.0)]
+    for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        cases += [drawn.masked_fill(drawn > 1, value), torch.full_like(drawn, value)]
+    for x in (case.to(dtype) for case in cases):
+        assert torch.equal(largest_by_triton(x), x.cpu().argmax(-1).to(DEVICE))
+        assert torch.equal(largest_by_triton(x.t().contiguous().t()), x.cpu().argmax(-1).to(DEVICE))
+
+
+def test_a_session_replays_one_recording() -> None:
+    """Of prompts of other lengths, padded or not; token by token what each gives by itself."""
+    model = copy.deepcopy(made("llama")).to(DEVICE)
+    mask = torch.ones(4, 5)
+    mask[0, :3] = mask[2, :1] = 0
+    calls = [(7, None, 14), (5, mask, 9), (9, None, 11), (2, None, 14)]
+    prompts = [parity.token_ids(4, length, high=VOCAB, seed=length) for length, *_ in calls]
+    for search in SEARCHES.values():
+        found: list[Any] = [[], []]
+        contexts: list[contextlib.AbstractContextManager[Session | None]]
+        contexts = [contextlib.nullcontext(), Session()]
+        for place, session in enumerate(contexts):
+            torch.manual_seed(3)
+            with (
+                session as kept,
+                mock.patch.object(Repeated, "_record", autospec=True, side_effect=RECORD) as record,
+            ):
+                for ids, (_, padding, num_new) in zip(prompts, calls, strict=True):
+                    out = generate(
+                        model, ids, padding, max_new_tokens=num_new, session=kept, **search
+                    )
+                    found[place].append(out.rows())
+            found[place].append(torch.rand(3, device=DEVICE).tolist())
+            assert record.call_count == (1 if place else 4)
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_first_passes_are_replayed(name: str, rows: int) -> None:
+    """From the third generation with prompts of one shape on."""
+    model = copy.deepcopy(made(name)).to(DEVICE)
+    prompts = [parity.token_ids(rows, 9, high=VOCAB, seed=seed).to(DEVICE) for seed in range(6)]
+    expected = [generate(model, ids, max_new_tokens=14).rows() for ids in prompts]
+    with (
+        mock.patch.object(Repeated, "_record", autospec=True, side_effect=RECORD) as record,
+        Session() as session,
+    ):
+        found = [generate(model, ids, max_new_tokens=14, session=session).rows() for ids in prompts]
+    assert found == expected and record.call_count == 2
+
+
+def written(model: Any) -> None:
+    with torch.no_grad():
+        model.encoder.output_layernorm.weight.mul_(-1)
+
+
+def put(model: Any) -> None:
+    table = model.input_embedding
+    table.weight = torch.nn.Parameter(table.weight.flip(0))
+
+
+def windowed(model: Any) -> None:
+    model.config.sliding_window = 2
+
+
+def other_base(model: Any) -> None:
+    """The frequencies of before are freed."""
+    model.position_bias.base = 3.0
+
+
+def trained(model: Any) -> None:
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    model(parity.token_ids(4, 7, high=VOCAB).to(DEVICE)).logits.log_softmax(-1)[
+        ..., 5
+    ].mean().backward()
+    optimizer.step()
+
+
+def moved(model: Any) -> None:
+    """All weights lie elsewhere; what they were is overwritten."""
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.fill_(float("nan"))
+        parameter.data = value
+
+
+@pytest.mark.parametrize("change", [written, put, windowed, other_base, trained, moved])
+def test_a_session_follows_the_model(change: Callable[[Any], None]) -> None:
+    model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
+    with Session() as session:
+        for _ in range(4):  # the first pass is recorded too
+            before = generate(model, ids, max_new_tokens=14, session=session).rows()
+        change(model)
+        torch.cuda.empty_cache()
+        expected = generate(model, ids, max_new_tokens=14).rows()
+        assert (expected != before) == (change is not moved)
+        for _ in range(4):
+            assert generate(model, ids, max_new_tokens=14, session=session).rows() == expected
+
+
+def test_a_session_on_several_streams() -> None:
+    """Nothing orders what is on one with what is on another."""
+    model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
+    expected = generate(model, ids, max_new_tokens=14).rows()
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with Session() as session:
+        for number in range(8):
+            with torch.cuda.stream(other if number % 2 else None):
+                found = generate(model, ids, max_new_tokens=14, session=session)
+                assert found.rows() == expected
+
+
+def test_a_session_gives_its_memory_back() -> None:
+    """At its end, and before it records anew; without Python's collector."""
+    model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
+    generate(model, ids, max_new_tokens=600)
+    gc.collect()
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    gc.disable()
+    try:
+        with Session() as session:
+            held = []
+            for rows in (4, 2, 4):
+                generate(model, ids[:rows], max_new_tokens=600, session=session)
+                held.append(torch.cuda.memory_allocated() - allocated)
+            assert held[0] >= held[2] > held[1] > 0
+    finally:
+        gc.enable()
+    assert torch.cuda.memory_allocated() <= allocated
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved
+
+
 def test_steps_are_recorded() -> None:
     """And a stream has the same tokens as a generation."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     replays = []
     call = Repeated.__call__
 
-    def counted(repeated: Repeated) -> torch.Tensor:
-        out = call(repeated)
+    def counted(repeated: Repeated, work: Work) -> torch.Tensor:
+        out = call(repeated, work)
         replays.append(repeated.is_recorded)
         return out
 
@@ -249,8 +404,8 @@ def test_a_recording_is_work_done_again() -> None:
         counter.add_(1)
         return counter * 10
 
-    repeated = Repeated(work, recorder_for(DEVICE))
-    assert [repeated().item() for _ in range(4)] == [10, 20, 30, 40]
+    repeated = Repeated(recorder_for(DEVICE))
+    assert [repeated(work).item() for _ in range(4)] == [10, 20, 30, 40]
     assert repeated.is_recorded
     repeated.forget()
-    assert not repeated.is_recorded and [repeated().item() for _ in range(3)] == [50, 60, 70]
+    assert not repeated.is_recorded and [repeated(work).item() for _ in range(3)] == [50, 60, 70]

@@ -14,6 +14,7 @@ from bmtrain.kernels.cached_attention import (
     cached_attention,
     cached_attention_by_triton,
     extended_attention,
+    keys_at_once,
     num_parts,
     store_tokens,
     store_tokens_by_triton,
@@ -61,7 +62,7 @@ def test_kernel_equals_twin(
 ) -> None:
     """Whole and in parts, of which some have no keys."""
     monkeypatch.setattr(room, "num_parts", lambda *_: parts)
-    monkeypatch.setattr(room, "BLOCK_KEYS", 16)
+    monkeypatch.setattr(room, "keys_at_once", lambda *_: 16)
     arguments = (*case(size, dtype), size[4] ** -0.5)
     found, expected = cached_attention_by_triton(*arguments), cached_attention(*arguments)
     assert found.dtype == expected.dtype == dtype
@@ -94,6 +95,15 @@ def test_keys_are_cut_where_there_are_many() -> None:
     assert num_parts(8, 4096, CPU) == 8
     assert num_parts(1, 10**6, CPU) == room.MOST_PARTS
     assert num_parts(10**4, 4096, CPU) == 1 and num_parts(0, 4096, CPU) == 1
+
+
+def test_keys_are_read_in_larger_blocks_where_there_are_few() -> None:
+    """As far as blocks of the width fit into a multiprocessor."""
+    assert keys_at_once(8, 64, CPU) == keys_at_once(64, 128, CPU) == 128
+    assert (
+        keys_at_once(65, 128, CPU) == keys_at_once(8, 256, CPU) == keys_at_once(8, 512, CPU) == 64
+    )
+    assert keys_at_once(8, 1024, CPU) == keys_at_once(65, 1024, CPU) == 32
 
 
 @pytest.mark.parametrize("place", [0, 7, 19, 20])
@@ -142,7 +152,7 @@ def test_a_token_is_added_and_seen(
 ) -> None:
     """At the end of what its row sees, in the midst, before it, and at no place of the cache."""
     monkeypatch.setattr(room, "num_parts", lambda *_: parts)
-    monkeypatch.setattr(room, "BLOCK_KEYS", 16)
+    monkeypatch.setattr(room, "keys_at_once", lambda *_: 16)
     query, keys, values, reach = case(size, dtype)
     scale = size[4] ** -0.5
     end = int(reach[1, 0])

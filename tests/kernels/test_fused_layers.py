@@ -18,9 +18,11 @@ import bmtrain as bmt
 from bmtrain.kernels import row_products as room
 from bmtrain.kernels.cached_attention import cached_attention_by_triton
 from bmtrain.kernels.gated import gated_by_triton
+from bmtrain.kernels.largest import largest_by_triton
 from bmtrain.kernels.norm import norm_by_triton
 from bmtrain.kernels.rotary import rotate_by_triton
 from bmtrain.kernels.row_products import row_products_by_triton
+from model_center.generation import search
 from model_center.generation.engine import generate
 from model_center.layer import feedforward, fusion, layernorm, one_row, scaled_dot_product
 from model_center.layer.linear import Linear
@@ -66,6 +68,8 @@ def by_kernels() -> Iterator[list[mock.MagicMock]]:
         stack.enter_context(mock.patch.object(room, "BLOCK_OUT", 32))
         for module in (feedforward, rotary, layernorm, one_row, scaled_dot_product):
             stack.enter_context(mock.patch.object(module, "is_fused", lambda *_: True))
+        stack.enter_context(mock.patch.object(search, "is_fused", lambda *_: True))
+        stack.enter_context(mock.patch.object(search, "largest", largest_by_triton))
         yield [
             stack.enter_context(mock.patch.object(module, name, wraps=kernel))
             for (module, name), kernel in kernels.items()
@@ -109,11 +113,11 @@ def test_one_row_is_that_of_the_formulas(name: str) -> None:
     expected = tokens(model, ids)
     with by_kernels() as kernels:
         assert_same(tokens(model, ids), expected)
-    # five steps of two layers
-    assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4)
+    # five steps of two layers, and the head, of the prompt's last token too
+    assert kernels[-1].call_count == 5 * 2 * (2 if name == "gptj" else 4) + 6
     if name == "llama":
-        # of a step one norm, the last, and five kernels in each layer; the rest is the prompt's
-        assert [kernel.call_count for kernel in kernels] == [2, 2, 5 * 2, 5 + 5, 5 * 2 * 4]
+        # of a step the last norm, the head, and five kernels in each layer; the rest is the prompt's
+        assert [kernel.call_count for kernel in kernels] == [2, 2, 5 * 2, 5 + 5, 5 * 2 * 4 + 6]
 
 
 def hooked(model: Any, seen: list[Any]) -> None:
@@ -187,7 +191,18 @@ def test_what_is_more_than_a_product_is_called(change: Any, left: int) -> None:
         assert not torch.equal(plain.scores, expected.scores)
     with by_kernels() as kernels:
         assert_same(tokens(model, parity.token_ids(1, 6, high=48)), expected)
-    assert len(seen) == 12 and kernels[-1].call_count == 5 * left
+    assert len(seen) == 12 and kernels[-1].call_count == 5 * left + 6
+
+
+def test_a_head_that_is_more_than_its_weight_is_called() -> None:
+    kind, config = MODELS["llama"]
+    torch.manual_seed(0)
+    model, ids = parity.randomized(kind(config), std=0.5), parity.token_ids(1, 6, high=48)
+    model.output_projection.register_forward_hook(lambda _, __, out: -out)
+    expected = tokens(model, ids)
+    with by_kernels() as kernels:
+        assert_same(tokens(model, ids), expected)
+    assert kernels[-1].call_count == 5 * 2 * 4
 
 
 def of_a_rank(folder: pathlib.Path, fused: bool) -> tuple[list[Any], int]:
@@ -210,7 +225,7 @@ def test_whole_weights_of_ranks_go_through_the_kernels(tmp_path: pathlib.Path) -
     expected = run_ranks(of_a_rank, 2, tmp_path, False)
     assert [rows for rows, _ in found] == [rows for rows, _ in expected]
     assert found[0][0] == alone and found[1][0] != alone
-    assert [count for _, count in found] == [5 * 2 * 4] * 2
+    assert [count for _, count in found] == [5 * 2 * 4 + 6] * 2
 
 
 def test_shapes_that_do_not_fit_are_told() -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from tests.models import parity
+from tests.models.recording import recorded
 from tests.ranks.runner import run_ranks
 from tests.ranks.test_memory import tensors
 from tests.tensors import storage_of
@@ -20,6 +21,7 @@ from bmtrain.block.resident import Resident
 from model_center.errors import ConfigError, InputError
 from model_center.generation.engine import generate, stream
 from model_center.generation.peers import Peers
+from model_center.generation.session import Session
 from model_center.model.base import BaseModel
 from model_center.model.gpt2 import GPT2, GPT2Config
 from model_center.model.t5 import T5, T5Config
@@ -199,6 +201,46 @@ def test_training_and_generation_take_turns(folder: pathlib.Path, world_size: in
         assert norms == pytest.approx(alone[2], rel=1e-5)
 
 
+def in_a_session(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[int]]:
+    """What comes of generations by themselves and in a session, weights written in between, and how
+    many steps were recorded by then.
+    """
+    found: list[list[Any]] = [[], []]
+    counts = []
+    for kept in (False, True):
+        model: Any = made(folder, "gpt2")
+        with recorded(2) as recorder, Session() as session:
+            shared: dict[str, Any] = {"session": session} if kept else {}
+            for number in range(4):
+                ids = parity.token_ids(2, 5 + number, high=VOCAB, seed=bmt.rank())
+                out = generate(model, ids, max_new_tokens=9, return_scores=True, **shared)
+                found[kept].append((out.rows(), out.scores))
+                counts += [recorder.num_recorded] if kept else []
+                with torch.no_grad():
+                    if number == 0:
+                        model.encoder.output_layernorm.weight.mul_(-1)
+                    if number == 2:
+                        bias = model.encoder.output_layernorm.bias
+                        other = bmt.DistributedParameter(torch.ones(32))
+                        model.encoder.output_layernorm.bias = (
+                            other
+                            if bmt.is_initialized()
+                            else (torch.nn.Parameter(torch.ones_like(bias)))
+                        )
+    return found[0], found[1], counts
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_session_gives_the_same(folder: pathlib.Path, world_size: int) -> None:
+    """On a rank alone steps are kept; on several, weights lie elsewhere each time."""
+    for alone, together, counts in run_ranks(in_a_session, world_size, folder):
+        assert [rows for rows, _ in alone] == [rows for rows, _ in together]
+        for (_, scores), (_, others) in zip(alone, together, strict=True):
+            parity.assert_close(scores, others, "scores")
+        assert len({str(rows) for rows, _ in alone}) == 4
+        assert counts == ([1, 1, 1, 2] if world_size == 1 else [1, 2, 3, 4])
+
+
 def left_early(folder: pathlib.Path) -> tuple[list[Any], list[Any]]:
     """Rank 0 leaves its stream after two tokens, the others do not; then all generate."""
     model = made(folder, "gpt2")
@@ -229,6 +271,7 @@ def wrong_on_one(folder: pathlib.Path) -> tuple[list[str], list[Any]]:
         {"max_new_tokens": 100},
         {"eos_token_id": 99},
         {"attention_mask": torch.zeros(3, 5)},
+        {"session": Session()},
     ):
         try:
             generate(model, ids, **(wrong if bmt.rank() == 1 else {}))
@@ -246,16 +289,17 @@ def test_an_error_on_one_rank_is_one_on_all(folder: pathlib.Path) -> None:
     alone = made(folder, "gpt2")
     (told, after), (own, others_after) = run_ranks(wrong_on_one, 2, folder)
     assert (
-        told[:4]
-        == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 4
+        told[:5]
+        == ["generate was called wrongly on rank 1, which says how: no rank generates."] * 5
     )
     assert (
         "nearest: 'temperature'" in own[0]
         and "20 positions" in own[1]
         and "token 99" in own[2]
         and "prompt 0" in own[3]
+        and "session is not open" in own[4]
     )
-    assert told[4] == "InputError" and len(own) == 5
+    assert told[5] == "InputError" and len(own) == 6
     for found, rank in ((after, 0), (others_after, 1)):
         assert [rows for rows, _ in found] == [rows for rows, _ in results(alone, rank)]
 

@@ -19,6 +19,7 @@ from tests.training.lm_programs import tiny
 from model_center.__main__ import main
 from model_center.commands.generate import add_model_arguments, opened
 from model_center.generation import TextGenerator
+from model_center.generation.session import Session
 from model_center.model import Llama
 from model_center.tokenizer import LlamaTokenizer
 
@@ -134,7 +135,7 @@ def test_adapters(
     add_model_arguments(parser)
     for folder, template in ((folders[0], "another"), (folders[1], written_for(llama))):
         args = parser.parse_args(["--model-config", str(llama), "--adapter", folder])
-        assert opened(args).tokenizer.chat_template == template
+        assert opened(args, Session()).tokenizer.chat_template == template
     adapted(llama, tmp_path / "patterns", rank_pattern={"q_proj": 2})
     adapted(llama, tmp_path / "vocabulary", modules_to_save=["lm_head"])
     for path, complaint in (

@@ -36,39 +36,43 @@ class Recorder(ABC):
 
 
 class Repeated:
-    """`work` that is the same at each call: kernels that read and write the same memory.
+    """Work that is the same at each call: kernels that read and write the same memory.
 
     The first call does it, the second records and replays it, all later ones replay. What cannot be
     recorded is done as it is, after one warning.
 
     Args:
-        work: returns a tensor, which the next call overwrites.
         recorder: None to do it as it is each time.
     """
 
-    def __init__(self, work: Work, recorder: Recorder | None) -> None:
-        self._work, self._recorder = work, recorder
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
         self._is_warm = False
         self._replay: Callable[[], None] | None = None
         self._result: torch.Tensor | None = None
+
+    @property
+    def can_record(self) -> bool:
+        """Whether there is a recorder, and nothing that it could not record."""
+        return self._recorder is not None
 
     @property
     def is_recorded(self) -> bool:
         """Whether calls replay."""
         return self._replay is not None
 
-    def __call__(self) -> torch.Tensor:
-        """Do the work; returns its result."""
+    def __call__(self, work: Work) -> torch.Tensor:
+        """Do the work, the same each time; returns its result, which the next call overwrites."""
         recorder = self._recorder
         if recorder is not None and not self._is_warm:
             # libraries allocate and kernels are compiled at their first use: not in a recording
             self._is_warm = True
             with recorder.aside():
-                return self._work()
+                return work()
         if recorder is not None and self._replay is None:
-            self._record(recorder)
+            self._record(recorder, work)
         if self._replay is None or self._result is None:
-            return self._work()
+            return work()
         self._replay()
         return self._result
 
@@ -76,15 +80,15 @@ class Repeated:
         """Give the memory of the recording back; the next calls begin anew."""
         self._is_warm, self._replay, self._result = False, None, None
 
-    def _record(self, recorder: Recorder) -> None:
-        def work() -> None:
-            self._result = self._work()
+    def _record(self, recorder: Recorder, work: Work) -> None:
+        def noted() -> None:
+            self._result = work()
 
         try:
-            self._replay = recorder.record(work)
+            self._replay = recorder.record(noted)
         except RuntimeError as error:
             self._recorder = self._result = None
-            warn(f"steps are not recorded as a CUDA graph, and run one by one: {error}")
+            warn(f"work is not recorded as a CUDA graph, and is done as it is each time: {error}")
 
 
 class CudaRecorder(Recorder):

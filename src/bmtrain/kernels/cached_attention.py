@@ -19,10 +19,11 @@ import torch
 from bmtrain.kernels.chunks import launching_on
 from bmtrain.kernels.rotary import rotate_reference
 
-BLOCK_KEYS = 64
-#: a block of keys takes at most so much: keys and values of some blocks at once share the memory
-#: of a multiprocessor
-BLOCK_BYTES = 1 << 15
+#: keys at once, and where there are no more programs than multiprocessors
+BLOCK_KEYS, BLOCK_KEYS_OF_FEW = 64, 128
+#: a block of so many keys takes at most so much: keys and values of some blocks at once share the
+#: memory of a multiprocessor
+BLOCK_BYTES, BLOCK_BYTES_OF_FEW = 1 << 15, 1 << 14
 #: a program reads at least so many keys of the cache, if there are as many
 KEYS_OF_PROGRAM = 512
 #: most parts of the keys of a row
@@ -155,7 +156,9 @@ def cached_attention_by_triton(
             DIM=dim,
             PARTS=parts,
             BLOCK_GROUP=max(LEAST_DOT, 1 << (group - 1).bit_length()),
-            BLOCK_KEYS=min(BLOCK_KEYS, BLOCK_BYTES // (block_dim * query.element_size())),
+            BLOCK_KEYS=keys_at_once(
+                rows * heads_kv * parts, block_dim * query.element_size(), query.device
+            ),
             BLOCK_DIM=block_dim,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=4,
@@ -202,6 +205,14 @@ def num_parts(programs: int, capacity: int, device: torch.device) -> int:
         return 1
     wanted = -(-PROGRAMS_OF_SM * _num_sms(device) // programs)
     return max(1, min(wanted, capacity // KEYS_OF_PROGRAM, MOST_PARTS))
+
+
+def keys_at_once(programs: int, key_bytes: int, device: torch.device) -> int:
+    """Keys of so many bytes that each of some programs reads at once."""
+    usual = min(BLOCK_KEYS, BLOCK_BYTES // key_bytes)
+    if programs > _num_sms(device):
+        return usual
+    return max(usual, min(BLOCK_KEYS_OF_FEW, BLOCK_BYTES_OF_FEW // key_bytes))
 
 
 def store_tokens(

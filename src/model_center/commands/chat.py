@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from model_center.commands.generate import add_model_arguments, of_the_first_rank, opened, say
+from model_center.generation.session import Session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,20 +26,21 @@ def run(args: argparse.Namespace) -> None:
         ConfigError, IdentifierError, InputError, WeightsError: as when a model is opened, and for a
             tokenizer without a chat template.
     """
-    generator = opened(args)
     first = [{"role": "system", "content": args.system}] if args.system else []
     messages = list(first)
-    while (line := _asked()) is not None:
-        if not line:
-            messages = list(first)
-            continue
-        messages.append({"role": "user", "content": line})
-        answer = ""
-        for piece in generator.stream_chat(messages):
-            say(piece)
-            answer += piece
-        say("\n")
-        messages.append({"role": "assistant", "content": answer})
+    with Session() as session:
+        generator = opened(args, session)
+        while (line := _asked()) is not None:
+            if not line:
+                messages = list(first)
+                continue
+            messages.append({"role": "user", "content": line})
+            answer = ""
+            for piece in generator.stream_chat(messages):
+                say(piece)
+                answer += piece
+            say("\n")
+            messages.append({"role": "assistant", "content": answer})
 
 
 def _asked() -> str | None:

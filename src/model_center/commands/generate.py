@@ -14,6 +14,7 @@ from bmtrain.distributed.collectives import broadcast_object
 from bmtrain.runtime import world
 from model_center.commands.train import TOKENIZERS
 from model_center.errors import ConfigError, InputError
+from model_center.generation.session import Session
 from model_center.generation.text import TextGenerator
 from model_center.model.causal import CausalModel
 from model_center.tokenizer import GLMTokenizer
@@ -72,15 +73,16 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ConfigError, IdentifierError, InputError, WeightsError: before anything is printed.
     """
-    generator = opened(args)
-    prompts = args.prompt or of_the_first_rank(sys.stdin.read).splitlines()
-    for prompt in filter(str.strip, prompts):
-        for piece in generator.stream(prompt):
-            say(piece)
-        say("\n")
+    with Session() as session:
+        generator = opened(args, session)
+        prompts = args.prompt or of_the_first_rank(sys.stdin.read).splitlines()
+        for prompt in filter(str.strip, prompts):
+            for piece in generator.stream(prompt):
+                say(piece)
+            say("\n")
 
 
-def opened(args: argparse.Namespace) -> TextGenerator:
+def opened(args: argparse.Namespace, session: Session) -> TextGenerator:
     """The generator of the model and flags; the run is joined where torchrun has started it."""
     if world.launched_size() > 1:
         bmt.init_distributed()
@@ -104,7 +106,9 @@ def opened(args: argparse.Namespace) -> TextGenerator:
     tokenizer = attempt(
         lambda: tokenizers[kind.__name__].from_pretrained(folder), everyone(), ConfigError
     )
-    return TextGenerator(model.eval(), tokenizer, max_new_tokens=args.max_new_tokens, **draws)
+    return TextGenerator(
+        model.eval(), tokenizer, session=session, max_new_tokens=args.max_new_tokens, **draws
+    )
 
 
 def _tokenizer_folder(args: argparse.Namespace) -> str:

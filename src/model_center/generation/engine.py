@@ -19,6 +19,7 @@ from model_center.generation.passes import Passes
 from model_center.generation.peers import Peers
 from model_center.generation.prepare import Prompts, prepared
 from model_center.generation.search import Search, SingleSearch, StreamedSearch, Task
+from model_center.generation.session import Session
 from model_center.generation.weights import Weights, weights_of, without_plans
 from model_center.model.base import BaseModel
 
@@ -39,6 +40,7 @@ def generate(
     inputs: Mapping[str, torch.Tensor] | None = None,
     tokenizer: Any = None,
     generator: torch.Generator | None = None,
+    session: Session | None = None,
     **options: Any,
 ) -> GenerationOutput:
     """Continue prompts. Collective if the model is sharded, with or without prompts of a rank.
@@ -55,6 +57,7 @@ def generate(
             place of the one start token; `context`, `span` of CPM-1; `token_type_ids` too of CPM-3.
         tokenizer: needed for `stop_strings`.
         generator: of random numbers, in place of `seed`.
+        session: what is kept for the next generation; None for nothing.
 
     Raises:
         ConfigError, InputError: before anything is computed; on every rank if on one.
@@ -67,7 +70,7 @@ def generate(
         generator=generator,
     )
     return Run(
-        model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of
+        model, lambda: (prompts, GenerationConfig.of(config, **options)), search_of, session
     ).completed()
 
 
@@ -80,6 +83,7 @@ def stream(
     inputs: Mapping[str, torch.Tensor] | None = None,
     tokenizer: Any = None,
     generator: torch.Generator | None = None,
+    session: Session | None = None,
     **options: Any,
 ) -> Iterator[list[int | None]]:
     """As `generate`, token by token: a token for each row, None for rows that have ended.
@@ -98,7 +102,12 @@ def stream(
         tokenizer=tokenizer,
         generator=generator,
     )
-    run = Run(model, lambda: (prompts, GenerationConfig.of(config, **options)), streamed_search_of)
+    run = Run(
+        model,
+        lambda: (prompts, GenerationConfig.of(config, **options)),
+        streamed_search_of,
+        session,
+    )
     return (search.new_tokens() for search in run.steps())
 
 
@@ -139,6 +148,7 @@ class Run(Generic[Kind]):
         model: as in `generate`.
         ask: says what to continue and how; its errors, too, are those of all ranks.
         make: makes the search.
+        session: as in `generate`.
     """
 
     def __init__(
@@ -146,10 +156,13 @@ class Run(Generic[Kind]):
         model: BaseModel,
         ask: Callable[[], tuple[Prompts, GenerationConfig]],
         make: Callable[[Task], Kind],
+        session: Session | None = None,
     ) -> None:
-        self._model, self._peers = model, Peers(model)
+        self._model, self._peers, self._session = model, Peers(model), session
         error: Exception | None = None
         try:
+            if session is not None:
+                session.check()
             prompts, config = ask()
             self._decoding, self.task = prepared(model, prompts, config)
             self._search = make(self.task)
@@ -175,8 +188,10 @@ class Run(Generic[Kind]):
                 stack.enter_context(bmt.unwatched())
             stack.enter_context(weights.held())
             if self.num_prompts > 0:
-                passes = Passes(self._model, self._decoding, weights)
-                stack.callback(passes.end)
+                # gathered weights are somewhere else each time
+                session = None if self._peers.are_several else self._session
+                passes = Passes(self._model, self._decoding, weights, session)
+                stack.enter_context(passes.open())
                 yield from self._alone(passes)
 
     def completed(self) -> GenerationOutput:
@@ -261,7 +276,8 @@ def steps_ahead(device: torch.device) -> int:
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Dropout off, and on again afterwards in those modules where it was."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:

@@ -57,6 +57,17 @@ class Filters:
         self._eos = torch.tensor(config.eos_ids, dtype=torch.long, device=device)
         self._forbidden = torch.tensor(config.forbidden_tokens, dtype=torch.long, device=device)
 
+    @property
+    def are_none(self) -> bool:
+        """Whether scores stay as they are."""
+        config = self._config
+        return not (
+            config.do_sample
+            or config.repetition_penalty != 1
+            or config.min_new_tokens
+            or len(self._forbidden)
+        )
+
     def __call__(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Filtered scores (rows, vocab) fp32 for what follows the tokens `ids` (rows, so far)."""
         config = self._config

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import torch
 
-from bmtrain.graphs.repeated import Recorder, Repeated, recorder_for
+from bmtrain.graphs.conditions import Conditions
+from bmtrain.graphs.repeated import Repeated, recorder_for
 from bmtrain.torch_internals import has_global_module_hooks, has_hooks, num_dispatch_modes
+from model_center.generation.session import First, Kept, Session, roomy
 from model_center.generation.weights import Weights, without_plans
-from model_center.model.decoding import Decoding, Work
+from model_center.model.decoding import Decoding, FixedSteps, Work
 
 # The fewest new tokens for which recording a step pays.
 FEWEST_TOKENS = 8
+# The most tokens of all prompts with which a first pass waits for the host rather than the device.
+MOST_OF_PROMPTS = 2048
 
 
 class Passes:
@@ -20,61 +27,144 @@ class Passes:
         model: the model, whose hooks a recording would not call.
         decoding: its part of the work.
         weights: whole, and held as long as there are passes.
+        session: that of the generation; None for one by itself.
 
     Attributes:
         is_watched: whether the model has hooks, or torch a mode that looks at operations.
     """
 
-    def __init__(self, model: torch.nn.Module, decoding: Decoding, weights: Weights) -> None:
-        self._decoding, self._weights = decoding, weights
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        decoding: Decoding,
+        weights: Weights,
+        session: Session | None = None,
+    ) -> None:
+        self._model, self._decoding, self._weights = model, decoding, weights
         self._device = decoding.prefix.device
         self.is_watched = (
             has_global_module_hooks()
             or num_dispatch_modes() > 0
             or any(has_hooks(module) for module in model.modules())
         )
-        self._recorder: Recorder | None = None
-        self._repeated: Repeated | None = None
-        self._addresses: list[int] = []
+        self._session = None if self.is_watched else session
+        self._repeated = Repeated(None)
+        self._first: First | None = None
+        self._steps: FixedSteps | None = None
+        self._places: Sequence[object] = []
+        # those of the last time that a step was not replayed; without a session nobody asks
+        self._conditions: Conditions | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """Passes are inside. At the end the memory of the recording and of the cache is given back,
+        or left to the session.
+        """
+        try:
+            yield
+            self._leave()
+        except GeneratorExit:  # a stream that nobody wants the rest of
+            self._leave()
+            raise
+        finally:
+            # they refer to this object: memory would wait for Python's collector
+            self._steps, self._first, self._repeated = None, None, Repeated(None)
+            self._decoding.end()
 
     def first(self, num_new: int, copies: int) -> torch.Tensor:
         """Run the prompts, of which `copies` each are to be continued by `num_new` tokens.
 
         Returns scores (rows, vocab) of what follows.
         """
-        decoding = self._decoding
-        scores = self._within(lambda: decoding.start(num_new))().repeat_interleave(copies, 0)
+        decoding, room = self._decoding, num_new
+        self._places = self._where()
+        kept = self._kept(num_new, copies)
+        if kept is not None:
+            self._first = self._first_of(kept, copies)
+            if self._first is not None:
+                return self._resumed(kept, self._first)
+            room = 0  # that of the steps, to which the prompts are copied
+        elif self._session is not None:
+            length = decoding.prefix.shape[1]
+            room = roomy(length + num_new) - length
+        scores = self._within(lambda: decoding.start(room))().repeat_interleave(copies, 0)
         decoding.expand(copies)
-        if num_new >= FEWEST_TOKENS and not self.is_watched:
-            self._recorder = recorder_for(self._device)
-        decoding.fix(self._repeat)
-        self._addresses = self._weights.addresses()
+        self._steps = decoding.fix(self._do, None if kept is None else kept.steps)
+        if kept is not None and self._steps is not None:
+            self._repeated, self._conditions = kept.repeated, kept.conditions
+        elif kept is not None and self._session is not None:
+            self._session.leave(kept)  # it is for other prompts
+        elif num_new >= FEWEST_TOKENS and not self.is_watched:
+            self._repeated = Repeated(recorder_for(self._device))
         return scores
 
     def next(self, tokens: torch.Tensor, parents: torch.Tensor | None) -> torch.Tensor:
         """Add a token to each row, as in Decoding."""
-        if self._repeated is not None:
+        if self._steps is not None:
             return self._decoding.step(tokens, parents)
         return self._within(lambda: self._decoding.step(tokens, parents))()
 
     def renew(self) -> None:
         """Before a step, where the program may have put other weights in the place of the old."""
-        addresses = self._weights.addresses()
-        if addresses != self._addresses and self._repeated is not None:
+        places = self._where()
+        if places != self._places:
             self._repeated.forget()
-        self._addresses = addresses
+            self._first = None
+        self._places = places
 
-    def end(self) -> None:
-        """Give back the memory of the recording and of the cache: there are no further passes."""
-        if self._repeated is not None:
-            self._repeated.forget()
-        # it refers to this object: memory would wait for Python's collector
-        self._repeated = None
-        self._decoding.end()
+    def _where(self) -> Sequence[object]:
+        """Where the weights are, and the work that comes before that of a replay."""
+        if self._device.type == "cpu":
+            return self._weights.addresses()
+        # a session's memory is written on one stream, and nothing orders it with others
+        return [*self._weights.addresses(), torch.cuda.current_stream(self._device)]
 
-    def _repeat(self, work: Work) -> Work:
-        self._repeated = Repeated(self._within(work), self._recorder)
-        return self._repeated
+    def _kept(self, num_new: int, copies: int) -> Kept | None:
+        """What the session has for this generation."""
+        if self._session is None:
+            return None
+        num_rows, length = self._decoding.prefix.shape
+        now = Conditions(self._model, self._device)
+        return self._session.take(now, num_rows * copies, length + num_new, self._places)
+
+    def _first_of(self, kept: Kept, copies: int) -> First | None:
+        """The first pass as work that is the same for prompts of this shape, if it can be."""
+        first, decoding = kept.first, self._decoding
+        if copies > 1 or decoding.prefix.numel() > MOST_OF_PROMPTS:
+            return None
+        prompts = decoding.prompts(kept.steps, None if first is None else first.prompts)
+        if prompts is None:
+            return None
+        is_known = first is not None and first.prompts is prompts
+        return first if is_known else First(prompts, Repeated(recorder_for(self._device)))
+
+    def _resumed(self, kept: Kept, first: First) -> torch.Tensor:
+        """Scores after the first pass, behind which the steps of another generation go on."""
+        scores = first.repeated(self._within(first.prompts.work))
+        self._decoding.resume(self._do, kept.steps)
+        self._steps, self._repeated, self._conditions = kept.steps, kept.repeated, kept.conditions
+        return scores
+
+    def _leave(self) -> None:
+        """To the session, what is recorded."""
+        if (
+            self._session is not None
+            and self._steps is not None
+            and self._conditions is not None
+            and self._repeated.is_recorded
+        ):
+            self._session.leave(
+                Kept(self._steps, self._repeated, self._first, self._places, self._conditions)
+            )
+
+    def _do(self, work: Work) -> torch.Tensor:
+        return self._repeated(lambda: self._noted(work))
+
+    def _noted(self, work: Work) -> torch.Tensor:
+        """A step that is done or recorded, not replayed."""
+        if self._session is not None and self._repeated.can_record:
+            self._conditions = Conditions(self._model, self._device)
+        return self._within(work)()
 
     def _within(self, work: Work) -> Work:
         def bound() -> torch.Tensor:

@@ -7,10 +7,12 @@ import dataclasses
 
 import torch
 
+from bmtrain.kernels.largest import largest
 from model_center.generation.config import GenerationConfig
 from model_center.generation.filters import Filters
 from model_center.generation.output import GenerationOutput
 from model_center.generation.stopping import Ending
+from model_center.layer.fusion import is_fused
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +99,9 @@ class SingleSearch(Search):
     def advance(self, logits: torch.Tensor) -> None:
         """As in Search."""
         task, place = self._task, self._length - self._task.prefix.shape[1]
-        scores = self._filters(logits.float(), self._ids[:, : self._length])
+        scores = logits  # of which the largest is the largest in fp32 too
+        if task.config.return_scores or not self._filters.are_none:
+            scores = self._filters(logits.float(), self._ids[:, : self._length])
         chosen = self._choose(scores)
         if task.config.return_scores:
             found = scores.log_softmax(-1).gather(1, chosen[:, None])[:, 0]
@@ -131,7 +135,7 @@ class SingleSearch(Search):
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         if not self._task.config.do_sample:
-            return scores.argmax(-1)
+            return largest(scores) if is_fused(scores) else scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), 1, generator=self._task.generator)[:, 0]
 
 

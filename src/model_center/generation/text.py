@@ -15,6 +15,7 @@ from model_center.generation.detokenizer import Detokenizer
 from model_center.generation.engine import Kind, Run, search_of, streamed_search_of
 from model_center.generation.prepare import Prompts
 from model_center.generation.search import Search, StreamedSearch, Task
+from model_center.generation.session import Session
 from model_center.model.base import BaseModel
 
 NUM_CONTEXT = 4  # tokens of the prompt after which the first new one is decoded
@@ -33,6 +34,7 @@ class TextGenerator:
         model: any decoder-only or encoder-decoder model.
         tokenizer: one of transformers or of this project.
         config: how; or the default.
+        session: what is kept from one call for the next; None for nothing.
         options: values that replace the configuration's. Where neither says which tokens end and
             pad sequences, the tokenizer does; `eos_token_id=()` is for none.
     """
@@ -42,13 +44,12 @@ class TextGenerator:
         model: BaseModel,
         tokenizer: Any,
         config: GenerationConfig | None = None,
+        *,
+        session: Session | None = None,
         **options: Any,
     ) -> None:
-        self.model, self.tokenizer, self.config = (
-            model,
-            tokenizer,
-            GenerationConfig.of(config, **options),
-        )
+        self.model, self.tokenizer, self.session = model, tokenizer, session
+        self.config = GenerationConfig.of(config, **options)
 
     def __call__(self, texts: Sequence[str], **options: Any) -> list[str]:
         """What follows each text, or is made of it, `num_return_sequences` in a row for each.
@@ -140,7 +141,7 @@ class TextGenerator:
                 tokenizer=self.tokenizer,
             ), config
 
-        return Run(self.model, ask, make)
+        return Run(self.model, ask, make, self.session)
 
 
 def texts_of(run: Run[Search], tokenizer: Any) -> list[str]:

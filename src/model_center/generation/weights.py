@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -20,8 +20,8 @@ class Weights(Protocol):
     def bound(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model computes with them."""
 
-    def addresses(self) -> list[int]:
-        """Where they are in memory: a recorded step reads them there."""
+    def addresses(self) -> Sequence[object]:
+        """Where they are in memory, and how they lie there: a recorded step reads them so."""
 
     def fits(self, spare: int) -> bool:
         """Whether this rank has room for them, and for `spare` further bytes."""
@@ -41,9 +41,12 @@ class OwnWeights:
         """Nothing to do."""
         return contextlib.nullcontext()
 
-    def addresses(self) -> list[int]:
+    def addresses(self) -> Sequence[object]:
         """As in Weights."""
-        return [parameter.data_ptr() for parameter in self._model.parameters()]
+        return [
+            (parameter.data_ptr(), parameter.shape, parameter.stride(), parameter.dtype)
+            for parameter in self._model.parameters()
+        ]
 
     def fits(self, spare: int) -> bool:
         """They are there."""

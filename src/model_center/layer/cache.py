@@ -49,6 +49,11 @@ class LayerCache(Sequence[torch.Tensor]):
         return None if self._memory is None else self._valid(self.length)
 
     @property
+    def capacity(self) -> int:
+        """Number of tokens that there is room for where they are."""
+        return 0 if self._memory is None else self._memory[0].shape[2]
+
+    @property
     def fixed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Once `fix` was called the memory of keys and of values, and the place of a new token."""
         if self._place is None or self._memory is None:
@@ -112,10 +117,15 @@ class LayerCache(Sequence[torch.Tensor]):
         The memory stays where it is. `length` is no longer counted by `append`, but by `advance`.
         """
         self._place = place
+        self._clear_rest()
+
+    def take(self, other: LayerCache) -> None:
+        """Hold what another cache holds, of as many rows and with room here, in the same memory."""
+        self.length = other.length
         if self._memory is not None:
-            for memory in self._memory:
-                # a product of what was in the memory with a probability of zero may be NaN
-                memory[:, :, self.length :] = 0
+            for place, given in zip(self._memory, other, strict=True):
+                place[:, :, : self.length] = given
+            self._clear_rest()
 
     def advance(self) -> None:
         """Count a token that was written to the place.
@@ -124,11 +134,10 @@ class LayerCache(Sequence[torch.Tensor]):
             InputError: if there is no room for it.
         """
         if self._memory is not None:
-            capacity = self._memory[0].shape[2]
-            if self.length >= capacity:
+            if self.length >= self.capacity:
                 raise InputError(
-                    f"the cache has room for {capacity} tokens, and as many are there: make it for "
-                    "more."
+                    f"the cache has room for {self.capacity} tokens, and as many are there: make "
+                    "it for more."
                 )
             self.length += 1
 
@@ -140,6 +149,11 @@ class LayerCache(Sequence[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self._valid(self.length))
+
+    def _clear_rest(self) -> None:
+        for memory in self._memory or ():
+            # a product of what was in the memory with a probability of zero may be NaN
+            memory[:, :, self.length :] = 0
 
     def _valid(self, length: int) -> KeyValues:
         if self._memory is None:
@@ -219,6 +233,12 @@ class KeyValueCache(Sequence[LayerCache]):
         """Number of tokens held."""
         return max((layer.length for layer in self._layers), default=0)
 
+    @property
+    def capacity(self) -> int:
+        """Number of tokens that there is room for."""
+        rooms = [layer.capacity for layer in self._layers if layer.length]
+        return min(rooms, default=0)
+
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows (new batch,) of the batch, in this order."""
         for layer in self._layers:
@@ -243,6 +263,18 @@ class KeyValueCache(Sequence[LayerCache]):
         self._place = place
         for layer in self._layers:
             layer.fix(place)
+
+    def take(self, other: KeyValueCache) -> None:
+        """As in LayerCache, for all layers; once it is fixed `place` is set too."""
+        for layer, given in zip(self._layers, other, strict=True):
+            layer.take(given)
+        if self._place is not None:
+            self._place.fill_(self.length)
+
+    def hold(self, length: int) -> None:
+        """So many tokens are there: a recording has written them."""
+        for layer in self._layers:
+            layer.length = length
 
     def advance(self) -> None:
         """As in LayerCache, for all layers."""

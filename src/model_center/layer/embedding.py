@@ -11,6 +11,7 @@ import bmtrain as bmt
 from model_center.config.rules import check_values
 from model_center.errors import InputError
 from model_center.layer.conv import Conv2d
+from model_center.layer.one_row import product
 from model_center.layer.parameter import Initializer, normal, parameter
 
 
@@ -67,7 +68,8 @@ class Embedding(bmt.DistributedModule):
         """Scores (..., vocab_size) of hidden states (..., embedding_size): a tied head."""
         if self.length_scale:
             x = x / math.sqrt(self.dim_model)
-        return F.linear(x, self.weight)
+        row = product(x, self.weight)
+        return F.linear(x, self.weight) if row is None else row
 
 
 class PatchEmbedding(bmt.DistributedModule):

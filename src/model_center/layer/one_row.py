@@ -62,6 +62,15 @@ def together(
     return row_products(case).view(*x.shape[:-1], -1)
 
 
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """`x W^T` of one row (1, ..., 1, dim_in) by a kernel; None where `together` gives None too."""
+    fits = is_row(x) and x.shape[-1] <= MOST_COLUMNS and weight.shape[1:] == x.shape[-1:]
+    if not (fits and _are_plain(x, weight)):
+        return None
+    case = RowProducts(x=x.reshape(-1), weights=[weight], biases=[None])
+    return row_products(case).view(*x.shape[:-1], -1)
+
+
 def is_row(x: torch.Tensor) -> bool:
     """Whether x is one row to compute with by kernels. To be asked first: it is compiled too."""
     return is_fused(x) and x.numel() == x.shape[-1]

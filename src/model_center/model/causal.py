@@ -11,13 +11,23 @@ import torch
 from model_center.config.base import TransformerConfig
 from model_center.errors import InputError
 from model_center.layer.blocks import Mask
+from model_center.layer.cache import KeyValueCache
 from model_center.layer.dense_attention import PositionBias
 from model_center.layer.embedding import Embedding
 from model_center.layer.linear import Linear
 from model_center.layer.mask import AttentionMask
+from model_center.layer.one_row import together
 from model_center.layer.transformer import Encoder, Past
 from model_center.model.base import BaseModel
-from model_center.model.decoding import Decoding, Work, cache_bytes, check_inputs, select_rows
+from model_center.model.decoding import (
+    Decoding,
+    FixedPrompts,
+    FixedSteps,
+    Work,
+    cache_bytes,
+    check_inputs,
+    select_rows,
+)
 from model_center.model.inputs import Place, attention_mask_of, embedded, past_place
 from model_center.model.outputs import (
     BaseModelOutput,
@@ -122,8 +132,10 @@ class CausalModel(BaseModel):
         """(batch, seq, dim_model) to scores (batch, seq, vocab_size), or (batch, seq, cls_head)."""
         if self.config.cls_head:
             return self.cls_projection(hidden)
-        tied = self.config.tied or self.ALWAYS_TIED
-        return self.input_embedding.projection(hidden) if tied else self.output_projection(hidden)
+        if self.config.tied or self.ALWAYS_TIED:
+            return self.input_embedding.projection(hidden)
+        row = together(hidden, [self.output_projection])
+        return self.output_projection(hidden) if row is None else row
 
     def position_ids_of(self, places: torch.Tensor) -> torch.Tensor:
         """`position_ids` for tokens at these places of their texts, counted from 0."""
@@ -225,6 +237,65 @@ class TokenModel(CausalModel):
         raise NotImplementedError
 
 
+class CausalSteps(FixedSteps):
+    """Steps of a model that has places told.
+
+    Attributes:
+        cache: keys and values; its memory stays where it is.
+        begin: int64 (rows,), where the sequence of each row begins.
+        tokens: int64 (rows, 1), the last one of each row.
+
+    Args:
+        model: the model.
+        cache: with room for all tokens, and the first ones in it.
+        begin: becomes the attribute.
+    """
+
+    def __init__(self, model: CausalModel, cache: KeyValueCache, begin: torch.Tensor) -> None:
+        self._model, self.cache, self.begin = model, cache, begin
+        self.num_rows, self.capacity = len(begin), cache.capacity
+        self.tokens = begin.new_empty(self.num_rows, 1)
+        self._place = begin.new_full((1,), cache.length)
+        cache.fix(self._place)
+
+    def work(self) -> torch.Tensor:
+        """As in FixedSteps."""
+        end = (self._place + 1).expand_as(self.begin)
+        scores = scores_of(
+            self._model,
+            self.tokens,
+            self.cache,
+            attention_mask=AttentionMask(causal=True, reach=torch.stack([self.begin, end])),
+            position_ids=self._model.position_ids_of(self._place - self.begin)[:, None],
+        )
+        self._place += 1
+        return scores
+
+
+class CausalPrompts(FixedPrompts):
+    """The first pass of prompts without padding.
+
+    Attributes:
+        ids: int64 (rows, length), which are to be written.
+
+    Args:
+        model: the model.
+        steps: get the keys and values.
+        like: as the ids.
+    """
+
+    def __init__(self, model: CausalModel, steps: CausalSteps, like: torch.Tensor) -> None:
+        self._model, self.steps, self.ids = model, steps, torch.empty_like(like)
+
+    def work(self) -> torch.Tensor:
+        """As in FixedPrompts."""
+        cache = KeyValueCache(len(self.steps.cache), self.ids.shape[1])
+        scores = scores_of(self._model, self.ids, cache)
+        self.steps.cache.take(cache)
+        self.steps.begin.zero_()
+        return scores
+
+
 class CausalDecoding(Decoding):
     """Sequences that a decoder-only model continues."""
 
@@ -237,61 +308,67 @@ class CausalDecoding(Decoding):
     ) -> None:
         super().__init__(input_ids, mask, model.config.num_layers)
         self._model, self._mask, self._inputs = model, mask, dict(inputs)
-        self._repeated: Work | None = None  # what does a step, once all are the same
+        # how a step is done, once all are the same
+        self._fixed: tuple[CausalSteps, Callable[[Work], torch.Tensor]] | None = None
 
-    def fix(self, repeated: Callable[[Work], Work]) -> bool:
+    def fix(
+        self, do: Callable[[Work], torch.Tensor], steps: FixedSteps | None = None
+    ) -> FixedSteps | None:
         """As in Decoding: for models that have places told, and padding that is in front."""
-        rows, length, device = self._num_rows, self.cache.length, self.prefix.device
         if not self._model.TELLS_PLACES or self._inputs:
-            return False
-        begin = torch.zeros(rows, dtype=torch.long, device=device)
+            return None
+        begin = self.prefix.new_zeros(self._num_rows)
         if self._mask is not None:
             begin = (~self._mask).sum(1)
-            in_front = torch.arange(self._mask.shape[1], device=device) >= begin[:, None]
+            in_front = torch.arange(self._mask.shape[1], device=begin.device) >= begin[:, None]
             if not torch.equal(self._mask, in_front):
-                return False
-        self._begin, self._place = begin, torch.full((1,), length, device=device)
-        self._tokens = self.prefix.new_empty(rows, 1)
-        self.cache.fix(self._place)
-        self._repeated = repeated(self._fixed_step)
-        return True
+                return None
+        if isinstance(steps, CausalSteps):
+            steps.cache.take(self.cache)
+            steps.begin.copy_(begin)
+            self.cache = steps.cache
+        else:
+            steps = CausalSteps(self._model, self.cache, begin)
+        self._fixed = steps, do
+        return steps
+
+    def prompts(self, steps: FixedSteps, known: FixedPrompts | None = None) -> FixedPrompts | None:
+        """As in Decoding: for prompts without padding."""
+        if self._mask is not None or self._inputs or not isinstance(steps, CausalSteps):
+            return None
+        prompts = known if isinstance(known, CausalPrompts) else None
+        if prompts is None or prompts.steps is not steps or prompts.ids.shape != self.prefix.shape:
+            prompts = CausalPrompts(self._model, steps, self.prefix)
+        prompts.ids.copy_(self.prefix)
+        return prompts
+
+    def resume(self, do: Callable[[Work], torch.Tensor], steps: FixedSteps) -> None:
+        """As in Decoding."""
+        if isinstance(steps, CausalSteps):
+            steps.cache.hold(self.prefix.shape[1])
+            self.cache, self._fixed = steps.cache, (steps, do)
 
     def step(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> torch.Tensor:
         """As in Decoding; the result is overwritten by the next step once steps are fixed."""
-        if self._repeated is None:
+        if self._fixed is None:
             return super().step(tokens, parents)
+        steps, do = self._fixed
         if parents is not None:
             self.cache.reorder(parents, self.prefix.shape[1])
         self.cache.advance()
-        self._tokens.copy_(tokens[:, None])
-        return self._repeated()
+        steps.tokens.copy_(tokens[:, None])
+        return do(steps.work)
 
     def end(self) -> None:
         """As in Decoding."""
         super().end()
-        self._repeated = None
+        self._fixed = None
 
     def num_bytes(self, num_new: int, copies: int) -> int:
         """As in Decoding."""
         config, tokens = self._model.config, self.prefix.shape[1] + num_new
         rows = copies * len(self.prefix)
         return cache_bytes(self._model, config, config.num_layers, rows * tokens)
-
-    def _fixed_step(self) -> torch.Tensor:
-        """Scores (rows, vocab) after the tokens and places that are in the device's memory."""
-        end = (self._place + 1).expand_as(self._begin)
-        out = self._model(
-            input_ids=self._tokens,
-            use_cache=True,
-            past_key_values=self.cache,
-            output_logits=False,
-            return_dict=True,
-            attention_mask=AttentionMask(causal=True, reach=torch.stack([self._begin, end])),
-            position_ids=self._model.position_ids_of(self._place - self._begin)[:, None],
-        )
-        scores = self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
-        self._place += 1
-        return scores
 
     def _select_inputs(self, rows: torch.Tensor) -> None:
         self._mask = select_rows(self._mask, rows)
@@ -305,20 +382,30 @@ class CausalDecoding(Decoding):
             name: self._extended(name, value, length) for name, value in self._inputs.items()
         }
         masked = {} if self._mask is None else self._model.mask_arguments(self._mask)
-        out = self._model(
-            input_ids=ids,
-            use_cache=True,
-            past_key_values=self.cache,
-            output_logits=False,
-            return_dict=True,
-            **masked,
-            **self._inputs,
-        )
-        return self._model.logits(out.last_hidden_state[:, -1:])[:, 0]
+        return scores_of(self._model, ids, self.cache, **masked, **self._inputs)
 
     def _extended(self, name: str, value: torch.Tensor, length: int) -> torch.Tensor:
         """An input beside tokens and cache, (rows, tokens), for `length` tokens."""
         return lengthened(value, length, self._model.PER_TOKEN[name])
+
+
+def scores_of(
+    model: CausalModel, ids: torch.Tensor, cache: KeyValueCache, **others: Any
+) -> torch.Tensor:
+    """Scores (rows, vocab) of what follows tokens (rows, new), which are added to the cache.
+
+    Args:
+        others: what else `forward` gets.
+    """
+    out = model(
+        input_ids=ids,
+        use_cache=True,
+        past_key_values=cache,
+        output_logits=False,
+        return_dict=True,
+        **others,
+    )
+    return model.logits(out.last_hidden_state[:, -1:])[:, 0]
 
 
 def lengthened(values: torch.Tensor, length: int, fill: int | None) -> torch.Tensor:

@@ -18,6 +18,32 @@ from model_center.layer.cache import KeyValueCache
 Work = Callable[[], torch.Tensor]
 
 
+class FixedSteps(abc.ABC):
+    """Steps that are all the same work on the same memory, of one generation after the other.
+
+    Attributes:
+        num_rows: of the batch.
+        capacity: tokens that there is room for in each row.
+    """
+
+    num_rows: int
+    capacity: int
+
+    @abc.abstractmethod
+    def work(self) -> torch.Tensor:
+        """Scores (rows, vocab) after the tokens and places that are in the device's memory."""
+
+
+class FixedPrompts(abc.ABC):
+    """The first pass of prompts of one shape, which is the same work for each of them, and leaves
+    their keys and values in the memory of fixed steps.
+    """
+
+    @abc.abstractmethod
+    def work(self) -> torch.Tensor:
+        """Scores (rows, vocab) after the prompts that are in the device's memory."""
+
+
 class Decoding(abc.ABC):
     """A batch of sequences and what a model remembers of them.
 
@@ -74,16 +100,36 @@ class Decoding(abc.ABC):
         self._last = tokens
         return self._forward(tokens[:, None])
 
-    def fix(self, repeated: Callable[[Work], Work]) -> bool:
+    def fix(
+        self, do: Callable[[Work], torch.Tensor], steps: FixedSteps | None = None
+    ) -> FixedSteps | None:
         """Make steps the same work each: after `expand`, and without `idle` from then on.
 
         Args:
-            repeated: gets the work of a step, and returns what does it in its place, a recording
-                for example.
+            do: does the work of a step, by a recording of it for example.
+            steps: those of an earlier generation with this model, of as many rows and with room for
+                all tokens of this one: it goes on with their memory. None to make them.
 
-        Returns whether they are, which depends on the model and the prompts; else nothing changes.
+        Returns them; None if there can be none, which depends on the model and the prompts: then
+        nothing changes.
         """
-        return False
+        return None
+
+    def prompts(self, steps: FixedSteps, known: FixedPrompts | None = None) -> FixedPrompts | None:
+        """What does the work of `start` and `fix` for `steps`, before `resume`; with these prompts.
+
+        Args:
+            steps: those of an earlier generation, as in `fix`.
+            known: of an earlier generation with them; None for none.
+
+        Returns `known` if the prompts are of its shape, else what is made; None if there can be
+        none, which depends on the model and the prompts.
+        """
+        return None
+
+    def resume(self, do: Callable[[Work], torch.Tensor], steps: FixedSteps) -> None:
+        """Go on with steps after the work of `prompts` was done; arguments as in `fix`."""
+        raise NotImplementedError
 
     def end(self) -> None:
         """Give back the memory: there are no further passes."""

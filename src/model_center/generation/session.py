@@ -1,0 +1,115 @@
+"""Session: what generations with a model leave to each other."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bmtrain.graphs.conditions import Conditions
+from bmtrain.graphs.repeated import Repeated
+from model_center.errors import ConfigError
+from model_center.model.decoding import FixedPrompts, FixedSteps
+
+
+class First(NamedTuple):
+    """The first pass of prompts of the last shape.
+
+    Attributes:
+        prompts: its work.
+        repeated: its recording, once they have come twice.
+    """
+
+    prompts: FixedPrompts
+    repeated: Repeated
+
+
+class Kept(NamedTuple):
+    """Steps that were recorded, and what must be as it was for a replay to be right.
+
+    Attributes:
+        steps: with the memory of the cache.
+        repeated: their recording.
+        first: the first pass, recorded under the same conditions; None for none.
+        places: where the weights were, and on which stream.
+        conditions: what else the recording is of.
+    """
+
+    steps: FixedSteps
+    repeated: Repeated
+    first: First | None
+    places: Sequence[object]
+    conditions: Conditions
+
+
+class Session:
+    """Generations that leave the cache's memory and the recorded step to the next one.
+
+        with Session() as session:
+            for ids in prompts:
+                generate(model, ids, max_new_tokens=128, session=session)
+
+    The next one replays them if it is with the same model, has as many rows, and finds room for its
+    tokens; else they are freed before it makes its own. Between two generations weights may be
+    written, or put in the place of the old ones, and the model may be changed in any way: each
+    computes with what is there. The end of the session frees everything.
+
+    The first pass of short prompts of one shape, without padding, is recorded too, from their third
+    generation in a row on.
+
+    There is room for up to a quarter more tokens than a generation needs, so that lengths can
+    differ. Generations at the same time, two streams for example, share nothing: the one that ends
+    last leaves its own. Nothing is kept where several ranks share a model, whose weights are
+    gathered to another place for each generation, and on the CPU.
+    """
+
+    def __init__(self) -> None:
+        self._is_open = False
+        self._kept: Kept | None = None
+
+    def __enter__(self) -> Session:
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: types.TracebackType | None,
+    ) -> None:
+        self._is_open, self._kept = False, None
+
+    def check(self) -> None:
+        """Refuse to generate before its beginning or after its end.
+
+        Raises:
+            ConfigError: which says so.
+        """
+        if not self._is_open:
+            raise ConfigError(
+                "the session is not open: generate inside of `with Session() as session`."
+            )
+
+    def take(
+        self, now: Conditions, num_rows: int, num_tokens: int, places: Sequence[object]
+    ) -> Kept | None:
+        """What the last generation has left, if one of so many rows and tokens in each can go on
+        with it; else None, and it is freed.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return None
+        has_room = num_rows == kept.steps.num_rows and num_tokens <= kept.steps.capacity
+        is_right = has_room and places == kept.places and now == kept.conditions
+        return kept if is_right else None
+
+    def leave(self, kept: Kept) -> None:
+        """What the next generation may go on with; freed if the session has ended."""
+        if self._is_open:
+            self._kept = kept
+
+
+def roomy(num_tokens: int) -> int:
+    """At least so many tokens, and less than a quarter more beyond 64: few sizes in all."""
+    step = max(16, 1 << max(0, (num_tokens - 1).bit_length() - 3))
+    return -(-num_tokens // step) * step

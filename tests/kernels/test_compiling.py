@@ -1,0 +1,30 @@
+"""Kernels of generation are compiled for a GPU, without one."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+
+KERNELS = "cached_attention joined_parts store_tokens largest_of_parts largest_of_rows rotate gated"
+
+
+def test_kernels_are_compiled(tmp_path: pathlib.Path) -> None:
+    """In a process without the interpreter, which this one has."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiling"],
+        env=environment
+        | {
+            "TRITON_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        cwd=pathlib.Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {line.split("_kernel ")[0] for line in done.stdout.splitlines()}
+    assert found == {*KERNELS.split(), "row_products"}
