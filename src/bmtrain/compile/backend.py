@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.compile import fp8, fusions, joining
+from bmtrain.compile import fp8, fusions, heads, joining
 from bmtrain.kernels import gelu, norm
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
@@ -73,6 +73,7 @@ def inductor(
     """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
     for part in _parts(graph):
         fusions.rewrite(part)
+    heads.rewrite(graph)
     lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
     patches = {
@@ -92,6 +93,7 @@ def traced(
     """
     for part in _parts(graph):
         fusions.rewrite(part, wanted=lambda _: True)
+    heads.rewrite(graph, wanted=lambda _: True)
     return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))
 
 
