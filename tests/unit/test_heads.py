@@ -22,6 +22,7 @@ from bmtrain.loss import linear_cross_entropy
 BATCH, LENGTH, DIM, CLASSES, CHUNK_ROWS = 6, 16, 8, 64, 20
 # torch's compiler of itself
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+FUNCTIONS = (heads.cross_entropy_of_linear, heads.recomputed_cross_entropy_of_linear)
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -67,16 +68,27 @@ def converted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(rows, targets.view(-1), reduction="sum", label_smoothing=0.1)
 
 
+class Recomputed(Head):
+    """Keeps its arguments only."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(super().forward, x, targets, use_reentrant=False)
+        return out
+
+
 class Rewritten:
     """The backend of compiled blocks, which replaces heads on a CPU too, and how many it has."""
 
     def __init__(self, lower: backend.Lower = backend.inductor) -> None:
-        self.lower, self.count = backend.AtOnce(backend.Seeded(lower)), 0
+        self.lower = backend.AtOnce(backend.Seeded(lower))
+        self.count = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        heads.rewrite(graph, lambda _: True)
-        targets = [node.target for node in graph.graph.nodes]
-        self.count += targets.count(heads.cross_entropy_of_linear)
+        parts = [part for part in graph.modules() if isinstance(part, torch.fx.GraphModule)]
+        for part in parts:
+            heads.rewrite(part, lambda _: True, is_recomputed=part is not graph)
+        targets = [node.target for part in parts for node in part.graph.nodes]
+        self.count += sum(targets.count(function) for function in FUNCTIONS)
         return self.lower(graph, inputs, **options)
 
 
@@ -130,9 +142,10 @@ def count_equal_to_plain(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_in_fp32(dtype: torch.dtype, bias: bool) -> None:
-    assert count_equal_to_plain(Head(in_fp32, bias), dtype, torch.float32) == 1
-    assert count_equal_to_plain(Head(converted, bias), dtype, torch.float32) == 1
+@pytest.mark.parametrize("kind", [Head, Recomputed])
+def test_loss_in_fp32(dtype: torch.dtype, bias: bool, kind: type[Head]) -> None:
+    assert count_equal_to_plain(kind(in_fp32, bias), dtype, torch.float32) == 1
+    assert count_equal_to_plain(kind(converted, bias), dtype, torch.float32) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -147,6 +160,7 @@ def test_options(dtype: torch.dtype, options: dict[str, Any]) -> None:
         return flat(**options)(logits, known)
 
     assert count_equal_to_plain(Head(shown), dtype) == 1
+    assert count_equal_to_plain(Recomputed(shown), dtype) == 1
 
 
 def test_class_weights() -> None:
@@ -162,16 +176,18 @@ def test_class_weights() -> None:
     assert count_equal_to_plain(Weighted()) == 1
 
 
-def test_frozen_weights() -> None:
+@pytest.mark.parametrize("kind", [Head, Recomputed])
+def test_frozen_weights(kind: type[Head]) -> None:
     """The gradient of the hidden states alone."""
-    module = Head(in_fp32)
+    module = kind(in_fp32)
     module.linear.requires_grad_(False)
     assert count_equal_to_plain(module) == 1
 
 
-def test_no_target() -> None:
+@pytest.mark.parametrize("kind", [Head, Recomputed])
+def test_no_target(kind: type[Head]) -> None:
     """NaN, with gradients of zero, as torch's."""
-    module, (x, targets) = Head(in_fp32), inputs()
+    module, (x, targets) = kind(in_fp32), inputs()
     targets.fill_(-100)
     run = torch.compile(module, backend=Rewritten(), fullgraph=True, dynamic=False)
     for call in (run, module):
@@ -187,9 +203,18 @@ def test_backward_twice() -> None:
     assert torch.equal(2 * first, torch.autograd.grad(2 * loss, weight)[0])
 
 
-def test_never_all_logits() -> None:
-    """No memory is asked for that is as large as the logits: a chunk's are the largest."""
-    module, (x, targets) = Head(in_fp32), inputs()
+def num_products(events: list[Any]) -> int:
+    """Of matrices, by their operators."""
+    return sum(event.name in ("aten::mm", "aten::addmm") for event in events)
+
+
+@pytest.mark.parametrize(("kind", "per_chunk"), [(Head, 3), (Recomputed, 4)])
+def test_never_all_logits(kind: type[Head], per_chunk: int) -> None:
+    """No memory is asked for that is as large as the logits: a chunk's are the largest.
+
+    A recomputed head computes the logits twice, as the plain one does, and nothing else.
+    """
+    module, (x, targets) = kind(in_fp32), inputs()
     largest = []
     for lower in (Rewritten(), "eager"):
         run = torch.compile(module, backend=lower, fullgraph=True, dynamic=False)
@@ -197,6 +222,8 @@ def test_never_all_logits() -> None:
         with profiled() as events:
             run(x, targets).backward()
         largest.append(max(event.self_cpu_memory_usage for event in events) // 4)
+        if isinstance(lower, Rewritten):
+            assert num_products(events) == 5 * per_chunk
     # in chunks of equal size
     assert largest == [-(-BATCH * LENGTH // 5) * CLASSES, BATCH * LENGTH * CLASSES]
 
@@ -273,19 +300,6 @@ def test_varying_sizes_are_left_to_the_compiler() -> None:
 def test_autocast_is_left_to_the_compiler() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert count(Head(in_fp32)) == 0
-
-
-class Recomputed(Head):
-    """Keeps its arguments only."""
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(super().forward, x, targets, use_reentrant=False)
-        return out
-
-
-def test_recomputed_heads_are_left_to_the_compiler() -> None:
-    """Their gradients would be computed twice."""
-    assert count(Recomputed(in_fp32)) == 0
 
 
 def test_nothing_changes_on_a_cpu() -> None:

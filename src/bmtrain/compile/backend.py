@@ -73,7 +73,7 @@ def inductor(
     """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
     for part in _parts(graph):
         fusions.rewrite(part)
-    heads.rewrite(graph)
+        heads.rewrite(part, is_recomputed=part is not graph)
     lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
     patches = {
@@ -93,7 +93,7 @@ def traced(
     """
     for part in _parts(graph):
         fusions.rewrite(part, wanted=lambda _: True)
-    heads.rewrite(graph, wanted=lambda _: True)
+        heads.rewrite(part, wanted=lambda _: True, is_recomputed=part is not graph)
     return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))
 
 

@@ -4,17 +4,20 @@
 `FusedLinearCrossEntropy` in the graph that Dynamo has traced. It takes no more time and, for a
 vocabulary of 128,000, a tenth of the memory: this is what other blocks may keep. Products and
 roundings are those of the plain head, except that the weight's gradient sums chunks of rows in
-fp32, in their order, and is scaled after it has been summed.
+fp32, in their order, and is scaled after it has been summed. A head that is recomputed computes its
+gradients in backward, any other in forward, which spares it computing the logits twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from bmtrain.compile.fusions import Wanted, is_on_gpu
+from bmtrain.loss.columns import columns_of
 from bmtrain.loss.linear_cross_entropy import FusedLinearCrossEntropy, chunk_rows
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -47,14 +50,34 @@ def cross_entropy_of_linear(
     return out.to(dtype)
 
 
-def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
+def recomputed_cross_entropy_of_linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The same; its backward pass computes the logits, its forward pass keeps arguments only."""
+    loss = FusedLinearCrossEntropy(**{**options, "reduction": "none"})
+    out = loss(hidden.reshape(-1, hidden.shape[-1]), weight, target, bias).sum()
+    if options["reduction"] == "mean":
+        columns = columns_of(weight.shape[0], parallel=False)
+        out = loss.average(out, loss.row_loss(columns, hidden.dtype), *loss.classes_of(target))
+    return out.to(dtype)
+
+
+def rewrite(
+    graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu, *, is_recomputed: bool = False
+) -> None:
     """Replace heads that take less memory in chunks of rows, in place.
 
     Args:
-        graph: traced by Dynamo. Regions that are recomputed are no part of it: they would compute
-            the gradients twice.
+        graph: traced by Dynamo.
         wanted: given the logits, says whether to replace the head.
+        is_recomputed: whether the graph is a region that backward computes again.
     """
+    function = recomputed_cross_entropy_of_linear if is_recomputed else cross_entropy_of_linear
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target is F.cross_entropy:
             given, loss = _given(node), _value(node)
@@ -62,7 +85,7 @@ def rewrite(graph: torch.fx.GraphModule, wanted: Wanted = is_on_gpu) -> None:
             if loss is None or options is None or not way:
                 continue
             if _is_replaced(given, way[-1], wanted):
-                _replace(node, way, (given["target"], options, loss.dtype))
+                _replace(node, way, function, (given["target"], options, loss.dtype))
     graph.recompile()
 
 
@@ -156,12 +179,17 @@ def _is_smaller(rows: Any, logits: torch.Tensor, head: list[torch.Tensor]) -> bo
     return chunk_rows(rows, row) * row + gradients < 2 * rows * row
 
 
-def _replace(node: torch.fx.Node, way: list[torch.fx.Node], rest: tuple[Any, ...]) -> None:
-    """Put `cross_entropy_of_linear` in; `rest` are its arguments behind those of the map."""
+def _replace(
+    node: torch.fx.Node,
+    way: list[torch.fx.Node],
+    function: Callable[..., torch.Tensor],
+    rest: tuple[Any, ...],
+) -> None:
+    """Put `function` in; `rest` are its arguments behind those of the map."""
     parts = _given(way[-1])
     head = parts["input"], parts["weight"], parts.get("bias")
     with node.graph.inserting_before(node):
-        fused = node.graph.call_function(cross_entropy_of_linear, (*head, *rest))
+        fused = node.graph.call_function(function, (*head, *rest))
     fused.meta = dict(node.meta)
     node.replace_all_uses_with(fused)
     for each in (node, *way):
