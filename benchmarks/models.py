@@ -117,6 +117,7 @@ SHAPES: dict[str, Geometry] = {
     "13b-16-layers": Shape(16, 5120, 128, 512),  # for two GPUs
     "llama-tiny": LlamaShape(2, 128, 4, 2, 384, vocab=512, seq=64),
     "llama-8b": LlamaShape(),
+    "llama-8b-4096": LlamaShape(seq=4096),
     "llama-8b-16-layers": LlamaShape(16),
 }
 
