@@ -101,7 +101,8 @@ def whole_cross_entropy(
     hidden: torch.Tensor, project: torch.nn.Linear, targets: torch.Tensor
 ) -> torch.Tensor:
     """The loss as torch computes it, in words that the compiler's rewriting leaves alone."""
-    return F.nll_loss(F.log_softmax(project(hidden).float(), -1), targets)
+    logits = project(hidden).float()
+    return F.nll_loss(F.log_softmax(logits, -1), targets)
 
 
 @functools.cache
