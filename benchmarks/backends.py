@@ -76,6 +76,8 @@ class Ours(Backend):
                 "overlap": options.overlap,
                 "device_bytes": int(options.device_states * 2**30),
             }
+        else:
+            settings["master_weights"] = options.master_weights
         kind = bmt.optim.AdamOffloadOptimizer if options.offload else bmt.optim.AdamOptimizer
         self.optimizer = kind(self.model.parameters(), **settings)
         self.manager = bmt.optim.OptimManager()

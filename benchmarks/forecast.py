@@ -146,10 +146,7 @@ def forecast(row: Row) -> dict[str, Any]:
     )
     machine = bp.Machine(gpu="h200", gpus=record["gpus"])
     of_shape = forecaster(
-        record["shape"],
-        record.get("fused_head", False),
-        row.file in OLDER,
-        row.file in WHOLE_HEADS,
+        record["shape"], record.get("fused_head", False), row.file in OLDER, row.file in WHOLE_HEADS
     )
     found = of_shape(settings, machine)
     parts = dict(found.peak.parts)

@@ -24,6 +24,7 @@ CHOICES = (
     "cuda_graph",
     "fused_head",
     "memory_limit",
+    "master_weights",
 )
 # Which of them a backend has; others are refused before anything is built.
 SUPPORTED = {
@@ -59,6 +60,7 @@ class Options:
     cuda_graph: bool = False
     fused_head: bool = False
     memory_limit: float | None = None
+    master_weights: str = "fp32"
     warmup: int = 3
     steps: int = 5
     profile: str | None = None
@@ -74,11 +76,12 @@ class Options:
         return {name: getattr(self, name) for name in ("backend", "shape", "compile", *CHOICES)}
 
     def state_bytes(self, gpus: int) -> float:
-        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 4
-        with states in host memory.
+        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 14
+        with split masters, 4 with states in host memory.
         """
         shards = 1 if self.backend == "plain" else gpus
-        return (4.0 if self.offload else 16.0) * self.geometry.num_parameters / shards
+        on_gpu = 14.0 if self.master_weights == "split" else 16.0
+        return (4.0 if self.offload else on_gpu) * self.geometry.num_parameters / shards
 
 
 def parser() -> argparse.ArgumentParser:
@@ -131,6 +134,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="GIB",
         help="what --recompute auto may fill, by default the GPU",
     )
+    parser.add_argument(
+        "--master-weights",
+        choices=("fp32", "split"),
+        default="fp32",
+        help="split: the same numbers, of which the weights are the upper 16 bits",
+    )
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
@@ -173,6 +182,11 @@ def checked(arguments: argparse.Namespace) -> Options:
         raise SystemExit(
             f"--recompute {options.recompute}: {options.backend} does not have it; "
             f"expected one of {expected}."
+        )
+    if options.offload and options.master_weights == "split":
+        raise SystemExit(
+            "--offload --master-weights split: masters in host memory are whole; leave out one of "
+            "both."
         )
     if options.backend == "plain" and options.cuda_graph and not options.compile:
         raise SystemExit(

@@ -170,6 +170,7 @@ SUITES = (
         runs=_runs(
             "--shape llama-8b-4096",
             "bmtrain --recompute auto --warmup 6 --batch 8",
+            "bmtrain --recompute auto --warmup 6 --batch 8 --master-weights split",
             "fsdp2 --recompute --batch 3 4 8",
             "bmtrain --recompute auto --warmup 6 --batch 3 4",
         ),

@@ -51,6 +51,9 @@ Record = dict[str, Any]
 Rows = dict[tuple[Any, ...], list[Record]]  # repeats of the same run
 
 
+_USUAL = {"zero_level": 3, "tp": 1, "overlap": True, "device_states": 0.0}
+
+
 def mode_of(record: Record) -> str:
     """The backend with what was turned on; what older records lack was off."""
     recompute = {
@@ -71,9 +74,11 @@ def mode_of(record: Record) -> str:
     ]
     words += [
         f"{name} {record[name]}"
-        for name, usual in (("zero_level", 3), ("tp", 1), ("overlap", True), ("device_states", 0.0))
+        for name, usual in _USUAL.items()
         if record.get(name, usual) != usual
     ]
+    if record.get("master_weights", "fp32") != "fp32":
+        words.append(f"{record['master_weights']} masters")
     if record.get("transport", "auto") != "auto":
         words.append(record["transport"].replace("_", " "))
     if record.get("memory_limit") is not None:
