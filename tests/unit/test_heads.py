@@ -101,14 +101,11 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tens
 
 
 def count(
-    module: nn.Module,
-    x: torch.Tensor | None = None,
-    targets: torch.Tensor | None = None,
-    dynamic: bool = False,
+    module: nn.Module, x: torch.Tensor | None = None, targets: torch.Tensor | None = None
 ) -> int:
     """How many heads are replaced."""
     lower, usual = Rewritten(lambda graph, inputs: graph.forward), inputs()
-    run = torch.compile(module, backend=lower, fullgraph=True, dynamic=dynamic)
+    run = torch.compile(module, backend=lower, fullgraph=True, dynamic=False)
     run(usual[0] if x is None else x, usual[1] if targets is None else targets).backward()
     return lower.count
 
@@ -293,8 +290,23 @@ def test_gradients_larger_than_logits_are_left_to_the_compiler(
         assert count(module, x[:, :rows], targets[:, :rows]) == (rows == 6)
 
 
-def test_varying_sizes_are_left_to_the_compiler() -> None:
-    assert count(Head(in_fp32), dynamic=True) == 0
+@pytest.mark.parametrize("kind", [Head, Recomputed])
+def test_varying_sizes(kind: type[Head]) -> None:
+    """One program for all of them, from five chunks to one."""
+    torch.manual_seed(0)
+    module, lower = kind(in_fp32), Rewritten()
+    run = torch.compile(module, backend=lower, fullgraph=True, dynamic=True)
+    counts = []
+    for batch, length in ((BATCH, LENGTH), (4, 10), (3, 5), (2, 7)):
+        x, targets = (each[:batch, :length].clone() for each in inputs())
+        got, want = (
+            passed(lambda x, call=call, targets=targets: call(x, targets), module, x)
+            for call in (run, module)
+        )
+        for ours, plain in zip(got, want, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6)
+        counts.append(lower.count)
+    assert counts[0] and counts == counts[:1] * 4
 
 
 def test_autocast_is_left_to_the_compiler() -> None:

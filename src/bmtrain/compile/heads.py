@@ -10,7 +10,8 @@ gradients in backward, any other in forward, which spares it computing the logit
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from bmtrain.compile.fusions import Wanted, is_on_gpu
 from bmtrain.loss.columns import columns_of
 from bmtrain.loss.linear_cross_entropy import FusedLinearCrossEntropy, chunk_rows
+from bmtrain.torch_internals import size_at_hand
 
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF, torch.float32)
@@ -168,15 +170,19 @@ def _is_replaced(given: dict[str, Any], linear: torch.fx.Node, wanted: Wanted) -
 def _is_smaller(rows: Any, logits: torch.Tensor, head: list[torch.Tensor]) -> bool:
     """Whether a chunk and the gradients in fp32 are smaller than all logits and their gradient.
 
-    Sizes that vary are left to the compiler.
+    Of sizes that vary the ones at hand count: what fits now in chunks must not come whole later.
     """
-    if not all(isinstance(size, int) for x in (logits, *head) for size in x.shape):
+    row = _size(logits.shape[-1:]) * logits.element_size()
+    rows = _size([rows])
+    if not row or chunk_rows(rows, row) == rows:
         return False
-    row = logits.shape[-1] * logits.element_size()
-    if chunk_rows(rows, row) == rows:
-        return False
-    gradients = sum(4 * x.numel() for x in head if x.requires_grad)
+    gradients = sum(4 * _size(x.shape) for x in head if x.requires_grad)
     return chunk_rows(rows, row) * row + gradients < 2 * rows * row
+
+
+def _size(shape: Iterable[Any]) -> int:
+    """The product of sizes; 0 if one depends on data."""
+    return math.prod(size_at_hand(size) or 0 for size in shape)
 
 
 def _replace(
