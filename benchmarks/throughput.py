@@ -72,6 +72,7 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
         "tokens_per_second_per_gpu": round(rate),
         "mfu": None,
         "loss": round(float(loss), 4),
+        **backend.account(),
     }
     if options.device == "cpu":
         return record
