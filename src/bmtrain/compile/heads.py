@@ -1,11 +1,11 @@
 """Heads of compiled blocks: the loss of a linear map's output, without the logits of all rows.
 
 `rewrite` replaces `cross_entropy(linear(hidden, weight, bias), target)` by
-`FusedLinearCrossEntropy` in the graph that Dynamo has traced. It takes no more time and, for a
-vocabulary of 128,000, a tenth of the memory: this is what other blocks may keep. Products and
-roundings are those of the plain head, except that the weight's gradient sums chunks of rows in
-fp32, in their order, and is scaled after it has been summed. A head that is recomputed computes its
-gradients in backward, any other in forward, which spares it computing the logits twice.
+`FusedLinearCrossEntropy` in the graph that Dynamo has traced. On a GPU the two took the same time
+(docs/log.md); memory that chunks spare is there for what blocks keep. Products and roundings are
+those of the plain head, except that the weight's gradient sums chunks of rows in fp32, in their
+order, and that gradients are scaled after they have been summed. A head that is recomputed computes
+its gradients in backward, any other in forward, which spares it computing the logits twice.
 """
 
 from __future__ import annotations
