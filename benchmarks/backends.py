@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import bmtrain as bmt
+from bmtrain.distributed.memory import DeviceMemory
+from bmtrain.recompute.planner import Planners
+from bmtrain.runtime import world
 from models import HeadLoss, Shape, initialise, initialise_own, projected_cross_entropy
 from options import Options
 
@@ -48,6 +52,10 @@ class Backend(ABC):
     @abstractmethod
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """One step on this rank's batch, token ids and targets, both (batch, seq); the loss."""
+
+    def account(self) -> dict[str, Any]:
+        """What else a record says of the last step."""
+        return {}
 
 
 class Ours(Backend):
@@ -100,6 +108,23 @@ class Ours(Backend):
         self.manager.step()
         self.manager.zero_grad()
         return loss
+
+    def account(self) -> dict[str, Any]:
+        """levels: what blocks recompute by the plan, in the order of forward. mapped_gib: shards
+        that ranks map into each other, beside torch's allocator.
+        """
+        run = world.current()
+        levels = run.service(Planners).of(run.mesh.world).levels
+        found: dict[str, Any] = {}
+        if levels:
+            runs = [
+                (level.name.lower(), len(list(own))) for level, own in itertools.groupby(levels)
+            ]
+            found["levels"] = [f"{count} {name}" for name, count in runs]
+        if run.device.type != "cpu":
+            mapped = run.service(DeviceMemory).held() - torch.cuda.memory_allocated()
+            found["mapped_gib"] = round(mapped / 2**30, 1)
+        return found
 
 
 def _plain_model(options: Options) -> Any:

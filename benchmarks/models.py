@@ -119,6 +119,7 @@ SHAPES: dict[str, Geometry] = {
     "llama-8b": LlamaShape(),
     "llama-14b": LlamaShape(48, 5120, 40, 8, 14336, vocab=32000, seq=4096),
     "llama-30b": LlamaShape(56, 6656, 52, 52, 17920, vocab=32000, seq=4096),
+    "llama-8b-4096": LlamaShape(seq=4096),
     "llama-8b-16-layers": LlamaShape(16),
 }
 

@@ -80,11 +80,12 @@ class Options:
         return {name: getattr(self, name) for name in ("backend", "shape", "compile", *CHOICES)}
 
     def state_bytes(self, gpus: int) -> float:
-        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 4
-        with states in host memory.
+        """What weights, gradients and optimizer states take of each GPU: 16 bytes a parameter, 14
+        with split masters, 4 with states in host memory.
         """
         shards = 1 if self.backend == "plain" else gpus
-        return (4.0 if self.offload else 16.0) * self.geometry.num_parameters / shards
+        on_gpu = 14.0 if self.master_weights == "split" else 16.0
+        return (4.0 if self.offload else on_gpu) * self.geometry.num_parameters / shards
 
 
 def parser() -> argparse.ArgumentParser:

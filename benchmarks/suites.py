@@ -162,6 +162,20 @@ SUITES = (
         runs=_runs("--shape llama-8b-16-layers --batch 2", "bmtrain", "bmtrain --fp8", "fsdp2"),
     ),
     Suite(
+        name="llama-8b-two-gpus",
+        about="Llama-3-8B, 4096 tokens, on two GPUs: recomputation of what does not fit",
+        gpus=(2,),
+        seconds=110,
+        in_default=False,
+        runs=_runs(
+            "--shape llama-8b-4096",
+            "bmtrain --recompute auto --warmup 6 --batch 8",
+            "bmtrain --recompute auto --warmup 6 --batch 8 --master-weights split",
+            "fsdp2 --recompute --batch 3 4 8",
+            "bmtrain --recompute auto --warmup 6 --batch 3 4",
+        ),
+    ),
+    Suite(
         name="llama-8b",
         about="Llama-3-8B, 8192 tokens, bf16 and FP8",
         gpus=(4, 8),

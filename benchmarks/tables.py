@@ -53,8 +53,6 @@ USUAL: dict[str, Any] = {
     "tp": 1,
     "overlap": True,
     "device_states": 0.0,
-    "moments": "fp32",
-    "master_weights": "fp32",
     "micro_batches": 1,
 }
 
@@ -84,6 +82,11 @@ def mode_of(record: Record) -> str:
         f"{name} {record[name]}"
         for name, usual in USUAL.items()
         if record.get(name, usual) != usual
+    ]
+    words += [
+        f"{record[name]} {said}"
+        for name, said in (("moments", "moments"), ("master_weights", "masters"))
+        if record.get(name, "fp32") != "fp32"
     ]
     if record.get("transport", "auto") != "auto":
         words.append(record["transport"].replace("_", " "))

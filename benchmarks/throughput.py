@@ -82,6 +82,7 @@ def measure(backend: Backend, options: Options, batch: int) -> dict[str, Any]:
         "mfu": None,
         "loss": mean_over_ranks(losses[-1]),
         "losses": list(map(mean_over_ranks, losses)),
+        **backend.account(),
     }
     if options.device == "cpu":
         return record

@@ -78,6 +78,7 @@ NEAREST = {
     ],
     "compile": [
         "tests/unit/test_fusions.py",
+        "tests/unit/test_heads.py",
         "tests/unit/test_fp8.py",
         "tests/ranks/test_compile.py",
         "tests/ranks/test_fp8.py",

@@ -252,6 +252,16 @@ def run_any_number(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
+def size_at_hand(size: int | torch.SymInt) -> int | None:
+    """A size in a traced graph: of one that varies, that of the inputs it was traced with.
+
+    None if it depends on data. Unlike `int`, it does not fix the size.
+    """
+    if isinstance(size, int):
+        return size
+    return size.node.hint if size.node.has_hint() else None
+
+
 def several_graphs_error() -> type[Exception]:
     """The error of fullgraph compilation on code that needs a graph break."""
     found: type[Exception] = torch._dynamo.exc.Unsupported

@@ -124,6 +124,36 @@ def test_fsdp2_compiles_blocks_and_head_as_one_graph_each() -> None:
             assert losses[-1] < losses[0], recompute
 
 
+def accounts() -> list[tuple[list[str], list[float]]]:
+    """Levels of the four layers by the plan, and losses, by the form of the masters."""
+    sys.path.insert(0, str(BENCHMARKS))
+    import backends
+
+    from options import from_words
+
+    found = []
+    for form in ("fp32", "split"):
+        torch.manual_seed(0)
+        words = "--backend bmtrain --shape tiny --device cpu --no-compile --recompute auto"
+        backend = backends.BACKENDS["bmtrain"](from_words(f"{words} --master-weights {form}"))
+        ids = torch.randint(0, 512, (2, 64), generator=torch.Generator().manual_seed(1))
+        losses = [backend.step(ids, ids).item() for _ in range(5)]
+        found.append((backend.account()["levels"], losses))
+    return found
+
+
+def test_what_a_record_says_of_the_plan() -> None:
+    """Levels in the order of layers, where not all of them keep everything. Masters have the same
+    numbers in either form.
+    """
+    for (levels, losses), (others, as_split) in run_ranks(
+        accounts, 2, init={"memory_limit": 2**20}
+    ):
+        assert levels == others
+        assert sum(int(words.split()[0]) for words in levels) == 4 and len(levels) > 1
+        assert losses == pytest.approx(as_split, abs=1e-3) and losses[-1] < losses[0]
+
+
 class Engine:
     """What the documentation of DeepSpeed says that its engine does, done by plain PyTorch."""
 

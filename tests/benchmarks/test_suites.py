@@ -92,6 +92,7 @@ def test_options(bench: Any, words: str, recompute: str, compiles: bool) -> None
             "--backend plain --cuda-graph --no-compile",
             "--cuda-graph --no-compile: plain has the graphs of torch.compile",
         ),
+        ("--backend fsdp2 --master-weights split", "--master-weights split: fsdp2 does not have"),
         ("--backend fsdp2 --memory-limit 68", "--memory-limit 68.0: fsdp2 does not have it"),
     ],
 )
@@ -129,13 +130,14 @@ def test_peak(bench: Any, gpu: str, peak: float | None) -> None:
 
 
 def test_memory_that_states_take(bench: Any) -> None:
-    """16 bytes a parameter, shared by all GPUs unless they are replicated; 4 where the optimizer's
-    are elsewhere.
+    """16 bytes a parameter, shared by all GPUs unless they are replicated; 14 where weights are half
+    of the masters, 4 where the optimizer's are elsewhere.
     """
     number = bench.models.SHAPES["13b"].num_parameters
     for words, expected in (
         ("--backend fsdp2", 4.0),
         ("--backend plain", 16.0),
         ("--backend bmtrain --offload", 1.0),
+        ("--backend bmtrain --master-weights split", 3.5),
     ):
         assert bench.options.from_words(words).state_bytes(4) == expected * number

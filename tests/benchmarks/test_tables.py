@@ -87,7 +87,11 @@ def failed(backend: str, why: str) -> dict[str, Any]:
             "bmtrain + compile + recompute as needed + at most 68 GiB",
         ),
         (
-            {"recompute": "selective", "memory_limit": None},
+            {"recompute": "auto", "master_weights": "split"},
+            "bmtrain + compile + recompute as needed + split masters",
+        ),
+        (
+            {"recompute": "selective", "memory_limit": None, "master_weights": "fp32"},
             "bmtrain + compile + recompute selectively",
         ),
     ],

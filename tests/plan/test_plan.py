@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from tests.ranks.runner import run_ranks
 from torch import nn
@@ -22,6 +23,7 @@ import bmtrain as bmt
 import bmtrain.plan as bp
 from bmtrain.__main__ import COMMANDS, main
 from bmtrain.errors import ConfigurationError
+from bmtrain.loss import linear_cross_entropy
 from bmtrain.optim.adam import AdamOptimizer
 from bmtrain.optim.form import MASTER_WEIGHTS, MOMENTS
 from bmtrain.optim.offload import AdamOffloadOptimizer
@@ -108,6 +110,38 @@ def test_compiled_keeps_what_the_compiler_splits_off() -> None:
     assert kept[Level.NOTHING] < eager.levels[Level.NOTHING].kept
     # Operands of the seven products: norms, attention's, gate, up and their product.
     assert kept[Level.NOTHING] >= 2 * 16 * 2 * (64 * 3 + 64 * 2 + 96 * 3)
+
+
+class Head(nn.Module):
+    """A map to logits and their loss, as programs write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 4096, bias=False)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(x).float().flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten())
+
+
+def test_a_head_in_a_block_runs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled, at every level: the logits of a chunk, and gradients in fp32 and in bf16."""
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_ROWS", 256)
+    monkeypatch.setattr(linear_cross_entropy, "CHUNK_BYTES", 0)
+    with without_memory():
+        head = without_values(Head(), torch.bfloat16)
+        x = torch.empty(4, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+        targets = torch.zeros(4, 512, dtype=torch.long)
+        found = costs(head, (x, targets), {}, [], compiled=True, in_fp8=False)
+        eager = costs(head, (x, targets), {}, [], compiled=False, in_fp8=False)
+    all_logits = 2048 * 4096 * 2
+    chunk, gradients = all_logits // 8, (4096 * 64 + 2048 * 64) * (4 + 2)
+    rows = x.nbytes + targets.nbytes + 8 * 2048 * 4  # and some numbers for each
+    for level in (Level.NOTHING, Level.CHEAP, Level.BLOCK):
+        cost, plain = found.levels[level], eager.levels[level]
+        assert max(cost.forward, cost.backward) <= chunk + gradients + 2 * rows < all_logits
+        assert plain.backward >= 3 * all_logits
+    assert found.levels[Level.BLOCK].kept == x.nbytes + targets.nbytes
 
 
 # Settings that decide what an optimizer keeps. GPT has vectors that are no whole blocks of moments.
@@ -234,6 +268,20 @@ def test_auto_takes_what_fits() -> None:
     assert tight.fits and len(tight.recompute) > 1
     assert tight.tokens_per_second is None  # the speed of a GPU that has only a size is not known
     assert not forecaster(settings, bp.Machine(gpu_memory=1.0)).fits
+
+
+def test_auto_fits_where_the_least_does() -> None:
+    """For many rooms; the allocator's slack grows with what blocks keep, which no plan counts."""
+    sizes = Sizes(layers=6, hidden=4096, heads=32, vocab=512)
+    settings = Settings(batch=64, seq=4096, compiled=False)
+    traced, _ = bp.Forecaster(of_sizes(sizes)).outline(settings)
+    memory = Memory(traced, settings, MACHINE)
+    ends = [memory.peak(memory.levels(room)).total for room in (0, 2**50)]
+    for part in range(201):
+        room = ends[0] + (ends[1] - ends[0]) * part // 200
+        found = memory.peak(memory.levels(room))
+        assert found.total <= room
+        assert found.total > room - 2 * (ends[1] - ends[0]) / 6, "much more would have fit"
 
 
 def test_smaller_states_are_proposed_where_exact_ones_do_not_fit() -> None:

@@ -4,6 +4,8 @@ ranks, in pieces.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 from tests.ranks.runner import run_ranks
@@ -17,6 +19,7 @@ from bmtrain.runtime import world
 
 ROWS = 40
 ONE = ROWS * ROW  # bytes of the input of a block
+GIB = 2**30
 ALL = (Level.NOTHING,) * NUM_LAYERS
 
 
@@ -25,7 +28,7 @@ class Told(Uncounted):
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
-        self.used = self.retries = 0
+        self.used = self.retries = self.peak = 0
         self.num_tidied = 0
 
     def shrink(self, limit: int) -> None:
@@ -36,7 +39,8 @@ class Told(Uncounted):
         return self.used
 
     def take_peak(self) -> int:
-        return self.used
+        peak, self.peak = max(self.peak, self.used), 0
+        return peak
 
     def num_retries(self) -> int:
         return self.retries
@@ -120,6 +124,29 @@ def test_plans_for_new_shapes_know_what_memory_has_become() -> None:
     assert first == second
     assert first[0] == ALL
     assert num_kept(first[1]) < NUM_LAYERS, "planned with the limit of the beginning"
+
+
+def with_a_loss() -> str:
+    """Something before the blocks takes 3 GiB for a moment, the loss 2 GiB, beside 1 GiB."""
+    memory = told(100 * GIB)
+    _, blocks = make_planned(dropout=0.0)
+    memory.used = GIB
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        for _ in range(4):
+            x = inputs(ROWS) * 1.5
+            for number, block in enumerate(blocks):
+                memory.peak = memory.used if number else 4 * GIB
+                x = block(x)
+            memory.peak = 3 * GIB
+            x.square().sum().backward()
+    return text.getvalue()
+
+
+def test_the_plan_says_what_the_loss_takes() -> None:
+    """Not what the blocks before it took."""
+    (said,) = run_ranks(with_a_loss, 1)
+    assert f"{NUM_LAYERS} blocks nothing; 4.0 of 100.0 GiB, 2.0 of them for the loss" in said
 
 
 def leaving_out() -> list[tuple[Level, ...]]:

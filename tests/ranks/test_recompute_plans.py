@@ -349,6 +349,6 @@ def test_the_plan_is_one_line_on_rank_0() -> None:
     first, second = run_ranks(reported, 2, init={"memory_limit": 10000 * ROW})
     assert first.startswith(
         f"recomputation for inputs (8, {LENGTH}, {DIM}): {NUM_LAYERS} blocks nothing; "
-        "0.0 of 0.0 GiB, 0.0% more"
+        "0.0 of 0.0 GiB, 0.0 of them for the loss, 0.0% more"
     )
     assert first.count("\n") == 1 and not second

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.compile import cache, fp8, fusions, joining
+from bmtrain.compile import cache, fp8, fusions, heads, joining
 from bmtrain.compile.graph import calls, parts
 from bmtrain.runtime.log import warn
 from bmtrain.torch_internals import (
@@ -74,6 +74,7 @@ def inductor(
     """Inductor, with this package's graph passes. Takes torch.compile's `mode` and `options`."""
     for part in parts(graph):
         fusions.rewrite(part)
+        heads.rewrite(part, is_recomputed=part is not graph)
     lower: Lower = find_backend("inductor")
     mode, named = options.get("mode"), options.get("options") or {}
     patches = {
@@ -95,6 +96,7 @@ def traced(
     """
     for part in parts(graph):
         fusions.rewrite(part, wanted=lambda _: True)
+        heads.rewrite(part, wanted=lambda _: True, is_recomputed=part is not graph)
     return lower_as_inductor(graph, inputs, take, _with_joint_pass({}))
 
 

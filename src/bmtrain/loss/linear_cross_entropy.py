@@ -334,14 +334,11 @@ def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
     All chunks share one buffer: the next chunk overwrites the logits.
     """
     hidden, weight, *biases = head
-    chunks = list(
-        _chunks(
-            hidden.shape[0],
-            max(CHUNK_ROWS, CHUNK_BYTES // (weight.shape[0] * weight.element_size())),
-        )
-    )
-    memory = hidden.new_empty(chunks[0].stop, weight.shape[0])
-    for rows in chunks:
+    num_rows = hidden.shape[0]
+    step = chunk_rows(num_rows, weight.shape[0] * weight.element_size())
+    memory = hidden.new_empty(step, weight.shape[0])
+    for start in range(0, num_rows or 1, step or 1):  # without rows there is one empty chunk
+        rows = slice(start, min(start + step, num_rows))
         logits = memory[: rows.stop - rows.start]
         if biases:
             torch.addmm(biases[0], hidden[rows], weight.t(), out=logits)
@@ -350,15 +347,16 @@ def _logits(head: Head) -> Iterator[tuple[slice, torch.Tensor]]:
         yield rows, logits
 
 
-def _chunks(num_rows: int, most: int) -> Iterator[slice]:
-    """Cut the rows into chunks of nearly equal size, at most `most` rows each.
+def chunk_rows(num_rows: int, row_bytes: int) -> int:
+    """Rows of a chunk, so that all chunks are of nearly equal size; `num_rows` if there is one.
 
-    Without rows there is one empty chunk.
+    Args:
+        num_rows: of all chunks.
+        row_bytes: of the logits of a row.
     """
+    most = max(CHUNK_ROWS, CHUNK_BYTES // row_bytes)
     count = max(1, -(-num_rows // most))
-    step = max(1, -(-num_rows // count))
-    for start in range(0, max(1, num_rows), step):
-        yield slice(start, min(start + step, num_rows))
+    return -(-num_rows // count)
 
 
 def _empty_gradients(head: Head, wanted: Sequence[bool]) -> list[torch.Tensor]:

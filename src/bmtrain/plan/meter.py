@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bmtrain.loss.linear_cross_entropy import CHUNK_BYTES, CHUNK_ROWS
+from bmtrain.loss.linear_cross_entropy import chunk_rows
 from bmtrain.torch_internals import TorchDispatchMode, argument_names, tree_leaves
 
 
@@ -107,8 +107,7 @@ def workspace(func: Any, args: Any) -> int:
         return 0
     hidden, weight = args[0][:2]
     row = weight.shape[0] * hidden.element_size()
-    rows = min(hidden.shape[0], max(CHUNK_ROWS, CHUNK_BYTES // row))
-    return int(rows * row)
+    return chunk_rows(hidden.shape[0], row) * row
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):

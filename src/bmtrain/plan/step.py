@@ -189,17 +189,17 @@ class Memory:
             -1, turn, tuple((place, m.total) for place, m in zip(order, backward, strict=False))
         )
         blocks, target = [[option for _, option in own] for own in options], room
-        found: list[Level] = []
-        for _ in range(_TRIES):
+        while True:
             choice = plan.choose(blocks, step, target)
             found = [self._level(own, number) for own, number in zip(options, choice, strict=True)]
             # The plan moves two measured peaks; the parts that depend on levels (the allocator's
             # slack, peaks of forward) may make it a little more.
             over = self.peak(found).total - room
-            if over <= 0:
-                break
-            target -= over
-        return found
+            planned = plan.need(blocks, step, choice)
+            if over <= 0 or planned > target:  # it fits, or nothing does
+                return found
+            # Below what this choice needs, so that the next one is another.
+            target = planned - over
 
     def whole_levels(self, level: Level) -> list[Level]:
         """`level` for every call; of a block that keeps all, NOTHING."""
@@ -329,7 +329,6 @@ class Memory:
         )
 
 
-_TRIES = 4
 # Time relative to NOTHING, for the choice of levels: see recompute/planner.py.
 _RELATIVE = {Level.NOTHING: 1.0, Level.CHEAP: 1.05, Level.OFFLOADED: 1.37, Level.BLOCK: 1.33}
 

@@ -89,14 +89,22 @@ class _Watch:
 
     Attributes:
         turn: peak before backward.
+        loss: the peak since the last call began, beyond its beginning: most of it is what the
+            program computes of the call's output.
         backward: peak per call, by number, in backward's order.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self._start, self._peak = memory, memory.allocated(), 0
         self._open: int | None = None
-        self.turn, self.backward = 0, dict[int, int]()
+        self._at_call = self._start
+        self.turn, self.loss, self.backward = 0, 0, dict[int, int]()
         memory.take_peak()
+
+    def begin_call(self) -> None:
+        """A call begins."""
+        self._peak = max(self._peak, self._memory.take_peak())
+        self._at_call = self._memory.allocated()
 
     def pause(self) -> None:
         """Stop counting until `resume`: measuring runs are not part of the pass."""
@@ -110,9 +118,10 @@ class _Watch:
         """End the current part; backward of call `following` begins."""
         if following is not None and following == self._open:
             return
-        peak, self._peak = max(self._peak, self._memory.take_peak()) - self._start, 0
+        last = self._memory.take_peak()
+        peak, self._peak = max(self._peak, last) - self._start, 0
         if self._open is None:
-            self.turn = peak
+            self.turn, self.loss = peak, last - self._at_call
         else:
             self.backward[self._open] = max(self.backward.get(self._open, 0), peak)
         self._open = following
@@ -178,6 +187,8 @@ class Planner:
             self._begin(subject)
         current = self._pass
         number, current.num_calls = current.num_calls, current.num_calls + 1
+        if current.watch is not None:
+            current.watch.begin_call()
         return Turn(self, current.number, number, self._level(current, number, subject))
 
     def abort(self) -> None:
@@ -320,7 +331,7 @@ class Planner:
     ) -> None:
         """Merge the measurements of all ranks, by maximum, and plan."""
         if watch is not None:
-            profile.turn, profile.backward = watch.turn, watch.backward
+            profile.turn, profile.loss, profile.backward = watch.turn, watch.loss, watch.backward
         # Ranks that ran different blocks, or reached them in backward in a different order, start
         # over: their figures would not line up in the reduction below.
         calls = [len(profile.kinds), *profile.backward]
@@ -341,6 +352,7 @@ class Planner:
         base = LEVELS.index(Level.BLOCK)
         # On a device that does not count memory the peak is 0: use what blocks keep.
         turn = max(int(next(figures)), sum(options[base].kept for options in blocks))
+        profile.loss = int(next(figures))
         step = Step(base, turn, tuple((place, int(next(figures))) for place in profile.backward))
         _bound_host(blocks, int(-next(figures)))
         profile.agreed, profile.measured = (blocks, step), profile.measured | measured
@@ -357,17 +369,23 @@ class Planner:
         profile.choice = choice
         if choice != profile.told and (profile.measured >= _THEN or not any(choice)):
             profile.told = choice
-            self._tell(profile.key.shape[: profile.key.num_dims], blocks, step, choice, room)
+            self._tell(profile, blocks, step, choice, room)
 
     def _tell(
-        self, shape: Shape, blocks: Sequence[Options], step: Step, choice: Sequence[int], room: int
+        self,
+        profile: Profile,
+        blocks: Sequence[Options],
+        step: Step,
+        choice: Sequence[int],
+        room: int,
     ) -> None:
         used, gib = max(self._memory.allocated(), self._base), 2.0**30
+        loss = max(profile.loss - blocks[-1][step.base].kept, 0)
         print_rank(
-            f"recomputation for inputs {shape}: "
+            f"recomputation for inputs {profile.key.shape[: profile.key.num_dims]}: "
             f"{plan.describe([level.value for level in LEVELS], choice)}; "
             f"{(used + plan.need(blocks, step, choice)) / gib:.1f} of "
-            f"{(used + room) / gib:.1f} GiB, "
+            f"{(used + room) / gib:.1f} GiB, {loss / gib:.1f} of them for the loss, "
             f"{plan.more_time(blocks, choice):.1%} more time",
             rank=self._axis.ranks[0],
             flush=True,

@@ -33,7 +33,7 @@ class Profile:
     """Measurements and plan for passes of one kind with inputs up to some shape.
 
     `kinds`, `shapes` and `options` have one entry per call of a pass; `turn` and `backward` are
-    peaks of a pass; `choice` is the plan.
+    peaks of a pass; `loss` is the part of `turn` from the last call on; `choice` is the plan.
     """
 
     key: PassKey
@@ -41,6 +41,7 @@ class Profile:
     shapes: list[Shape] = dataclasses.field(default_factory=list)
     options: list[dict[Level, Option]] = dataclasses.field(default_factory=list)
     turn: int = 0
+    loss: int = 0
     backward: dict[int, int] = dataclasses.field(default_factory=dict)  # in backward's order
     measured: frozenset[Level] = frozenset()
     agreed: tuple[list[list[Option]], Step] | None = None
@@ -49,7 +50,8 @@ class Profile:
 
     def clear(self) -> None:
         """Drop everything but the key."""
-        self.kinds, self.shapes, self.options, self.turn, self.backward = [], [], [], 0, {}
+        self.kinds, self.shapes, self.options = [], [], []
+        self.turn, self.loss, self.backward = 0, 0, {}
         self.measured, self.agreed, self.choice = frozenset(), None, None
 
     def append(self, kind: object, shape: Shape) -> None:
@@ -75,7 +77,8 @@ class Profile:
             for option in options
             for figure in (float(option.kept), float(option.peak), option.seconds)
         ]
-        return [*dims, *prices, float(self.turn), *map(float, self.backward.values())]
+        peaks = [self.turn, self.loss, *self.backward.values()]
+        return [*dims, *prices, *map(float, peaks)]
 
 
 class Profiles:
