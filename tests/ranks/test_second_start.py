@@ -55,6 +55,7 @@ class Head(nn.Module):
 def use(folder: str) -> None:
     """Keep compiled code here, and put this library's functions in on a CPU too."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    os.environ["TRITON_CACHE_DIR"] = str(Path(folder, "triton"))
     torch._inductor.config.cpp.vec_isa_ok = False  # else several processes try what there is
     everywhere = functools.partial(fusions.rewrite, wanted=lambda _: True)
     fusions.rewrite = everywhere
@@ -89,7 +90,7 @@ def train(folder: str) -> tuple[list[float], dict[str, int]]:
     )
     blocks[3].compile()
     optimizer = bmt.optim.AdamOptimizer(blocks.parameters(), lr=0.1)
-    x, targets = torch.randn(6, DIM), torch.arange(6)
+    x, targets = torch.randn(6, DIM).to(bmt.device()), torch.arange(6, device=bmt.device())
     losses = []
     for _ in range(2):
         h = x.clone().requires_grad_()
@@ -103,17 +104,32 @@ def train(folder: str) -> tuple[list[float], dict[str, int]]:
     return losses, counts()
 
 
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    """Five structures: each was traced and compiled once, forward and backward, by the first start;
-    the second one loads them and computes the same, to the bit.
+def compiles_once(folder: Path, device: str | None = "cpu") -> None:
+    """Start twice: each of five structures is traced and compiled once, forward and backward, by
+    the first start; the second one loads them and computes the same, to the bit.
     """
-    first, second = (
-        run_ranks(train, 1, str(tmp_path), init=BY_DEFAULT, timeout=120)[0] for _ in range(2)
-    )
-    losses, cold = first
+
+    def start() -> tuple[list[float], dict[str, int]]:
+        (found,) = run_ranks(train, 1, str(folder), device=device, init=BY_DEFAULT, timeout=120)
+        return found
+
+    losses, cold = start()
     assert cold == NOTHING | {"miss": 5, "compiled": 10}
-    assert second == (losses, NOTHING | {"hit": 5})
+    code = code_in(folder)
+    assert code
+    assert start() == (losses, NOTHING | {"hit": 5})
+    assert code_in(folder) == code
     assert losses[1] < losses[0]
+
+
+def code_in(folder: Path) -> set[Path]:
+    """The files of machine code, those of Triton's kernels too."""
+    return {path for path in folder.rglob("*") if path.suffix in {".cubin", ".so"}}
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+    """Blocks at each level, in FP8, on request, and a loss without logits."""
+    compiles_once(tmp_path)
 
 
 class Scaled(nn.Module):

@@ -1,0 +1,20 @@
+"""What a second start of a program compiles on a GPU, kernels of this library included: nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.ranks.test_second_start import compiles_once
+
+from bmtrain.kernels import fp8
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+    """Blocks at each level, in FP8, on request, a loss without logits, and Adam's kernel."""
+    if not fp8.is_supported(torch.device("cuda:0")):
+        pytest.skip("this GPU has no eight-bit products")
+    compiles_once(tmp_path, device=None)
