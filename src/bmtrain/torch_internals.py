@@ -399,6 +399,12 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return mode
 
 
+def has_no_memory(x: torch.Tensor) -> bool:
+    """Whether operations on the tensor are traced: by `without_memory`, or behind Dynamo."""
+    detect = importlib.import_module("torch._guards").detect_fake_mode
+    return detect([x]) is not None
+
+
 def _fake_tensor_mode() -> Any:
     return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode
 

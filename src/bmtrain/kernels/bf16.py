@@ -28,8 +28,8 @@ def split(masters: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
 
 
 def joined(weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 masters (n,) of bf16 weights and int16 remainders."""
-    first = weight.view(torch.int16).int()
+    """The fp32 masters (n,) of bf16 weights and int16 remainders, where the remainders are."""
+    first = weight.to(remainder.device).view(torch.int16).int()
     # Nothing below zero is rounded to +0: a remainder that belongs to another weight would make it
     # a NaN.
     rest = remainder.int().where((first & 0x7FFF != 0) | (remainder > 0), 0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bmtrain.kernels.chunks import launching_on
+from bmtrain.torch_internals import has_no_memory
 
 BLOCK = 4096
 
@@ -19,11 +20,9 @@ def scale_to(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
         tensor: contiguous, of any shape, fp32 (or fp64, for an fp64 result).
         factor: 0-dim, of the tensor's dtype and device.
     """
-    if (
-        tensor.device.type == "cpu"
-        or torch.compiler.is_compiling()
-        or tensor.dtype == torch.float64
-    ):
+    # Dynamo says that it compiles; what is traced behind it, as a backward pass is, has no memory.
+    is_traced = torch.compiler.is_compiling() or has_no_memory(tensor)
+    if tensor.device.type == "cpu" or is_traced or tensor.dtype == torch.float64:
         return (tensor * factor).to(dtype)
     return scale_to_by_triton(tensor, factor, dtype)
 
