@@ -151,7 +151,11 @@ def measured_cells(repeats: Sequence[Record], rate: float) -> dict[str, object]:
     cells: dict[str, object] = {"tokens/s a GPU": f"{rate:.0f}{spread}"}
     if all(r.get("mfu") is not None for r in repeats):
         cells["MFU"] = f"{statistics.median(r['mfu'] for r in repeats):.1%}"
-    for name, column in (("reserved_gib", "GiB reserved"), ("device_gib", "GiB on the GPU")):
+    for name, column in (
+        ("reserved_gib", "GiB reserved"),
+        ("device_gib", "GiB on the GPU"),
+        ("host_gib", "GiB of the host"),
+    ):
         if all(name in r for r in repeats):
             cells[column] = statistics.median(r[name] for r in repeats)
     # before that was recorded, backends began with other values

@@ -33,6 +33,7 @@ def record(backend: str, rate: float, **others: Any) -> dict[str, Any]:
         "mfu": 0.5,
         "reserved_gib": 60.0,
         "device_gib": 64.0,
+        "host_gib": 7.5,
         "tokens_per_second_per_gpu": rate,
         "fastest": 1.0,
         "loss": 9.876,
@@ -174,7 +175,7 @@ def test_what_was_not_begun_is_named_below_the_table(bench: Any) -> None:
         report(record("bmtrain", 1000), failed("bmtrain", why), failed("fsdp2", why))
     )
     assert text.splitlines()[2:] == [
-        "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1000 | 50.0% | 60.0 | 64.0 | 9.88 |",
+        "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1000 | 50.0% | 60.0 | 64.0 | 7.5 | 9.88 |",
         "",
         "Not begun, for want of time: fsdp2 + compile.",
     ]
@@ -208,20 +209,20 @@ def test_rows(bench: Any) -> None:
     lines = bench.tables.throughput_table(records).splitlines()
     assert lines[0] == (
         "| backend | model | GPUs | batch a GPU | tokens/s a GPU | MFU | GiB reserved "
-        "| GiB on the GPU | loss "
+        "| GiB on the GPU | GiB of the host | loss "
         "| communication hidden | ours, same options | ours, fastest |"
     )
     assert lines[2:] == [
         "| bmtrain + compile | 2.7b, 1024 tokens | 2 | 8 | 1100 (1000 to 1200) | 50.0% "
-        "| 60.0 | 64.0 | 9.88 |  |  |  |",
+        "| 60.0 | 64.0 | 7.5 | 9.88 |  |  |  |",
         "| bmtrain + compile + nccl | 2.7b, 1024 tokens | 2 | 8 | 900 | 50.0% | 60.0 | "
-        "64.0 | 9.88 |  |  |  |",
+        "64.0 | 7.5 | 9.88 |  |  |  |",
         "| bmtrain + compile + fp8 | 2.7b, 1024 tokens | 2 | 8 | 3000 | 50.0% | 60.0 | "
-        "64.0 | 9.88 |  |  |  |",
+        "64.0 | 7.5 | 9.88 |  |  |  |",
         "| fsdp2 + compile | 2.7b, 1024 tokens | 2 | 8 | 550 | 50.0% | 60.0 | 64.0 | "
-        "9.88 | 62% | 2.00 x | 2.00 x (compile) |",
-        "| plain + compile | 2.7b, 1024 tokens | 2 | 8 | out of memory |  |  |  |  |  |  |  |",
-        "| deepspeed + compile | 2.7b, 1024 tokens | 2 | 8 | it said a / b |  |  |  |  |  |  |  |",
+        "7.5 | 9.88 | 62% | 2.00 x | 2.00 x (compile) |",
+        "| plain + compile | 2.7b, 1024 tokens | 2 | 8 | out of memory |  |  |  |  |  |  |  |  |",
+        "| deepspeed + compile | 2.7b, 1024 tokens | 2 | 8 | it said a / b |  |  |  |  |  |  |  |  |",
     ]
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ def train(folder: str) -> tuple[list[float], dict[str, int]]:
     from its caches.
     """
     use(folder)
+    # Inductor of torch 2.11 uses it itself.
+    warnings.filterwarnings("ignore", message="`torch.jit.script_method` is deprecated")
     torch.manual_seed(0)
     plain = functools.partial(bmt.Block, use_checkpoint=False)
     blocks = nn.ModuleList(

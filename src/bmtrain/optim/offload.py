@@ -52,8 +52,8 @@ class AdamOffloadOptimizer(AdamBase):
     values are bit for bit those of AdamOptimizer.
 
     Args:
-        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*, moments,
-            master_weights: as AdamOptimizer.
+        params, lr, betas, eps, weight_decay, hold_steps, maximize, scale*: as AdamOptimizer.
+        moments, master_weights: as AdamOptimizer.
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
         overlap: whether the program goes on while states are updated. Their gradients are copied
