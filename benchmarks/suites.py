@@ -106,10 +106,48 @@ SUITES = (
             "bmtrain",
             "bmtrain --no-overlap",
             "bmtrain --device-states 16",
+            "bmtrain --device-states auto",
+            "bmtrain --moments 8bit --master-weights split",
             "fsdp2",
             "deepspeed --no-compile",
         )
         + _runs("--shape 2.7b --batch 8 32 --recompute", "bmtrain"),
+    ),
+    Suite(
+        name="large-one-gpu",
+        about="14 and 30 billion parameters, 4096 tokens, on one GPU, states in host memory",
+        gpus=(1,),
+        seconds=150,
+        in_default=False,
+        runs=tuple(
+            f"--backend {mode} --offload --recompute --warmup 1 --steps 2"
+            for mode in (
+                "bmtrain --shape llama-14b --batch 4 --micro-batches 4 --fused-head --no-overlap "
+                "--device-states 50",
+                "bmtrain --shape llama-30b --batch 2 --micro-batches 8 --fused-head --no-overlap "
+                "--device-states 5 --moments 8bit --master-weights split",
+                "fsdp2 --shape llama-14b --batch 4",
+            )
+        ),
+    ),
+    Suite(
+        name="large-two-gpus",
+        about="Llama-3-8B with 8192 tokens, and 14 billion parameters, states in host memory",
+        gpus=(2,),
+        seconds=240,
+        in_default=False,
+        runs=tuple(
+            f"--backend {mode} --offload --steps 2"
+            for mode in (
+                "bmtrain --shape llama-8b --batch 2 --recompute auto --warmup 6 "
+                "--device-states auto",
+                "fsdp2 --shape llama-8b --batch 2 --recompute --warmup 1",
+                "deepspeed --no-compile --shape llama-8b --batch 2 --recompute --warmup 1",
+                "bmtrain --shape llama-14b --batch 4 --micro-batches 2 --recompute --fused-head "
+                "--no-overlap --warmup 1",
+                "fsdp2 --shape llama-14b --batch 4 --recompute --warmup 1",
+            )
+        ),
     ),
     Suite(
         name="2.7b",
