@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bmtrain.kernels.scale_to import scale_to, scale_to_by_triton
+from bmtrain.torch_internals import has_no_memory, without_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -28,3 +29,12 @@ def test_nothing_and_fp64() -> None:
     assert scale_to_by_triton(torch.empty(0, 3), torch.tensor(2.0), torch.float16).shape == (0, 3)
     third = torch.tensor([1 / 3], dtype=torch.float64)
     assert torch.equal(scale_to(third, third[0], torch.float64), third * third)
+
+
+def test_what_is_traced_has_no_memory_for_a_kernel() -> None:
+    """As the backward pass of a compiled head on a GPU, where nothing says that it compiles."""
+    with without_memory():
+        tensor, factor = torch.empty(6, 5, device="cuda"), torch.ones((), device="cuda")
+        out = scale_to(tensor, factor, torch.bfloat16)
+    assert has_no_memory(out) and not has_no_memory(torch.empty(2))
+    assert (out.shape, out.dtype, out.device.type) == (tensor.shape, torch.bfloat16, "cuda")
