@@ -239,8 +239,14 @@ class AdamOffloadOptimizer(AdamBase):
         self._update_here([item for item in items if item.run.owner in self._resident], verdict)
         away = [item for item in items if item.run.owner not in self._resident]
         away.sort(key=self._order)
+        # Copies of what the program may write before it is read; all of them before the first
+        # update, so that no weight has changed where there is no room for them.
+        grads = [
+            item.tensors.grad.clone() if self._is_hidden(item) else item.tensors.grad
+            for item in away
+        ]
         series = Series(self._passage, verdict)
-        self._updates = [self._add(item, series) for item in away]
+        self._updates = [self._add(*pair, series) for pair in zip(away, grads, strict=True)]
         series.close()
         for item, update in zip(away, self._updates, strict=True):
             if not self._is_hidden(item):
@@ -279,13 +285,11 @@ class AdamOffloadOptimizer(AdamBase):
     def _is_hidden(self, item: Item) -> bool:
         return self._overlap and self._can_wait(item)
 
-    def _add(self, item: Item, series: Series) -> StreamedUpdate:
-        weight, grad = item.tensors.weight, item.tensors.grad
+    def _add(self, item: Item, grad: torch.Tensor, series: Series) -> StreamedUpdate:
+        weight = item.tensors.weight
         if not weight.is_inference():
             # Now, so that versions do not depend on when the values come.
             torch.autograd.graph.increment_version(weight)
-        if self._is_hidden(item):
-            grad = grad.clone()  # the program may write its own before it is read
         update = series.add(item.tensors, item.settings, grad, records=self._record_delta)
         if item.piece.storage is not None and self._is_hidden(item):
             item.piece.storage.expect(update)
