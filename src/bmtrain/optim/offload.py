@@ -15,21 +15,13 @@ from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.memory import DeviceMemory, Peak
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.adam import AdamSettings
-from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.optim.adam import AdamBase, Step
 from bmtrain.optim.adam_state import AdamLayout, AnyTensors
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.host_memory import Make, file_zeros, host_zeros
 from bmtrain.optim.runs import Run, contiguous_runs
-from bmtrain.optim.streaming import (
-    NUM_SLOTS,
-    Passage,
-    Series,
-    StreamedUpdate,
-    sums_of_change,
-    values_of,
-)
+from bmtrain.optim.streaming import NUM_SLOTS, Passage, Series, StreamedUpdate, update_together
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
 from bmtrain.runtime.arguments import COUNT, FLAG, SIZE, Rule, check, known_keywords
@@ -236,7 +228,13 @@ class AdamOffloadOptimizer(AdamBase):
             for (run, piece), tensors in zip(update.places, update.tensors, strict=True)
         ]
         self._numel = sum(update.cohort.numel for update, _ in steps)
-        self._update_here([item for item in items if item.run.owner in self._resident], verdict)
+        here = [item for item in items if item.run.owner in self._resident]
+        self._deltas = update_together(
+            [item.tensors for item in here],
+            [item.settings for item in here],
+            verdict,
+            records=self._record_delta,
+        )
         away = [item for item in items if item.run.owner not in self._resident]
         away.sort(key=self._order)
         # Copies of what the program may write before it is read; all of them before the first
@@ -262,17 +260,6 @@ class AdamOffloadOptimizer(AdamBase):
                 f"{type(self).__name__}(overlap={self._overlap}, device_bytes="
                 f"{self._device_bytes})",
             )
-
-    def _update_here(self, items: Sequence[Item], verdict: torch.Tensor | None) -> None:
-        """Update states that are on the device."""
-        by_settings: dict[AdamSettings, list[AnyTensors]] = {}
-        for item in items:
-            by_settings.setdefault(item.settings, []).append(item.tensors)
-        watched = [item.tensors for item in items if self._record_delta]
-        before = [values_of(tensors).clone() for tensors in watched]
-        for settings, tensors in by_settings.items():
-            update_tensors(tensors, settings, verdict)
-        self._deltas = list(map(sums_of_change, map(values_of, watched), before))
 
     def _order(self, item: Item) -> tuple[bool, int]:
         """What cannot be done later first; the rest as the next forward pass needs it."""

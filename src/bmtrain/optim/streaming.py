@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -260,17 +260,28 @@ class StreamedUpdate:
 
 def _compute(load: Load, tensors: list[AnyTensors], verdict: torch.Tensor | None) -> None:
     """Update a load whose states are here."""
-    recorded = [member.update.records for member in load]
-    watched = list(itertools.compress(tensors, recorded))
+    settings = [member.settings for member in load]
+    deltas = update_together(tensors, settings, verdict, records=load[0].update.records)
+    for member, delta in zip(load, deltas, strict=False):  # no deltas, or one for each
+        member.update.deltas.append(delta)
+
+
+def update_together(
+    tensors: Sequence[AnyTensors],
+    settings: Sequence[AdamSettings],
+    verdict: torch.Tensor | None,
+    *,
+    records: bool,
+) -> list[torch.Tensor]:
+    """Update each with its settings, with few kernels; `sums_of_change` of each, if wanted."""
+    watched = tensors if records else []
     before = [values_of(one).clone() for one in watched]
     by_settings: dict[AdamSettings, list[AnyTensors]] = {}
-    for member, one in zip(load, tensors, strict=True):
-        by_settings.setdefault(member.settings, []).append(one)
-    for settings, members in by_settings.items():
-        update_tensors(members, settings, verdict)
-    updates = itertools.compress([member.update for member in load], recorded)
-    for update, one, old in zip(updates, watched, before, strict=True):
-        update.deltas.append(sums_of_change(values_of(one), old))
+    for one, own in zip(tensors, settings, strict=True):
+        by_settings.setdefault(own, []).append(one)
+    for own, members in by_settings.items():
+        update_tensors(members, own, verdict)
+    return list(map(sums_of_change, map(values_of, watched), before))
 
 
 def values_of(tensors: AnyTensors) -> torch.Tensor:
