@@ -8,17 +8,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn, SupportsFloat, TextIO
 
-import rich.box
-import rich.console
-import rich.panel
-import rich.table
-import rich.text
 import torch
 
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ConfigurationError, RemovedError
 from bmtrain.runtime import world
-from bmtrain.runtime.log import print_rank
+from bmtrain.runtime.log import print_rank, rich
 
 
 def round_up(x: int, d: int) -> int:
@@ -101,22 +96,27 @@ class AverageRecorder:
 
 def print_block(title: str, content: Any = None, file: TextIO | None = None) -> None:
     """Print `title` as a rule and `str(content)` below it, on rank 0, to stdout or `file`."""
-    heading = rich.text.Text(title)
+    heading = rich("text").Text(title)
     if content is None:
-        _print(rich.panel.Panel(heading, box=rich.box.HORIZONTALS), file)
+        _print(rich("panel").Panel(heading, box=rich("box").HORIZONTALS), file)
     else:
         _print(
-            rich.panel.Panel(rich.text.Text(str(content)), box=rich.box.HORIZONTALS, title=heading),
+            rich("panel").Panel(
+                rich("text").Text(str(content)), box=rich("box").HORIZONTALS, title=heading
+            ),
             file,
         )
 
 
 def print_dict(title: str, content: Mapping[Any, Any], file: TextIO | None = None) -> None:
     """Print `title` as a rule and a table of `content` below it, on rank 0, to stdout or `file`."""
-    table = rich.table.Table.grid(padding=(0, 2))
+    table = rich("table").Table.grid(padding=(0, 2))
     for key, value in content.items():
-        table.add_row(rich.text.Text(str(key)), rich.text.Text(str(value)))
-    _print(rich.panel.Panel(table, box=rich.box.HORIZONTALS, title=rich.text.Text(title)), file)
+        table.add_row(rich("text").Text(str(key)), rich("text").Text(str(value)))
+    _print(
+        rich("panel").Panel(table, box=rich("box").HORIZONTALS, title=rich("text").Text(title)),
+        file,
+    )
 
 
 def peak_memory() -> int:
@@ -165,6 +165,6 @@ def _version_number(text: str) -> int:
     return major * 10000 + minor * 100 + patch
 
 
-def _print(what: rich.console.RenderableType, file: TextIO | None) -> None:
+def _print(what: object, file: TextIO | None) -> None:
     if world.rank() == 0:
-        rich.console.Console(file=file).print(what)
+        rich("console").Console(file=file).print(what)

@@ -6,8 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-import rich.console
-import rich.table
 import torch
 
 from bmtrain.distributed import collectives
@@ -15,6 +13,7 @@ from bmtrain.distributed.results import synchronize
 from bmtrain.distributed.transport import gather_shards, reduce_shards
 from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
+from bmtrain.runtime.log import rich
 from bmtrain.runtime.mesh import Axis
 
 MIN_SIZE = 1024
@@ -144,14 +143,14 @@ def _wait_for_device() -> None:
 
 
 def _print(what: str, rows: list[Row], axis: Axis) -> None:
-    table = rich.table.Table(title=f"{what}, {axis.size} ranks")
+    table = rich("table").Table(title=f"{what}, {axis.size} ranks")
     for name in ("size", "time", "bandwidth"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
             _size_text(row.size), f"{row.seconds * 1e6:,.1f} us", f"{row.bandwidth / 1e9:,.3f} GB/s"
         )
-    rich.console.Console().print(table)
+    rich("console").Console().print(table)
 
 
 def _size_text(size: int) -> str:

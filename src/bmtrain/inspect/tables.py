@@ -7,14 +7,12 @@ import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TextIO, TypeVar
 
-import rich.console
-import rich.table
-import rich.text
 import torch
 
 from bmtrain.errors import ConfigurationError
 from bmtrain.inspect.parameters import matching_parameters, whole_shape
 from bmtrain.runtime import world
+from bmtrain.runtime.log import rich
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 
@@ -84,14 +82,14 @@ def print_table(
     """Print a table to stdout or `file`, on rank 0: first column left-aligned, others right."""
     if world.rank() != 0:
         return
-    table = rich.table.Table(title=rich.text.Text(title), caption=rich.text.Text(caption))
+    table = rich("table").Table(title=rich("text").Text(title), caption=rich("text").Text(caption))
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left", overflow="fold")
     for cells in lines:
-        table.add_row(*(rich.text.Text(cell) for cell in cells))
-    console = rich.console.Console(file=file)
+        table.add_row(*(rich("text").Text(cell) for cell in cells))
+    console = rich("console").Console(file=file)
     if not console.is_terminal:
-        console = rich.console.Console(file=file, width=LOG_WIDTH)
+        console = rich("console").Console(file=file, width=LOG_WIDTH)
     console.print(table)
 
 
