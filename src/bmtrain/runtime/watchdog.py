@@ -27,6 +27,7 @@ AFTER_S = 10.0  # time to raise RanksPartedError, where collectives that time ou
 ANSWER_S = 5.0  # how long ranks may take to say where they are
 _END_S = 12.0  # after which a process ends whatever the store does
 _WORDS_S = 2.0  # how long the last words of a rank may take
+_PARTING_S = 60.0  # how long threads may stay in the store when the run is over
 _HEARD_S = 1.0  # how long the store stays for those who have not heard
 _LOOKS = 20  # per limit
 _STORE_ENDS = "the store ends: "
@@ -85,7 +86,11 @@ class Watchdog:
         self.collectives: Callable[[], list[Line]] = list
         self._place, self._seconds = place, seconds
         self._off = 0
-        self._store = None if store is None else dist.PrefixStore("watch", own_connection(store))  # type: ignore[attr-defined]
+        self._store: Store | None = None
+        self._ear: Store | None = None  # the listener's connection
+        if store is not None:
+            self._store = dist.PrefixStore("watch", own_connection(store))  # type: ignore[attr-defined]
+            self._ear = own_connection(self._store)
         self._processes: dict[int, Process] = {}
         self._ending = threading.Event()
         self._last = place.timeout + AFTER_S
@@ -107,20 +112,30 @@ class Watchdog:
             is_on: whether this rank watches itself. It answers the others in any case.
         """
         self._processes = processes
-        jobs = [self._watch] if is_on else []
-        jobs += [self._listen] if self._store is not None else []
-        for job in jobs:
-            thread = threading.Thread(target=job, name=f"watchdog {job.__name__}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        if is_on:
+            self._start(self._watch, "watch")
+        if self._ear is not None:
+            self._start(self._listen, "listen")
+
+    def _start(self, job: Callable[[], object], name: str) -> threading.Thread:
+        thread = threading.Thread(target=job, name=f"watchdog {name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
 
     def stop(self) -> None:
-        """The run is over on this rank; the others can read so."""
+        """The run is over on this rank; the others can read so.
+
+        A thread that came back from the store while the interpreter ends would abort the process:
+        Python unwinds it through torch's C++. So all of them are waited for. They are quick, unless
+        the store's host stands still, or waits for a name server: it looks up whoever connects.
+        """
         self._ending.set()
         self.say_last("has left the run: its program has come to its end")
         self._patiently(lambda: self._post(self._place.rank, "leave"))
+        end = time.monotonic() + _PARTING_S
         for thread in self._threads:
-            thread.join(_WORDS_S)
+            thread.join(max(0.0, end - time.monotonic()))
 
     def see_off(self) -> None:
         """Where the store lives here, wait a little for the others, who may still need it."""
@@ -198,9 +213,7 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):
                 deed()
 
-        thread = threading.Thread(target=attempt, name="watchdog store", daemon=True)
-        thread.start()
-        thread.join(_WORDS_S)
+        self._start(attempt, "store").join(_WORDS_S)
 
     def let_speak(self) -> None:
         """Wait for the end of this process, if the alarm is raised.
@@ -253,13 +266,12 @@ class Watchdog:
 
     def _listen(self) -> None:
         """Wait for a word of another rank's watchdog."""
-        store, rank = self._store, self._place.rank
+        store, key = self._ear, f"to {self._place.rank}"
         if store is None:
             return
-        own = own_connection(store)
         try:
-            own.wait([f"to {rank}"], FOREVER)
-            word = own.get(f"to {rank}").decode()
+            store.wait([key], FOREVER)
+            word = store.get(key).decode()
         except RuntimeError:
             return  # who hosts it has ended, which ends the run in another way
         if word.startswith(_STORE_ENDS):
@@ -286,10 +298,7 @@ class Watchdog:
             return
         try:
             own = self._own_part()
-            thread = threading.Thread(
-                target=self._tell, args=(own, limit), name="watchdog tell", daemon=True
-            )
-            thread.start()
+            thread = self._start(lambda: self._tell(own, limit), "tell")
             thread.join(_END_S)
             if thread.is_alive():
                 self._print({own.rank: own}, limit)

@@ -37,11 +37,16 @@ class HostMemory:
             return self._blocks[number]
 
     def reserve(self, size: int) -> None:
-        """Have blocks for `size` bytes soon: a thread makes them."""
-        threading.Thread(target=self._reserve, args=(size,), name="reserve", daemon=True).start()
+        """Have blocks for `size` bytes soon: a thread makes them, until the program ends.
+
+        The interpreter waits for it: within torch it would abort the process that ends.
+        """
+        threading.Thread(target=self._reserve, args=(size,), name="reserve", daemon=False).start()
 
     def _reserve(self, size: int) -> None:
         for number in range(-(-size // BLOCK)):
+            if not threading.main_thread().is_alive():
+                return
             self.block(number)
 
 
@@ -79,7 +84,8 @@ class Snapshot:
         if self._stream is not None:
             # The values are those after all that the program has asked for so far.
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
+        # The interpreter waits for it: within torch it would abort the process that ends.
+        threading.Thread(target=self._copy, name="snapshot", daemon=False).start()
 
     def wait(self) -> None:
         """Wait until a write to the values can no longer reach the snapshot.
