@@ -226,6 +226,31 @@ def test_states_are_on_the_gpu_and_in_host_memory() -> None:
     assert update.parts["states that pass through"] == whole.staged + whole.copied
 
 
+def test_copies_of_gradients_take_the_room_that_is_left() -> None:
+    """Where not all updates can be hidden, those are that have room, and the rest takes its time."""
+    forecaster = bp.Forecaster(of_sizes(Sizes(layers=8, hidden=1024, heads=8, vocab=4000)))
+    away = Settings(optimizer="offload", recompute="block", batch=1, seq=64, compiled=False)
+    whole = forecaster(away, bp.Machine(gpu="h200"))
+    shown = dataclasses.replace(away, overlap=False)
+    least = forecaster(shown, bp.Machine(gpu="h200"))
+    traced, _ = forecaster.outline(away)
+
+    def memory(size: int) -> tuple[Memory, bp.Forecast]:
+        machine = bp.Machine(gpu="h200", gpu_memory=size / 0.97 / 2**30)
+        return Memory(traced, away, machine), forecaster(away, machine)
+
+    assert whole.seconds is not None and least.seconds is not None
+    sizes = range(least.peak.total + 2**20, whole.peak.total, 2**25)
+    assert len(sizes) > 2
+    for size in sizes:
+        own, found = memory(size)
+        assert found.fits and found.seconds is not None
+        assert 0 <= own.copied < own.gradients and own.hidden == own.copied / own.gradients
+        assert size - own.moments(own.whole_levels(Level.BLOCK))[-1].total < 2**25
+        assert whole.seconds.update <= found.seconds.update <= least.seconds.update
+    assert memory(whole.peak.total + 2**26)[0].hidden == 1
+
+
 def test_the_nearest_that_fits_places_states(capsys: pytest.CaptureFixture[str]) -> None:
     """Where the host has no room for all of them, the GPU gets the rest."""
     sizes = ["--layers=8", "--hidden=1024", "--heads=8", "--vocab=4000", "--ff=4096"]

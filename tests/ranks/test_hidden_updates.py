@@ -28,6 +28,7 @@ import bmtrain as bmt
 from bmtrain.errors import ConfigurationError, RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.optim.streaming import Load, Passage, StreamedUpdate
+from bmtrain.recompute.memory import Uncounted, memory_of
 from bmtrain.runtime import world
 from bmtrain.runtime.world import World
 from bmtrain.shard.slices import local_of
@@ -740,6 +741,34 @@ def test_a_block_waits_for_its_own_update_only(world_size: int) -> None:
     the next one, which waits for it, is not begun before a block runs.
     """
     run_ranks(in_order, world_size)
+
+
+def hides_what_fits(num_blocks: float) -> None:
+    """Ranks have room for different numbers of copies; the least counts."""
+    found = []
+    for overlap in (True, False):
+        model = make_model(torch.bfloat16, 3)
+        blocks = [model[place].up.weight.storage_of for place in range(1, NUM_BLOCKS + 1)]
+        room = int(2 * blocks[0].layout.shard_numel * num_blocks)
+        is_least = bmt.rank() == bmt.world_size() - 1
+        world.current().services[memory_of] = Uncounted(room if is_least else 9 * room)
+        optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, overlap=overlap)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        run = Run(model, optimizer, manager, pathlib.Path())
+        num_hidden = int(num_blocks) * overlap  # the last ones; the head takes the rest
+        for step in range(3):
+            train(run, step)
+            late = [block.residence.is_late for block in blocks]
+            assert late == [place >= NUM_BLOCKS - num_hidden for place in range(NUM_BLOCKS)]
+        found.append(values_of(model, optimizer))
+    check_same(*found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("num_blocks", [0, 0.9, 1.9, 2.9])
+def test_as_many_updates_are_hidden_as_copies_have_room(num_blocks: float, world_size: int) -> None:
+    run_ranks(hides_what_fits, world_size, num_blocks)
 
 
 class BrokenPassage(Passage):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,9 +49,10 @@ class AdamOffloadOptimizer(AdamBase):
         record_delta: after each step, `get_avg_delta()` and `get_var_delta()` return mean and
             variance of the change of all weights on all ranks (collective).
         overlap: whether the program goes on while states are updated. Their gradients are copied
-            for it, on the GPU, until the forward pass comes to their block. Parameters that are
-            not sharded, and those of which the program holds memory (`param.local`), are updated
-            before.
+            for it, on the GPU, until the forward pass comes to their block: of the last blocks, as
+            many as the GPUs have room for in the first step. The others are updated before, as are
+            parameters that are not sharded and those of which the program holds memory
+            (`param.local`).
         device_bytes: of this rank's GPU that states may take: those that fit stay there. "auto"
             for what the first step, forward and backward, leaves free on all ranks, less a margin;
             until then all states are in host memory.
@@ -112,6 +113,7 @@ class AdamOffloadOptimizer(AdamBase):
         self._device_bytes, self._host_bytes, self._folder = device_bytes, host_bytes, folder
         #: bytes of the GPU for states, once that is known
         self._room = None if isinstance(device_bytes, str) else device_bytes
+        self._copy_room: int | None = None  # the same for copies of gradients
         # owners whose states are on the device, and in files
         self._resident: set[int] = set()
         self._filed: set[int] = set()
@@ -153,6 +155,7 @@ class AdamOffloadOptimizer(AdamBase):
         return functools.partial(host_zeros, device=self._engine.device)
 
     def _new_layout(self) -> AdamLayout:
+        self._copy_room = None
         runs = self._runs()
         self._resident = first_owners(runs, self._room or 0, self._form)
         away = [run for run in runs if run.owner not in self._resident]
@@ -209,6 +212,10 @@ class AdamOffloadOptimizer(AdamBase):
             held = current.service(DeviceMemory).held() + grads
             held += NUM_SLOTS * self._passage.load_bytes
             room = limit - max(self._peak.take(), held)
+        return self._least(room)
+
+    def _least(self, room: int) -> int:
+        """The least room of any rank, or 0. Collective."""
         return max(0, -int(largest([-room], self._engine.mesh.world)[0]))
 
     def _runs(self) -> list[Run]:
@@ -237,20 +244,45 @@ class AdamOffloadOptimizer(AdamBase):
         )
         away = [item for item in items if item.run.owner not in self._resident]
         away.sort(key=self._order)
+        series = Series(self._passage, verdict)
+        hidden = self._hidden_owners(away)
         # Copies of what the program may write before it is read; all of them before the first
         # update, so that no weight has changed where there is no room for them.
         grads = [
-            item.tensors.grad.clone() if self._is_hidden(item) else item.tensors.grad
+            item.tensors.grad.clone() if item.run.owner in hidden else item.tensors.grad
             for item in away
         ]
-        series = Series(self._passage, verdict)
-        self._updates = [self._add(*pair, series) for pair in zip(away, grads, strict=True)]
+        self._updates = []
+        for item, grad in zip(away, grads, strict=True):
+            update = self._add(item, grad, series)
+            if item.piece.storage is not None and item.run.owner in hidden:
+                item.piece.storage.expect(update)
+            self._updates.append(update)
         series.close()
         for item, update in zip(away, self._updates, strict=True):
-            if not self._is_hidden(item):
+            if item.run.owner not in hidden:
                 update.finish()
         if not all(self._can_wait(item) for item in away):
             self._passage.wait()  # the program may read and write these states without asking
+
+    def _hidden_owners(self, away: Sequence[Item]) -> set[int]:
+        """Owners that are updated while the program goes on; the same on all ranks, which gather
+        late what is updated late.
+
+        The last that the forward pass needs, since it would wait for the first.
+        """
+        sizes = {
+            item.run.owner: item.piece.storage.layout.shard_numel * item.tensors.grad.itemsize
+            for item in reversed(away)
+            if self._overlap and item.piece.storage is not None and self._can_wait(item)
+        }
+        if sizes and self._copy_room is None:
+            memory = world.current(type(self).__name__).service(memory_of)
+            is_open = memory.limit_is_open
+            self._copy_room = self._least(
+                sum(sizes.values()) if is_open else memory.limit() - memory.allocated()
+            )
+        return fitting_owners(sizes, self._copy_room or 0)
 
     def _note_step(self) -> None:
         """Enter in the ledger what decides the order of gathers and where states are."""
@@ -269,18 +301,12 @@ class AdamOffloadOptimizer(AdamBase):
     def _can_wait(self, item: Item) -> bool:
         return item.piece.storage is not None and item.piece.owner not in self._held
 
-    def _is_hidden(self, item: Item) -> bool:
-        return self._overlap and self._can_wait(item)
-
     def _add(self, item: Item, grad: torch.Tensor, series: Series) -> StreamedUpdate:
         weight = item.tensors.weight
         if not weight.is_inference():
             # Now, so that versions do not depend on when the values come.
             torch.autograd.graph.increment_version(weight)
-        update = series.add(item.tensors, item.settings, grad, records=self._record_delta)
-        if item.piece.storage is not None and self._is_hidden(item):
-            item.piece.storage.expect(update)
-        return update
+        return series.add(item.tensors, item.settings, grad, records=self._record_delta)
 
     def _uncopied(self) -> dict[str, Any]:
         own = {"_updates": [], "_held": set(), "_passage": self._passage, "_peak": self._peak}
@@ -307,13 +333,18 @@ class Item(NamedTuple):
 
 
 def first_owners(runs: Iterable[Run], room: int, form: StateForm) -> set[int]:
-    """Ids of the owners whose states fit into `room` bytes, the first ones, on all ranks the same.
+    """Ids of the owners whose states fit into `room` bytes, on all ranks the same.
 
-    First, because the forward pass needs them first, while others are updated.
+    The first ones, because the forward pass needs them first, while others are updated.
     """
     sizes: dict[int, int] = {}
     for run in runs:
         sizes[run.owner] = sizes.get(run.owner, 0) + bytes_of_state(run, form)
+    return fitting_owners(sizes, room)
+
+
+def fitting_owners(sizes: Mapping[int, int], room: int) -> set[int]:
+    """Owners of so many bytes, the first ones, that fit into `room` together."""
     found: set[int] = set()
     for owner, size in sizes.items():
         if size <= room:

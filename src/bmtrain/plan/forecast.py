@@ -18,7 +18,6 @@ from bmtrain.plan.settings import DTYPES, LEVELS, Settings
 from bmtrain.plan.speed import Seconds, seconds
 from bmtrain.plan.step import Memory, Moment, elements
 from bmtrain.recompute.level import AUTO, Level
-from bmtrain.recompute.memory import MARGIN
 from bmtrain.torch_internals import without_memory
 
 
@@ -70,8 +69,8 @@ class Forecast:
 
     @property
     def room(self) -> int:
-        """Bytes that a run may take of the GPU: what `use_checkpoint="auto"` would."""
-        return int(self.machine.memory * (1 - MARGIN))
+        """`Machine.room`."""
+        return self.machine.room
 
     @property
     def fits(self) -> bool:
@@ -131,8 +130,7 @@ class Forecaster:
         settings.check_world(machine.world_size)
         traced, notes = self.outline(settings) if near is None else self._near(settings, near)
         memory = self._memory(traced, settings, machine)
-        room = int(machine.memory * (1 - MARGIN))
-        chosen = _levels(memory, settings, room)
+        chosen = _levels(memory, settings, machine.room)
         peak, time = memory.peak(chosen), seconds(traced, memory, settings, machine, chosen)
         per_step = settings.batch * settings.seq * machine.world_size
         parameters, trained = elements(traced)

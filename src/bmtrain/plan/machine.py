@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from bmtrain.errors import ConfigurationError
+from bmtrain.recompute.memory import MARGIN
 from bmtrain.runtime.arguments import POSITIVE, SIZE, check, unknown
 
 GIB = 2**30
@@ -124,3 +125,8 @@ class Machine:
     def memory(self) -> int:
         """Bytes of a GPU."""
         return int((self.kind.memory if self.gpu_memory is None else self.gpu_memory) * GIB)
+
+    @property
+    def room(self) -> int:
+        """Bytes of a GPU that a run may take: what `use_checkpoint="auto"` would."""
+        return int(self.memory * (1 - MARGIN))

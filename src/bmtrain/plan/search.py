@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 from bmtrain.optim.form import StateForm
@@ -10,6 +11,7 @@ from bmtrain.plan.forecast import Forecast, Forecaster
 from bmtrain.plan.machine import Machine
 from bmtrain.plan.settings import DTYPES, LEVELS, Settings, has_form
 from bmtrain.recompute.level import AUTO
+from bmtrain.recompute.memory import MARGIN
 
 
 def levels(forecaster: Forecaster, settings: Settings, machine: Machine) -> list[Forecast]:
@@ -141,24 +143,28 @@ def _most_rows(
 def _placed(
     forecaster: Forecaster, settings: Settings, machine: Machine, near: int
 ) -> Iterator[Settings]:
-    """These settings where they may fit; of states in host memory, with what has room on the GPU
-    there, hidden if that leaves room.
+    """These settings where they may fit; where the host has no room for all states, with some of
+    them on the GPU: as few as must be, which leaves room to hide updates, or as many as can, the
+    faster first.
     """
-    if settings.optimizer != "offload":
-        if forecaster(settings, machine, near=near).fits:
-            yield settings
+    found = forecaster(settings, machine, near=near)
+    if found.fits:
+        yield settings
+    if found.fits or settings.optimizer != "offload" or machine.host_memory is None:
         return
-    for overlap in (True, False):
-        bare = dataclasses.replace(settings, overlap=overlap, device_states=0.0)
-        found = forecaster(bare, machine, near=near)
-        if found.fits:
-            yield bare
-        # What "auto" recomputes less takes the room: states get it where the host has none.
-        least = dataclasses.replace(bare, recompute="block")
-        room = forecaster(least, machine, near=near)
-        left = int(0.95 * (room.room - room.peak.total) / GIB)  # slack grows with them
-        if not found.fits and left > 0:
-            yield dataclasses.replace(least, device_states=float(left))
+    # What "auto" recomputes less, and copies of gradients, take the room that states could have.
+    least = dataclasses.replace(settings, recompute="block", device_states=0.0)
+    bare = forecaster(dataclasses.replace(least, overlap=False), machine, near=near)
+    room = 0.95 * (bare.room - bare.peak.total) / GIB  # slack grows with them
+    lacking = (bare.host / GIB - (1 - MARGIN) * machine.host_memory) / machine.gpus
+    placed = [
+        forecaster(dataclasses.replace(least, device_states=float(states)), machine, near=near)
+        for states in {math.ceil(lacking), int(room)}
+        if 0 < states <= room
+    ]
+    for one in sorted(placed, key=_rate, reverse=True):
+        if one.fits:
+            yield one.settings
 
 
 def _around(forecaster: Forecaster, settings: Settings, machine: Machine) -> Iterator[Forecast]:

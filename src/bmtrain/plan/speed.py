@@ -68,8 +68,7 @@ def seconds(
         + PASSES * kept / (gpu.bandwidth * BANDWIDTH)
     )
     update = _update(memory, settings, machine)
-    if memory.host and settings.overlap:
-        update = max(0.0, update - FORWARD * compute)
+    update -= min(update * memory.hidden, FORWARD * compute)
     return Seconds(compute, _communication(memory, settings, machine), update)
 
 

@@ -111,7 +111,8 @@ class Memory:
         shards: of each block, lists of storages; of others.
         weights, states: bytes on the GPU.
         staged, copied: bytes on the GPU for states that pass through it, and, in the optimizer's
-            step, for copies of their gradients.
+            step, for copies of their gradients, as far as there is room.
+        hidden: which part of those updates has its gradients copied, and so goes on later.
         host: bytes of optimizer states in host memory, of one rank.
         shared: bytes of weights and buffers in memory that other ranks map.
     """
@@ -131,8 +132,6 @@ class Memory:
         self.host = max(0, held - int(settings.device_states * GIB)) if is_away else 0
         self.states = held - self.host
         self.staged = NUM_SLOTS * LOAD_BYTES if self.host else 0
-        is_copied = self.host and settings.overlap
-        self.copied = self.gradients * self.host // held if is_copied else 0
         self.exchanges = self._exchanges()
         self.shared = self.exchanges + sum(
             shard.num_bytes
@@ -140,6 +139,12 @@ class Memory:
             for shard in own
             if self.has_peers and shard.num_bytes >= SMALLEST_SHARED_BYTES
         )
+        self.copied, self.hidden = 0, 0.0
+        if self.host and settings.overlap:
+            wanted = self.gradients * self.host // held
+            room = machine.room - self._moment("update", -1, 0, 0, gone=0).total
+            self.copied = max(0, min(wanted, int(room * (1 - SLACK))))
+            self.hidden = self.copied / wanted
 
     @property
     def gradients(self) -> int:
