@@ -19,15 +19,14 @@ import argparse
 import dataclasses
 import importlib.util
 import math
-import os
 import pathlib
 import shlex
-import signal
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from command_line import available, end_runs_too, parser_of
 from machine import machine, machine_from_outside
 from plot import draw
 from reports import report_of, write
@@ -37,7 +36,6 @@ from tables import failure_of, mode_of, tables_of
 
 from options import from_words
 
-HERE = pathlib.Path(__file__).parent
 SHORTEST = 40.0  # seconds: little is measured in less
 
 
@@ -156,41 +154,18 @@ def say_what_there_is(available: int) -> None:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--suite",
-        nargs="+",
-        choices=[suite.name for suite in SUITES],
-        help="by default all that fit the machine",
-    )
+    parser = parser_of(__doc__, timeout=900.0)
     parser.add_argument("--list", action="store_true", help="say which suites there are")
-    parser.add_argument("--gpus", type=int, help="use the first of them only")
-    parser.add_argument(
-        "--run",
-        action="append",
-        help="arguments of throughput.py, in place of a suite; with --name",
-    )
-    parser.add_argument("--name", help="of the files of --run")
     parser.add_argument(
         "--repeat",
         type=int,
         help="measure everything so often, in turn; tables show medians and extremes",
     )
     parser.add_argument(
-        "--timeout", type=float, default=900.0, help="seconds that one run may take"
-    )
-    parser.add_argument(
         "--within",
         type=float,
         default=math.inf,
         help="seconds that one suite may take: the rest is left out",
-    )
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--folder", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try --run without a GPU"
     )
     args = parser.parse_args()
     if (args.run is None) != (args.name is None):
@@ -200,59 +175,43 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def jobs_of(args: argparse.Namespace, available: int) -> list[Job]:
+def jobs_of(args: argparse.Namespace, gpus: int) -> list[Job]:
     """What the command line asks for."""
     if args.run:
         for words in args.run:
             from_words(words)  # better now than after an hour
         said = [
-            f"benchmarks/compare.py --gpus {available} --name {args.name}",
+            f"benchmarks/compare.py --gpus {gpus} --name {args.name}",
             *(f"--run {shlex.quote(run)}" for run in args.run),
         ]
         said += [] if args.repeat is None else [f"--repeat {args.repeat}"]
         return [
             Job(
                 name=args.name,
-                counts=[available],
+                counts=[gpus],
                 runs=args.run,
                 repeat=args.repeat or 1,
                 command=" ".join(said),
             )
         ]
-    suites = chosen(args.suite, available)
+    suites = chosen(args.suite, gpus)
     if not all(is_installed(options.backend) for suite in suites for options in suite.options()):
         print("DeepSpeed is not installed: left out")
     minutes = sum(
-        suite.minutes(available) / suite.repeat * (args.repeat or suite.repeat) for suite in suites
+        suite.minutes(gpus) / suite.repeat * (args.repeat or suite.repeat) for suite in suites
     )
     print(f"{', '.join(suite.name for suite in suites)}: about {minutes:.0f} minutes", flush=True)
-    return [job_of(suite, available, args.repeat) for suite in suites]
-
-
-def stop(*_: object) -> None:
-    """Ended from outside: the run under way is ended too.
-
-    Its ranks would go on and keep the GPUs from whoever comes next.
-    """
-    raise SystemExit(128 + signal.SIGTERM)
+    return [job_of(suite, gpus, args.repeat) for suite in suites]
 
 
 def main() -> None:
     """Measure all that was asked for and save it, job by job."""
     args = parse()
-    signal.signal(signal.SIGTERM, stop)
-    there = torch.cuda.device_count() if args.device == "cuda" else os.cpu_count() or 1
+    end_runs_too()
     if args.list:
-        say_what_there_is(args.gpus or there)
+        say_what_there_is(args.gpus or torch.cuda.device_count())
         return
-    if there == 0:
-        raise SystemExit(
-            "The benchmarks measure GPUs and torch finds none here "
-            "(torch.cuda.device_count() is 0). See --list, --device."
-        )
-    if args.gpus and args.gpus > there:
-        raise SystemExit(f"--gpus {args.gpus}: this machine shows {there}.")
-    for job in jobs_of(args, args.gpus or there):
+    for job in jobs_of(args, available(args)):
         present(measure(job, args), args.folder / f"{job.name}.json")
 
 

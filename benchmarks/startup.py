@@ -14,25 +14,21 @@ after each run; a run that fails or takes more than --timeout is in it with the 
 from __future__ import annotations
 
 import argparse
-import os
 import pathlib
 import shlex
-import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from compare import stop
+from command_line import available, end_runs_too, parser_of
 from machine import machine, machine_from_outside
 from reports import report_of, write
 from runs import run
-from suites import SUITES, chosen
+from suites import chosen
 from tables import failure_of, startup_cells, table_of
 
 from options import BACKENDS, from_words
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 CODE = {".cubin", ".hsaco", ".so"}  # endings of what compilers make
 
 
@@ -57,20 +53,20 @@ def first_step_of(words: str) -> str:
     return shlex.join([*kept, "--batch", str(batch), "--warmup", "0", "--steps", "1"])
 
 
-def starts_of(args: argparse.Namespace, available: int) -> Iterator[Start]:
+def starts_of(args: argparse.Namespace, gpus: int) -> Iterator[Start]:
     """What the command line asks for, of what compiles; each once for every suite."""
     if args.run:
-        lines = [("-", available, words) for words in args.run]
+        lines = [("-", gpus, words) for words in args.run]
     else:
         lines = [
-            (suite.name, suite.counts(available)[-1], words)
-            for suite in chosen(args.suite, available)
+            (suite.name, suite.counts(gpus)[-1], words)
+            for suite in chosen(args.suite, gpus)
             for words in suite.runs
         ]
-    for suite, gpus, words in dict.fromkeys(lines):
+    for suite, count, words in dict.fromkeys(lines):
         options = from_words(words)
         if options.compile and options.backend in args.backends:
-            yield Start(suite, gpus, first_step_of(words))
+            yield Start(suite, count, first_step_of(words))
 
 
 def code_in(folder: pathlib.Path) -> set[pathlib.Path]:
@@ -103,9 +99,9 @@ def measure(start: Start, timeout: float) -> dict[str, Any]:
     return record
 
 
-def command_of(args: argparse.Namespace, available: int) -> str:
+def command_of(args: argparse.Namespace, gpus: int) -> str:
     """What measures this again, without the places of this machine."""
-    words = ["benchmarks/startup.py", "--gpus", str(available), "--timeout", f"{args.timeout:g}"]
+    words = ["benchmarks/startup.py", "--gpus", str(gpus), "--timeout", f"{args.timeout:g}"]
     words += ["--suite", *args.suite] if args.suite else []
     words += ["--backends", *args.backends] if args.backends != list(BACKENDS) else []
     return shlex.join([*words, *(word for run in args.run or () for word in ("--run", run))])
@@ -123,41 +119,20 @@ def measure_all(starts: Sequence[Start], report: dict[str, Any], args: argparse.
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--suite",
-        nargs="+",
-        choices=[suite.name for suite in SUITES],
-        help="by default all that fit the machine",
-    )
-    parser.add_argument("--run", action="append", help="arguments of throughput.py: no suite")
+    parser = parser_of(__doc__, timeout=300.0)
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
-    parser.add_argument("--gpus", type=int, help="use the first of them only")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one start")
-    parser.add_argument("--commit", default="unknown")
-    parser.add_argument("--folder", type=pathlib.Path, default=RESULTS)
-    parser.add_argument("--name", help="of the file, by default startup-<GPUs>gpu")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --run")
     return parser.parse_args()
 
 
 def main() -> None:
     """Measure, write, say."""
     args = parse()
-    signal.signal(signal.SIGTERM, stop)
-    on_gpu = args.device == "cuda"
-    there = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
-    if there == 0:
-        raise SystemExit("torch finds no GPU here (torch.cuda.device_count() is 0). See --device.")
-    if args.gpus and args.gpus > there:
-        raise SystemExit(f"--gpus {args.gpus}: this machine shows {there}.")
-    available = args.gpus or there
-    args.name = args.name or f"startup-{available}gpu"
-    facts = machine_from_outside() if on_gpu else machine("cpu")
-    report = report_of([], commit=args.commit, command=command_of(args, available), machine=facts)
-    measure_all(list(starts_of(args, available)), report, args)
+    end_runs_too()
+    gpus = available(args)
+    args.name = args.name or f"startup-{gpus}gpu"
+    facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
+    report = report_of([], commit=args.commit, command=command_of(args, gpus), machine=facts)
+    measure_all(list(starts_of(args, gpus)), report, args)
     print(table_of(startup_cells(report["records"])), args.folder / f"{args.name}.json", sep="\n")
 
 
