@@ -131,7 +131,8 @@ def train_on_lengths(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt", "gptj", "llama", "mistral", "qwen3", "bert", "t5"])
+# OPT's layers are those of GPT-2, Llama's are Mistral's without a window, for the compiler
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "mistral", "qwen3", "bert", "t5"])
 def test_lengths_share_a_program(name: str) -> None:
     run_ranks(train_on_lengths, 1, name, join=False, timeout=200)
 

@@ -143,7 +143,7 @@ def interrupted(reentrant: bool) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("program", [checkpoints_inside, blocks_inside, interrupted])
 def test_a_checkpoint_inside_of_a_block(

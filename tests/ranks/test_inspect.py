@@ -80,7 +80,9 @@ def assert_same_rows(got: Summary, want: Summary, what: str, tolerance: float = 
 
 def assert_same_everywhere(summary: Summary) -> None:
     """Bitwise the same on every rank."""
-    for other in bmt.distributed.collectives.gather_objects(summary, world.current().mesh.world):
+    for other in bmt.distributed.collectives.gather_objects(
+        summary, world.current().mesh.world, "a test"
+    ):
         assert other == summary
 
 
@@ -203,7 +205,7 @@ def gradients_on_some_ranks() -> None:
     weight = dict(block.named_parameters())["weight"]
     (before,) = bmt.inspect.inspect_model(block, "weight")
     grads = bmt.distributed.collectives.gather_objects(
-        own_slice(grad_of(weight)), world.current().mesh.world
+        own_slice(grad_of(weight)), world.current().mesh.world, "a test"
     )
     if bmt.rank() == 0:
         weight.grad = None

@@ -16,6 +16,7 @@ from tests.ranks.runner import run_ranks
 from tests.waiting import wait_for
 
 import bmtrain
+from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.errors import ParameterError, RanksPartedError
 from bmtrain.runtime import world
@@ -310,7 +311,30 @@ def block_on_one_rank(model: torch.nn.Sequential) -> None:
     model(rows())
 
 
+def gathers_a_result(model: torch.nn.Sequential) -> None:
+    """Both ranks exchange objects at that place, one of them for something else."""
+    if bmtrain.rank() == 0:
+        bmtrain.gather_result(torch.ones(2))
+    else:
+        bmtrain.Block(Layer())
+
+
+def objects_of_another_place(model: torch.nn.Sequential) -> None:
+    """Objects are exchanged for two purposes."""
+    world = bmtrain.runtime.world.current().mesh.world
+    bmtrain.distributed.collectives.gather_objects(1, world, f"rank {bmtrain.rank()}")
+
+
+def figures_of_another_place(model: torch.nn.Sequential) -> None:
+    """The same with numbers, each of which would pass for the other."""
+    world = bmtrain.runtime.world.current().mesh.world
+    largest([1.0], world, "rows" if bmtrain.rank() else "free memory")
+
+
 PROGRAMS = (
+    gathers_a_result,
+    objects_of_another_place,
+    figures_of_another_place,
     another_block,
     one_more_forward,
     another_order_of_backward,

@@ -122,9 +122,9 @@ def _time(call: Callable[[], None], axis: Axis) -> float:
         single = _seconds_of(call, 1)
     # Agree on one time, and thereby on one number of calls: otherwise a rank that makes more calls
     # than the others would hang in its last collective.
-    single = max(collectives.gather_objects(single, axis))
+    single = max(collectives.gather_objects(single, axis, "a time"))
     calls = min(max(int(BUDGET_S / max(single, 1e-9)), 1), MAX_CALLS)
-    return max(*collectives.gather_objects(_seconds_of(call, calls), axis), 1e-9)
+    return max(*collectives.gather_objects(_seconds_of(call, calls), axis, "a time"), 1e-9)
 
 
 def _seconds_of(call: Callable[[], None], calls: int) -> float:

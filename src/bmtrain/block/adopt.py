@@ -270,7 +270,10 @@ def share_buffers(modules: Sequence[torch.nn.Module], source: int, axis: Axis) -
         for module in modules
     ]
     found = collectives.broadcast_object(
-        [{n: None if b is None else b.cpu() for n, b in each.items()} for each in own], source, axis
+        [{n: None if b is None else b.cpu() for n, b in each.items()} for each in own],
+        source,
+        axis,
+        "buffers",
     )
     if axis.index == source:
         return

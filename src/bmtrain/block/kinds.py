@@ -180,7 +180,7 @@ def _saving(method: Method) -> Method:
         except Exception as error:
             failure = error
         told = collectives.gather_objects(
-            None if failure is None else repr(failure), current.mesh.world
+            None if failure is None else repr(failure), current.mesh.world, "save_pretrained"
         )
         if failure is not None:
             raise failure

@@ -114,11 +114,11 @@ def _check_same_everywhere(plan: Plan, source: Source, axis: Axis) -> None:
     names = [copy.entry.name for copy in plan.copies]
     where = os.path.abspath(source.path)
     tensors, place = (zlib.crc32(repr(x).encode()) for x in ([names, headers], where))
-    is_same_place = is_same([place], axis)
+    is_same_place = is_same([place], axis, "the place of a file")
     values = attempt(lambda: 0 if is_same_place else _sampled(plan, source), axis)
-    if is_same([tensors, values], axis):
+    if is_same([tensors, values], axis, "what a file holds"):
         return
-    places = collectives.gather_objects(f"{len(names)} tensors of {where}", axis)
+    places = collectives.gather_objects(f"{len(names)} tensors of {where}", axis, "files")
     told = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis.ranks, places, strict=True))
     raise CheckpointError(
         f"load got something else on each rank ({told}), and each reads its own part: nothing was "

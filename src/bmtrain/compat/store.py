@@ -30,9 +30,8 @@ async_save_to_file = removed(
 def allgather_objects(obj: Any, comm: Axis | None = None) -> list[Any]:
     """Gather every rank's `obj`, which must be picklable, in rank order. Collective."""
     current = world.current("allgather_objects")
-    return collectives.gather_objects(
-        obj, _checked(comm, "allgather_objects") if comm is not None else current.mesh.world
-    )
+    axis = _checked(comm, "allgather_objects") if comm is not None else current.mesh.world
+    return collectives.gather_objects(obj, axis, "allgather_objects")
 
 
 allgather_object = allgather_objects
@@ -51,7 +50,7 @@ def broadcast_object(obj: Any, comm: Axis, src: int = 0) -> Any:
             f"broadcast_object got src={src} of a communicator of {axis.size} ranks: "
             f"expected 0 to {axis.size - 1}."
         )
-    return collectives.broadcast_object(obj, src, axis)
+    return collectives.broadcast_object(obj, src, axis, "broadcast_object")
 
 
 def _save_to_rank0(

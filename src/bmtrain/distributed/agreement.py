@@ -25,19 +25,20 @@ def everyone() -> Axis | None:
     return world.current().mesh.world if world.is_initialized() else None
 
 
-def largest(figures: Sequence[float], axis: Axis) -> list[float]:
+def largest(figures: Sequence[float], axis: Axis, what: str) -> list[float]:
     """The elementwise maximum over all ranks, in fp64.
 
-    Collective; travels on the CPU, so it does not synchronise with the device.
+    Collective; travels on the CPU, so it does not synchronise with the device. `what` the figures
+    are: ranks that have diverged must not take one agreement for another.
     """
     if axis.size == 1:
         return list(figures)
-    return world.current().service(Ledger).largest(figures, axis)
+    return world.current().service(Ledger).largest(figures, axis, what)
 
 
-def is_same(figures: Sequence[int], axis: Axis) -> bool:
+def is_same(figures: Sequence[int], axis: Axis, what: str) -> bool:
     """Whether all ranks pass the same figures. Collective; the count must match on all ranks."""
-    ends = largest([*figures, *(-figure for figure in figures)], axis)
+    ends = largest([*figures, *(-figure for figure in figures)], axis, what)
     return all(
         high == -low for high, low in zip(ends[: len(figures)], ends[len(figures) :], strict=True)
     )
@@ -71,7 +72,7 @@ def evenly_spaced(x: torch.Tensor, most: int) -> torch.Tensor:
     return flat[:: max(1, -(-flat.numel() // most))]
 
 
-def differ(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
+def differ(tensors: Sequence[torch.Tensor], axis: Axis, what: str) -> list[bool]:
     """For each tensor, computed on all ranks, whether they differ by more than rounding.
 
     Collective; synchronises with the device.
@@ -84,7 +85,7 @@ def differ(tensors: Sequence[torch.Tensor], axis: Axis) -> list[bool]:
         for norm, along, mark in [look(x)]
         for figure in (norm, -norm, along, -along, mark, -mark)
     ]
-    ends = iter(largest(figures, axis))
+    ends = iter(largest(figures, axis, what))
     return [
         not are_near((high, most, top), (-low, -least, -bottom), x.dtype)
         for x, high, low, most, least, top, bottom in zip(tensors, *[ends] * 6, strict=True)
@@ -112,7 +113,7 @@ def agree(
     errors = (
         {}
         if axis is None
-        else dict(zip(axis.ranks, collectives.gather_objects(error, axis), strict=True))
+        else dict(zip(axis.ranks, collectives.gather_objects(error, axis, "errors"), strict=True))
     )
     if error is not None:
         raise kind(error) from cause

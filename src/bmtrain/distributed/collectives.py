@@ -191,21 +191,24 @@ def exchange(
         work.wait()
 
 
-def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's picklable `value`, in rank order; travels on the CPU."""
+def gather_objects(value: Any, axis: Axis, what: str) -> list[Any]:
+    """Every rank's picklable `value`, in rank order; travels on the CPU.
+
+    `what` it is for: ranks that have diverged must not take one exchange for another.
+    """
     if axis.size == 1:
         return [value]
     out: list[Any] = [None] * axis.size
-    with _on_host(axis, "exchange of objects"):
+    with _on_host(axis, f"exchange for {what}"):
         dist.all_gather_object(out, value, group=axis.group)
     return out
 
 
-def broadcast_object(value: Any, source: int, axis: Axis) -> Any:
-    """The picklable `value` of the rank at index `source`; travels on the CPU."""
+def broadcast_object(value: Any, source: int, axis: Axis, what: str) -> Any:
+    """The picklable `value` of the rank at index `source`; travels on the CPU. `what` it is for."""
     box = [value]
     if axis.size > 1:
-        with _on_host(axis, f"broadcast of an object from rank {axis.ranks[source]}"):
+        with _on_host(axis, f"broadcast from rank {axis.ranks[source]} for {what}"):
             dist.broadcast_object_list(
                 box, src=axis.ranks[source], group=axis.group, device=torch.device("cpu")
             )

@@ -198,8 +198,8 @@ class Ledger:
         """
         self._largest_(torch.empty(0, dtype=torch.float64, device="cpu"), axis)
 
-    def largest(self, figures: Sequence[float], axis: Axis) -> list[float]:
-        """The elementwise maximum over all ranks, in fp64.
+    def largest(self, figures: Sequence[float], axis: Axis, what: str) -> list[float]:
+        """The elementwise maximum over all ranks, in fp64, of `what`.
 
         Collective; travels on the CPU, so it does not synchronise with the device.
 
@@ -207,7 +207,7 @@ class Ledger:
             RanksPartedError: as `compare`.
         """
         self.refuse_sealed(axis, "an agreement of the hosts")
-        self.note(axis, f"agreement on {len(figures)} figures")
+        self.note(axis, f"agreement on {what} ({len(figures)} figures)")
         wire = torch.tensor(figures, dtype=torch.float64, device="cpu")
         self._largest_(wire, axis)
         return list(wire.tolist())

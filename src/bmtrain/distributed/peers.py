@@ -146,7 +146,7 @@ class FilePeers(Peers):
             path = attempt(
                 lambda: _make_file(pathlib.Path(folder, "memory"), num_bytes), self.axis, OSError
             )
-            paths = collectives.gather_objects(path, self.axis)
+            paths = collectives.gather_objects(path, self.axis, "shared memory")
             # Safe to delete the files afterwards: every rank has mapped all of them by then.
             parts = attempt(
                 lambda: [self._map(path, numel, dtype) for path in paths], self.axis, OSError
@@ -231,7 +231,9 @@ class PeerGroups:
                 f"rank {self._world.rank} cannot share memory "
                 f"({str(error).strip().splitlines()[0]})"
             )
-        problem = next(filter(None, collectives.gather_objects(problem, axis)), None)
+        problem = next(
+            filter(None, collectives.gather_objects(problem, axis, "shared memory")), None
+        )
         return (
             (peers, None)
             if problem is None
@@ -269,7 +271,7 @@ def _make_file(path: pathlib.Path, num_bytes: int) -> pathlib.Path:
 
 def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
     """Why ranks cannot access each other's memory, the same on all ranks; None if they can."""
-    hosts = set(collectives.gather_objects(this_host(), axis))
+    hosts = set(collectives.gather_objects(this_host(), axis, "hosts"))
     kernels = {kernel for _, kernel in hosts}
     if len(hosts) > 1 and len(kernels) == 1 and "" not in kernels:
         return Obstacle(
@@ -282,7 +284,7 @@ def _obstacle(axis: Axis, device: torch.device) -> Obstacle | None:
 
 
 def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
-    places = collectives.gather_objects(device.index, axis)
+    places = collectives.gather_objects(device.index, axis, "GPUs")
     if len(set(places)) < axis.size:
         return Obstacle(
             "the processes do not see each other's GPUs (CUDA_VISIBLE_DEVICES differs "
@@ -294,7 +296,7 @@ def _obstacle_between_gpus(axis: Axis, device: torch.device) -> Obstacle | None:
         for place in places
         if place != device.index and not torch.cuda.can_device_access_peer(device, place)
     ]
-    told = collectives.gather_objects((device.index, missing), axis)
+    told = collectives.gather_objects((device.index, missing), axis, "access of GPUs")
     return next(
         (Obstacle(f"GPU {own} has no access to GPU {others[0]}") for own, others in told if others),
         None,

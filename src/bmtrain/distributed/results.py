@@ -94,7 +94,7 @@ def gather_result(result: torch.Tensor) -> torch.Tensor:
         current.mesh.world,
         result.detach().reshape(1) if result.dim() == 0 else result.detach(),
     )
-    kinds = collectives.gather_objects((tuple(own.shape), own.dtype), axis)
+    kinds = collectives.gather_objects((tuple(own.shape), own.dtype), axis, "gather_result")
     if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
         seen = ", ".join(
             f"rank {rank}: {shape} {dtype}"

@@ -33,9 +33,9 @@ def check_alike(what: str, facts: str) -> None:
     A checksum travels on the CPU; the facts themselves, for the message, only if it differs.
     """
     own = zlib.crc32(f"{what}: {facts}".encode())
-    if is_same([own], axis()):
+    if is_same([own], axis(), what):
         return
-    said = collectives.gather_objects(f"{what}: {facts}", axis())
+    said = collectives.gather_objects(f"{what}: {facts}", axis(), what)
     each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis().ranks, said, strict=True))
     raise ConfigurationError(
         f"the tensor-parallel ranks do not match ({each}): expected the same call with "

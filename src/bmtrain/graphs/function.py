@@ -377,7 +377,7 @@ class GraphedFunction:
 
 def _agree(level: Readiness, axis: Axis) -> Readiness:
     """The lowest level of any rank."""
-    (negative,) = largest([-level], axis)
+    (negative,) = largest([-level], axis, "a graph")
     return Readiness(-int(negative))
 
 

@@ -102,7 +102,7 @@ def find_non_finite(
         gradient=_first_parameter(model, lambda param: param.grad),
         micro_batch=watch.first_micro_batch,
     )
-    return collectives.gather_objects(found, axis)
+    return collectives.gather_objects(found, axis, "find_non_finite")
 
 
 class _First:

@@ -104,7 +104,9 @@ def _agree(found: dict[str, torch.nn.Parameter], pattern: str, axis: Axis) -> No
     text = "\n".join(
         f"{name} {whole_shape(param)} {type(param).__name__}" for name, param in found.items()
     )
-    digests = collectives.gather_objects(hashlib.sha256(text.encode()).hexdigest(), axis)
+    digests = collectives.gather_objects(
+        hashlib.sha256(text.encode()).hexdigest(), axis, "inspect_model"
+    )
     other = [rank for rank, digest in zip(axis.ranks, digests, strict=True) if digest != digests[0]]
     if other:
         raise ConfigurationError(

@@ -214,7 +214,7 @@ class Inspector:
         current = world.current("get_summary")
         axis = current.mesh.world
         everyone = collectives.gather_objects(
-            {key: record.shapes for key, record in self._records.items()}, axis
+            {key: record.shapes for key, record in self._records.items()}, axis, "get_summary"
         )
         shapes: dict[Key, list[tuple[int, ...]]] = {}
         for key, found in (pair for own in everyone for pair in own.items()):

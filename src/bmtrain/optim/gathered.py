@@ -71,7 +71,9 @@ def _described(storage: Storage, slots: Iterable[int], states: States) -> States
     }
     stage = storage.placement.stage
     found: States = (
-        own if stage is None else collectives.broadcast_object(own, stage, storage.engine.mesh.pipe)
+        own
+        if stage is None
+        else collectives.broadcast_object(own, stage, storage.engine.mesh.pipe, "state_dict")
     )
     return found
 

@@ -216,7 +216,7 @@ class AdamOffloadOptimizer(AdamBase):
 
     def _least(self, room: int) -> int:
         """The least room of any rank, or 0. Collective."""
-        return max(0, -int(largest([-room], self._engine.mesh.world)[0]))
+        return max(0, -int(largest([-room], self._engine.mesh.world, "free memory")[0]))
 
     def _runs(self) -> list[Run]:
         return contiguous_runs(parameters_of(self.param_groups))

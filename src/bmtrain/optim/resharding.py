@@ -25,6 +25,8 @@ NAMES = {"_param_fp32": "master"}
 # element.
 NUMBERS = ("step", "mu_product", "eta", "mu")
 
+# Of exchanges between the ranks.
+_WHAT = "a state of an optimizer"
 
 NOTHING = Held((0,), torch.float32)
 
@@ -45,7 +47,7 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
     error = _wrong_groups(groups, saved)
     states = {} if error else local_values(saved["state"])
     own = {index: {NAMES.get(n, n): v for n, v in state.items()} for index, state in states.items()}
-    everyone = collectives.gather_objects(error or _described(params, own), axis)
+    everyone = collectives.gather_objects(error or _described(params, own), axis, _WHAT)
     _raise_first([found for found in everyone if isinstance(found, str)])
     slots = {
         index: param
@@ -53,9 +55,11 @@ def local_states(groups: list[dict[str, Any]], saved: dict[str, Any]) -> States:
         if isinstance(param, DistributedParameter)
     }
     problems = [text for index, param in slots.items() if (text := _misfit(index, param, everyone))]
-    _raise_first([text for texts in collectives.gather_objects(problems, axis) for text in texts])
+    _raise_first(
+        [text for texts in collectives.gather_objects(problems, axis, _WHAT) for text in texts]
+    )
     _raise_first([text for text in [difference(params, everyone)] if text])
-    settings = collectives.gather_objects(described(_settings(saved)), axis)
+    settings = collectives.gather_objects(described(_settings(saved)), axis, _WHAT)
     if len(set(settings)) > 1:
         raise CheckpointError(
             "the settings of parameter groups (param_groups) differ between ranks: give all of "

@@ -32,7 +32,9 @@ def check_manager_state(state: Any, schedules: Sequence[Any]) -> None:
     """
     _agree(_problem_of_manager(state, schedules))
     rest = {name: described(state.get(name)) for name in OF_ALL_RANKS}
-    everyone = collectives.gather_objects(rest, world.current("load_state_dict").mesh.world)
+    everyone = collectives.gather_objects(
+        rest, world.current("load_state_dict").mesh.world, "OptimManager.load_state_dict"
+    )
     for other in everyone:
         if other != everyone[0]:
             name = next(name for name in OF_ALL_RANKS if other[name] != everyone[0][name])

@@ -162,7 +162,9 @@ class PipelineTransformerBlockList(BlockList):
         trainable = tuple(
             param.requires_grad for block in self._own for param in block.parameters()
         )
-        told = collectives.gather_objects((error, signature, trainable), axis)
+        told = collectives.gather_objects(
+            (error, signature, trainable), axis, "a call of a pipeline"
+        )
         for rank, (problem, _, _) in zip(axis.ranks, told, strict=True):
             if problem is not None:
                 raise ConfigurationError(f"{problem} (on rank {rank})")
@@ -329,7 +331,9 @@ def _agree_on_shares(held: Sequence[torch.Tensor | None], num_rows: int, axis: A
         for x in held
     ]
     counts = [0 if x is None else x.shape[0] for x in held]
-    told = collectives.gather_objects(list(zip(own, counts, strict=True)), axis)
+    told = collectives.gather_objects(
+        list(zip(own, counts, strict=True)), axis, "shares of a pipeline"
+    )
     shares = []
     for entries in zip(*told, strict=True):
         heads = [head for head, _ in entries if head is not None]

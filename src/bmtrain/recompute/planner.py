@@ -294,7 +294,7 @@ class Planner:
         kind = zlib.crc32(repr(first.kind).encode())  # unlike `hash`, equal on all ranks
         wire = [kind, *padded(first.shape), used - self._limit, -self._limit, *complaints]
         kind, *dims, lacking, negative_limit, is_stale, has_retried = map(
-            int, largest(wire, self._axis)
+            int, largest(wire, self._axis, "memory of a step")
         )
         self._smallest_limit = -negative_limit
         if has_retried:
@@ -335,12 +335,12 @@ class Planner:
         # Ranks that ran different blocks, or reached them in backward in a different order, start
         # over: their figures would not line up in the reduction below.
         calls = [len(profile.kinds), *profile.backward]
-        if not (is_same([len(calls)], self._axis) and is_same(calls, self._axis)):
+        if not (is_same([len(calls)], self._axis, "calls") and is_same(calls, self._axis, "calls")):
             profile.clear()
             self._num_failures += 1
             return
         figures = iter(
-            largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis)
+            largest([*profile.figures(LEVELS, _UNKNOWN), -self._host.room()], self._axis, "a plan")
         )
         profile.shapes = [tuple(int(next(figures)) for _ in shape) for shape in profile.shapes]
         blocks = [

@@ -69,7 +69,9 @@ class HostSteps:
         if axis.size == 1 or not flags:
             return flags
 
-        return [bool(flag) for flag in self._ledger.largest(flags, axis)]
+        return [
+            bool(flag) for flag in self._ledger.largest(flags, axis, "parameters with gradients")
+        ]
 
     def number(self, value: Callable[[], float], device: torch.device) -> float | torch.Tensor:
         """`value()`; on a tape a 0-dim fp32 tensor on `device`, filled before each replay.

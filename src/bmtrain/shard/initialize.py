@@ -109,7 +109,7 @@ def _same_random_state() -> Iterator[None]:
     """All ranks draw from rank 0's random state; a rank that had another gets it back."""
     current = world.current("init_parameters")
     own = seeding.get_random_state(current.device)
-    shared = collectives.broadcast_object(own, 0, current.mesh.world)
+    shared = collectives.broadcast_object(own, 0, current.mesh.world, "init_parameters")
     alike = all(torch.equal(own[key], shared[key]) for key in own)
     seeding.set_random_state(shared, current.device)
     try:

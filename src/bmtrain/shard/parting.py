@@ -27,7 +27,7 @@ _SEED = (
     "(bmtrain.init_distributed sets it) and load the same files "
     "on all ranks, or make it on the meta device and load it afterwards."
 )
-
+_COMPARISON = "a comparison of tensors"  # of exchanges between the ranks
 
 # torch's modules that take over the parameters of the module they hold, and what to do instead.
 _ITSELF = (
@@ -123,10 +123,10 @@ def check_same(what: str, entries: Sequence[tuple[str, Any]], axis: Axis, cure: 
     Collective.
     """
     own = [f"{name}: {_described(value)}" for name, value in entries]
-    digests = collectives.gather_objects(zlib.crc32("\n".join(own).encode()), axis)
+    digests = collectives.gather_objects(zlib.crc32("\n".join(own).encode()), axis, _COMPARISON)
     if len(set(digests)) == 1:
         return
-    told: list[list[str]] = collectives.gather_objects(own, axis)
+    told: list[list[str]] = collectives.gather_objects(own, axis, _COMPARISON)
     place = next(
         i
         for i in range(max(map(len, told)))

@@ -294,7 +294,7 @@ _COPIES = (
 
 def check_alike(whole: torch.Tensor, cut: Cut) -> None:
     """ParameterError on all ranks unless `whole`, to be cut, is the same on all. Collective."""
-    if any(differ([whole], cut.axis)):  # other stages of a pipeline may not come here
+    if any(differ([whole], cut.axis, "a value")):  # other stages of a pipeline may not come here
         raise ParameterError(
             f"a sharded tensor of shape {tuple(cut.shape)} was given values that "
             "differ between ranks, of which each would keep "
@@ -439,7 +439,7 @@ class _Gather(torch.autograd.Function):
         # Stages of a pipeline may have a gradient where others have none. All ranks take part in
         # the sum, or none does: else those that do would hang.
         ctx.cut.note("gradient", ctx.cut.users)
-        if not any(largest([float(grad is not None)], ctx.cut.users)):
+        if not any(largest([float(grad is not None)], ctx.cut.users, "a gradient")):
             return None, None
         grad = (
             torch.zeros(ctx.cut.shape, dtype=ctx.dtype, device=ctx.device) if grad is None else grad

@@ -104,7 +104,7 @@ class Steps:
     ) -> None:
         """Check that ordinary parameters are the same on all ranks; the host waits for them."""
         self._ledger.note(self._axis, f"values of {len(params)} ordinary parameters")
-        for param, is_other in zip(params, differ(params, self._axis), strict=True):
+        for param, is_other in zip(params, differ(params, self._axis, "parameters"), strict=True):
             if is_other:
                 raise ParameterError(
                     f"{type(optimizer).__name__} has an ordinary parameter of shape "
@@ -136,7 +136,7 @@ class Steps:
         if not looked_at:
             return
         grads = [param.grad for param in looked_at if param.grad is not None]
-        for param, is_other in zip(looked_at, differ(grads, self._axis), strict=True):
+        for param, is_other in zip(looked_at, differ(grads, self._axis, "gradients"), strict=True):
             if is_other:
                 raise _not_summed(
                     optimizer,

@@ -201,7 +201,9 @@ class CheckpointManager:
         self._writer.settle()
         self._snapshot = None
         order = attempt(lambda: described(step, model, optim_manager, facts, only), self._axis)
-        token, first = collectives.broadcast_object((secrets.token_hex(4), order), 0, self._axis)
+        token, first = collectives.broadcast_object(
+            (secrets.token_hex(4), order), 0, self._axis, "CheckpointManager.save"
+        )
         step = int(step)
         path = folders.path_of(self.folder, step)
         attempt(lambda: self._prepare(path, step, order, first), self._axis)
@@ -276,7 +278,9 @@ class CheckpointManager:
         self._writer.settle()
         damaged: set[str] = set()
         while True:
-            name = collectives.broadcast_object(self._newest(damaged, before), 0, self._axis)
+            name = collectives.broadcast_object(
+                self._newest(damaged, before), 0, self._axis, "CheckpointManager.latest"
+            )
             if name is None:
                 return None
             try:

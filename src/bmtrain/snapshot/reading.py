@@ -29,7 +29,7 @@ def read_rest(
         own = attempt(lambda: _read(path / names[axis.index]), axis)
         return own, own
     whole = attempt(lambda: _all(path, names) if axis.index == 0 else None, axis)
-    return None, collectives.broadcast_object(whole, 0, axis)
+    return None, collectives.broadcast_object(whole, 0, axis, "CheckpointManager.restore")
 
 
 def _all(path: pathlib.Path, names: list[str]) -> dict[str, Any]:

@@ -118,13 +118,13 @@ def _in_this_launch(source: Source, settings: running.Settings) -> compare.Repor
     )
     axis = world.current().mesh.world
     own = running.run_on_ranks(program.load_program(source), settings)
-    records = collectives.gather_objects(own, axis)
+    records = collectives.gather_objects(own, axis, "verify")
     report = (
         None
         if reference is None
         else compare.compare(reference, records, settings.device, settings.slack)
     )
-    found: compare.Report = collectives.broadcast_object(report, 0, axis)
+    found: compare.Report = collectives.broadcast_object(report, 0, axis, "verify")
     return found
 
 

@@ -125,7 +125,7 @@ def of_the_first_rank(read: Callable[[], str]) -> str:
     """
     text = attempt(lambda: read() if bmt.rank() == 0 else "", everyone(), InputError)
     if world.is_initialized():
-        text = broadcast_object(text, 0, world.current().mesh.world)
+        text = broadcast_object(text, 0, world.current().mesh.world, "the input")
     return text
 
 

@@ -72,7 +72,7 @@ class Replay:
         ]
         axis = everyone()
         own = (losses, names, platform.node())
-        found = [own] if axis is None else collectives.gather_objects(own, axis)
+        found = [own] if axis is None else collectives.gather_objects(own, axis, "a replay")
         lines = [self._way(), f"  {_figures('first time', first)}{self._as_logged(first)}"]
         lines.append(f"  {_figures('second time', second)}")
         differing = [rank for rank, (loss, grads, _) in enumerate(found) if loss or grads]

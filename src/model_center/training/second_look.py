@@ -33,7 +33,7 @@ def look(
     number = found[bmt.rank()].micro_batch or 0
     own = rows[number] if rows is not None and number < len(rows) else None
     axis = everyone()
-    all_rows = [own] if axis is None else collectives.gather_objects(own, axis)
+    all_rows = [own] if axis is None else collectives.gather_objects(own, axis, "a second look")
     return list(zip(found, all_rows, strict=True))
 
 
