@@ -32,15 +32,14 @@ def test_it_is_short() -> None:
     assert len(lines) <= 56 and len([line for line in lines if line.strip()]) <= 46
 
 
-def written(folder: pathlib.Path, ranks: int, steps: int | None = None) -> None:
-    """Write the program into a new folder, with fewer and shorter rows for two ranks.
+def written(folder: pathlib.Path, steps: int | None = None) -> None:
+    """Write the program into a new folder, with fewer and shorter rows.
 
     With `steps` it ends before it would make this step, as a crash ends it.
     """
     text = PROGRAM.read_text(encoding="utf-8")
-    if ranks > 1:
-        assert text.count(SIZES) == 1
-        text = text.replace(SIZES, SMALL)
+    assert text.count(SIZES) == 1
+    text = text.replace(SIZES, SMALL)
     if steps is not None:
         line = "        manager.zero_grad()\n"
         assert text.count(line) == 1
@@ -87,7 +86,7 @@ def test_it_learns_and_goes_on(
 ) -> None:
     """Ended on the way and started again, it prints what it prints without the stop."""
     ranks, whole, ended = 1 + bool(launcher), tmp_path / "whole", tmp_path / "ended"
-    written(whole, ranks)
+    written(whole)
     losses = started(launcher, whole)
     assert [*losses] == [*range(100)]
     assert losses[0] > 5.0  # bytes known nothing of: log 256 is 5.5
@@ -95,11 +94,11 @@ def test_it_learns_and_goes_on(
     saved = torch.load(whole / "minimal.pt", weights_only=True)
     assert saved["token.weight"].shape == (256, 128)
     assert saved["layers.3.linear1.weight"].shape == (512, 128)
-    written(ended, ranks, steps=57)
+    written(ended, steps=57)
     assert run_ranks(on_a_rank, ranks, str(ended), join=False, timeout=300) == [7] * ranks
     assert [*losses_in(capfd.readouterr().out)] == [*range(57)]
     assert not (ended / "minimal.pt").exists()
-    written(ended, ranks)
+    written(ended)
     assert run_ranks(on_a_rank, ranks, str(ended), join=False, timeout=300) == [0] * ranks
     later = losses_in(capfd.readouterr().out)
     assert later == {step: loss for step, loss in losses.items() if step >= 50}
