@@ -55,8 +55,11 @@ SEARCHES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return saved(tmp_path_factory.mktemp("models"))
+
+
+def saved(root: pathlib.Path) -> pathlib.Path:
     """Small random models, each in a folder of its name."""
-    root = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     gpt2 = GPT2(GPT2Config(**SIZES, num_layers=3, position_size=20))
     t5 = T5(T5Config(**SIZES, num_encoder_layers=2, num_decoder_layers=3))

@@ -305,8 +305,10 @@ class Fixed(Residence):
     ) -> None:
         self._source, self._transport, self._axis, self._version = source, transport, axis, version
         self._full: torch.Tensor | None = None
-        # What holders of the last gather's values get: its version counts what they write.
+        # What holders of the last gather's values get, and its version, which counts what they
+        # write.
         self._shown: torch.Tensor | None = None
+        self._shown_version = 0
         self._ready: torch.Event | None = None
         self._values = Values.NONE
 
@@ -335,6 +337,7 @@ class Fixed(Residence):
             raise RuntimeError("a gather left no buffer")
         with torch.inference_mode(False):  # which counts no writes
             self._shown = alias(self._full)
+        self._shown_version = version_of(self._shown)
         self._ready, self._values = ready, Values.CURRENT
 
     def acquire(self, phase: Phase) -> torch.Tensor:
@@ -358,12 +361,12 @@ class Fixed(Residence):
     def differs(self) -> torch.Tensor:
         """Whether this rank's part of the buffer is other than its shard; bool (), on the device.
 
-        The bits are compared: versions do not count what inference mode, replays of graphs and
-        kernels of other libraries write. True where there are no values. If it is False on all
-        ranks, the whole buffer is on each what another gather would make it.
+        The bits are compared: versions do not count what is written past torch, by replays of
+        graphs for example. True where there are no values. If it is False on all ranks, the whole
+        buffer is on each what another gather would make it.
         """
-        is_intact = self._shown is not None and version_of(self._shown) == 0
-        shard = self._source.get()
+        shard, shown = self._source.get(), self._shown
+        is_intact = shown is not None and version_of(shown) == self._shown_version
         if self._full is None or self._values is Values.NONE or not is_intact:
             return torch.ones((), dtype=torch.bool, device=shard.device)
         own = self._full.chunk(self._axis.size)[self._axis.index]
