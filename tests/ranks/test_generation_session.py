@@ -17,9 +17,9 @@ import torch
 from tests.models import parity
 from tests.models.recording import OperationRecorder, recorded
 from tests.models.test_generation_session import alive, watched_caches
-from tests.ranks import graphs
+from tests.ranks import graphs, test_generation
 from tests.ranks.runner import run_ranks
-from tests.ranks.test_generation import VOCAB, counted_gathers, made, saved
+from tests.ranks.test_generation import VOCAB, counted_gathers, saved
 from tests.tensors import own_slice
 
 import bmtrain as bmt
@@ -38,6 +38,11 @@ Result = tuple[list[Any], torch.Tensor]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return saved(tmp_path_factory.mktemp("models"))
+
+
+def made(folder: pathlib.Path) -> Any:
+    """A model, sharded."""
+    return test_generation.made(folder, "gpt2")
 
 
 def engine() -> Engine:
@@ -190,7 +195,7 @@ CHANGES: dict[Callable[[Any], None], tuple[int | None, int]] = {
 
 def follow(folder: pathlib.Path, part: int) -> None:
     for change, (num_written, num_recorded) in list(CHANGES.items())[part::2]:
-        model, ids = made(folder, "gpt2"), prompt()
+        model, ids = made(folder), prompt()
         with opened() as (session, recorder, gathers), noted_places() as places:
             before = [generated(model, ids, session=session) for _ in range(4)]
             total = gathers.pop(0)
@@ -221,7 +226,7 @@ def test_whatever_is_written_is_gathered(
 
 
 def free(folder: pathlib.Path) -> None:
-    model, other, ids = made(folder, "gpt2"), made(folder, "gpt2"), prompt()
+    model, other, ids = made(folder), made(folder), prompt()
     with watched_buffers() as buffers, watched_caches() as caches, opened() as (session, *_):
         generated(model, ids)
         total = len(buffers)
@@ -248,7 +253,7 @@ def test_memory_is_freed(folder: pathlib.Path) -> None:
 
 
 def fail(folder: pathlib.Path) -> None:
-    model, ids = made(folder, "gpt2"), prompt()
+    model, ids = made(folder), prompt()
     expected, is_failing = layer_by_layer(model, ids), bmt.rank() == 1
     with watched_buffers() as buffers, opened() as (session, _, gathers):
         generated(model, ids, session=session)
@@ -274,7 +279,7 @@ def test_an_error_on_one_rank_is_its_own(folder: pathlib.Path) -> None:
 
 
 def sometimes(folder: pathlib.Path) -> None:
-    model, ids = made(folder, "gpt2"), prompt()
+    model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     with opened() as (session, recorder, gathers), noted_places() as places:
         own: dict[str, Any] = {"session": session} if bmt.rank() == 0 else {}
@@ -295,7 +300,7 @@ def test_ranks_may_differ(folder: pathlib.Path) -> None:
 
 
 def prompts_differ(folder: pathlib.Path) -> None:
-    model, spares = made(folder, "gpt2"), list[int]()
+    model, spares = made(folder), list[int]()
     cache = 4 * 2 * 3 * 32  # bytes of a token of one row
     # rows of each rank in each generation
     rows = [(2, 1), (2, 0), (3, 1), (0, 0), (2, 1)]
@@ -324,7 +329,7 @@ def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
 
 
 def stream_between(folder: pathlib.Path) -> None:
-    model, ids = made(folder, "gpt2"), prompt()
+    model, ids = made(folder), prompt()
     expected, tokens = layer_by_layer(model, ids), list(stream(model, ids, max_new_tokens=9))
     with watched_buffers() as buffers, opened() as (session, recorder, gathers):
         for _ in range(2):
@@ -349,11 +354,11 @@ def test_streams_in_between(folder: pathlib.Path) -> None:
 
 
 def write_into_copies(folder: pathlib.Path) -> None:
-    model, ids = made(folder, "gpt2"), prompt()
-    expected, seen = layer_by_layer(model, ids), []
+    model, ids = made(folder), prompt()
+    expected, seen = layer_by_layer(model, ids), list[torch.Tensor]()
     table = model.input_embedding
 
-    def look(module: torch.nn.Module, _: object) -> None:
+    def look(module: Any, _: object) -> None:
         seen.append(module.weight)
 
     with Session() as session, counted_gathers(engine()) as gathers:
@@ -371,7 +376,7 @@ def test_what_is_written_into_a_copy_is_lost(folder: pathlib.Path) -> None:
 
 
 def write_past_torch(folder: pathlib.Path) -> None:
-    model, ids = made(folder, "gpt2"), prompt()
+    model, ids = made(folder), prompt()
     expected = layer_by_layer(model, ids)
     table = model.input_embedding
     look_up = table.forward
@@ -403,7 +408,7 @@ def trained_by_graphs(
     folder: pathlib.Path, generation: Callable[[Any, torch.Tensor], Result]
 ) -> tuple[list[float], list[Result]]:
     """Losses of steps of training, and what is generated after each."""
-    model, ids = made(folder, "gpt2"), prompt()
+    model, ids = made(folder), prompt()
     manager = bmt.optim.OptimManager()
     manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.003))
 
