@@ -116,13 +116,15 @@ class Resident:
                 stack.enter_context(part.bound(views))
             yield
 
-    def addresses(self) -> list[int]:
-        """Where whole parameters are in memory; inside of `held`."""
-        return [
+    def addresses(self) -> list[object]:
+        """Where whole parameters are in memory, and how they lie there; inside of `held`."""
+        memory = [
             # asking for a shard waits for an update of it
             (self._full[storage] if self._are_copies else storage.shard).data_ptr()
             for storage in self._storages()
         ]
+        layouts = [(storage.layout, storage.dtype) for storage in self._storages()]
+        return [memory, layouts, [part.binding.table().positions for part in self._parts]]
 
     def _storages(self) -> list[Storage]:
         return list(

@@ -118,7 +118,9 @@ class Session:
         return self._kept is not None
 
     def hold(self, memory: Sequence[object]) -> None:
-        """What owns the memory of gathered weights; that of other weights is freed."""
+        """What owns the memory of gathered weights. What was kept of others is freed."""
+        if list(memory) != list(self._memory):
+            self.free()
         if self._is_open:
             self._memory = memory
 
