@@ -94,8 +94,6 @@ class Resident:
                     residence.lose()
             raise
         finally:
-            # frames of an error would hold it on
-            memory.clear()
             self._full.clear()
 
     @contextlib.contextmanager
