@@ -181,6 +181,7 @@ def by_replay(model: Any) -> None:
     before = weight.storage_of.version()
     if bmt.rank() == 0:
         graph.replay()
+        torch.cuda.synchronize()
     assert weight.storage_of.version() == before
 
 

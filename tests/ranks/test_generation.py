@@ -243,7 +243,7 @@ def in_a_session(folder: pathlib.Path) -> tuple[list[Any], list[Any], list[int]]
     return found[0], found[1], counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_session_gives_the_same(folder: pathlib.Path, world_size: int) -> None:
     """Steps are kept until there is another parameter; on several ranks weights stay in place."""
     for alone, together, counts in run_ranks(in_a_session, world_size, folder):

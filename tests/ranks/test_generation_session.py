@@ -338,6 +338,20 @@ def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
     run_ranks(prompts_differ, 2, folder)
 
 
+def keep_unrecorded(folder: pathlib.Path) -> None:
+    model, ids = test_generation.made(folder, "t5"), prompt()
+    expected = layer_by_layer(model, ids)
+    with watched_caches() as caches, opened() as (session, recorder, gathers):
+        for _ in range(3):
+            assert_near(generated(model, ids, session=session), expected)
+        assert len(gathers) == 1 and recorder.num_recorded == 0 and not any(alive(caches))
+
+
+def test_models_that_are_not_recorded(folder: pathlib.Path) -> None:
+    """Their weights stay, and nothing else."""
+    run_ranks(keep_unrecorded, 2, folder)
+
+
 def stream_between(folder: pathlib.Path) -> None:
     model, ids = made(folder), prompt()
     expected, tokens = layer_by_layer(model, ids), list(stream(model, ids, max_new_tokens=9))
