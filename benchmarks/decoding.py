@@ -15,6 +15,7 @@ session         the same in a session, which keeps cache and recording from one 
 transformers    its generate as it comes
 static          its generate with a static cache, which compiles the model
 sharded         model_center's over two GPUs, each of which generates for its own rows
+sharded-session the same in a session, which keeps the gathered weights in place too
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ METHODS = {
     "transformers": ANY_LENGTH,
     "static": ONE_LENGTH,
     "sharded": ANY_LENGTH,
+    "sharded-session": ANY_LENGTH,
 }
+ON_TWO = {"sharded", "sharded-session"}
 ROWS = (1, 64)
 
 
@@ -176,13 +179,14 @@ def records_of(method: str, rows: int, run: Generate) -> list[dict[str, Any]]:
 
 def measure(method: str, rows: int) -> None:
     """Print the records of one method, a line each."""
-    if method == "sharded":
+    if method in ON_TWO:
         bmt.init_distributed()
     with Session() as session:
         run = {
             "ours": ours,
             "session": lambda: ours(session),
             "sharded": ours,
+            "sharded-session": lambda: ours(session),
             "transformers": theirs,
             "static": lambda: theirs(cache_implementation="static"),
         }[method]()
@@ -195,7 +199,7 @@ def measure(method: str, rows: int) -> None:
 def measured(method: str, rows: int) -> list[dict[str, Any]]:
     """The records of a method in a process of its own; why there are none, if it fails."""
     begin = [sys.executable]
-    if method == "sharded":
+    if method in ON_TWO:
         begin += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*begin, __file__, "--method", method, "--rows", str(rows)]
     failed = {"what": "decoding", "method": method, "rows": rows}
@@ -229,7 +233,7 @@ def main() -> None:
     facts = machine_from_outside()
     records: list[dict[str, Any]] = []
     for method in args.methods:
-        if method == "sharded" and int(str(facts["num_gpus"])) < 2:
+        if method in ON_TWO and int(str(facts["num_gpus"])) < 2:
             continue
         for record in itertools.chain.from_iterable(measured(method, rows) for rows in args.rows):
             print(json.dumps(record), flush=True)

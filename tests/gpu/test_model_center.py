@@ -4,26 +4,39 @@ on the CPU, over NCCL.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import pathlib
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from tests.gpu.test_programs import run_compiled_on_gpus, run_on_gpus
 from tests.models import parity
-from tests.ranks import test_generation, test_model_center
+from tests.ranks import test_generation, test_generation_session, test_model_center
+from tests.ranks.runner import run_ranks
+from tests.tensors import own_slice
 
 import bmtrain as bmt
+from bmtrain.block.resident import Resident
+from bmtrain.distributed import transport
+from bmtrain.graphs.repeated import Repeated
 from model_center.generation.engine import generate
+from model_center.generation.session import Session
 from model_center.layer.dense_attention import Attention
 from model_center.layer.mask import AttentionMask
 from model_center.layer.scaled_dot_product import attend, attend_visibly
 from model_center.model.base import BaseModel
+from model_center.model.llama import Llama, LlamaConfig
 
 pytestmark = pytest.mark.gpu
 SIZES = [size for size in (1, 2, 4) if size <= torch.cuda.device_count()]
 BATCH, HEADS, TOKENS, DIM = 3, 4, 96, 64
+RECORD = Repeated._record
+ON_TWO = pytest.mark.skipif(2 not in SIZES, reason="needs two GPUs")
 
 
 def keys_of(side: str) -> torch.Tensor:
@@ -139,3 +152,125 @@ def test_generation_on_gpus(size: int, name: str, tmp_path: pathlib.Path) -> Non
     alone.save_pretrained(tmp_path / name, format="model_center")
     found = run_on_gpus(searched_on_its_gpu, size, tmp_path, name)
     assert found == [searched(alone, rank) for rank in range(size)]
+
+
+@contextlib.contextmanager
+def opened_session() -> Iterator[tuple[Session, Any, list[int]]]:
+    """As test_generation_session's, with the recordings of the GPU."""
+    counts = types.SimpleNamespace(num_recorded=0)
+
+    def record(*args: Any) -> None:
+        counts.num_recorded += 1
+        RECORD(*args)
+
+    with (
+        mock.patch.object(Repeated, "_record", record),
+        Session() as session,
+        test_generation.counted_gathers(test_generation_session.engine()) as gathers,
+    ):
+        yield session, counts, gathers
+
+
+def by_replay(model: Any) -> None:
+    """On one rank, past torch: no version tells."""
+    weight = test_generation_session.weight_of(model)
+    values, graph = own_slice(weight), torch.cuda.CUDAGraph()
+    if bmt.rank() == 0:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            values.neg_()
+    before = weight.storage_of.version()
+    if bmt.rank() == 0:
+        graph.replay()
+        torch.cuda.synchronize()
+    assert weight.storage_of.version() == before
+
+
+def assert_same_tokens(found: Any, expected: Any) -> None:
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+def follow_on_its_gpu(folder: pathlib.Path, part: int) -> None:
+    there = test_generation_session
+    changes = {
+        by_replay if change is there.past_torch else change: costs
+        for change, costs in there.CHANGES.items()
+    }
+    with (
+        mock.patch.object(there, "opened", opened_session),
+        mock.patch.object(there, "assert_near", assert_same_tokens),
+        mock.patch.object(there, "CHANGES", changes),
+        mock.patch.object(transport, "SMALLEST_SHARED_BYTES", 0),
+    ):
+        there.follow(folder, part)
+
+
+@ON_TWO
+@pytest.mark.parametrize("init", [{}, {"zero_level": 2}, {"transport": "collective"}], ids=str)
+@pytest.mark.parametrize("part", range(2))
+def test_a_session_of_two_gpus(part: int, init: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """Two recordings in all, whatever is written; what was not written is not gathered again."""
+    test_generation.saved(tmp_path)
+    run_compiled_on_gpus(follow_on_its_gpu, 2, tmp_path, part, init=init)
+
+
+def hold_and_free() -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 1000, "dim_model": 256, "dim_head": 64, "dim_ff": 512}
+    model = Llama(LlamaConfig(**sizes, num_heads=4, num_layers=6, dtype="float32"))
+    bmt.init_parameters(model)
+    ids = parity.token_ids(2 + bmt.rank(), 60, high=1000)
+    whole = sum(param.numel() * param.dtype.itemsize for param in model.parameters())
+    # all that stays by itself: rings, workspaces of libraries
+    with mock.patch.object(Resident, "fits", lambda *_: False):
+        generate(model, ids, max_new_tokens=200)
+    expected = generate(model, ids, max_new_tokens=200).rows()
+    gc.collect()
+    torch.cuda.empty_cache()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    gc.disable()
+    try:
+        with Session() as session:
+            held = []
+            for _ in range(5):
+                assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected
+                held.append(torch.cuda.memory_allocated() - allocated)
+            assert whole <= held[0] and held[4] <= held[2]  # the first pass is kept from then on
+            with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+                generate(model, ids, max_new_tokens=200, session=session)
+            assert torch.cuda.memory_allocated() <= allocated
+            assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected
+    finally:
+        gc.enable()
+    assert torch.cuda.memory_allocated() <= allocated
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved
+
+
+@ON_TWO
+def test_a_session_of_two_gpus_gives_its_memory_back() -> None:
+    """At its end, and on both where one has no room."""
+    run_ranks(hold_and_free, 2, device=None, timeout=300)
+
+
+def take_turns_on_streams(folder: pathlib.Path) -> None:
+    model = test_generation.made(folder, "gpt2")
+    ids = test_generation_session.prompt()
+    other = torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with Session() as session:
+        for number in range(8):
+            test_generation_session.in_place(model)
+            torch.cuda.synchronize()
+            expected = test_generation_session.layer_by_layer(model, ids)[0]
+            torch.cuda.synchronize()
+            with torch.cuda.stream(other if number % 2 else None):
+                found = generate(model, ids, max_new_tokens=9, session=session)
+                assert found.rows() == expected
+
+
+@ON_TWO
+def test_a_session_of_two_gpus_on_several_streams(tmp_path: pathlib.Path) -> None:
+    """Weights are written in between, and lie in the same memory."""
+    test_generation.saved(tmp_path)
+    run_compiled_on_gpus(take_turns_on_streams, 2, tmp_path)

@@ -219,9 +219,11 @@ class SimulatedStreams(Streams):
             self._order.clocks[surrounding].wait(self._order.clocks[side])
 
     def join(self) -> None:
-        raise NotImplementedError("CUDA graphs are not simulated")
+        for side in (self._gather, self._reduce):
+            self._order.clocks[self._order.current].wait(self._order.clocks[side])
 
-    renew = join
+    def renew(self) -> None:
+        raise NotImplementedError("CUDA graphs are not simulated")
 
     def _wait(self, stream: str, event: torch.Event | None) -> None:
         if event is not None:

@@ -25,6 +25,7 @@ from tests.ranks.stream_order import (
 from torch import nn
 
 import bmtrain as bmt
+from bmtrain.block.resident import Resident
 from bmtrain.distributed import exchange, transport
 from bmtrain.distributed.exchange import joined
 from bmtrain.distributed.transport import Transport
@@ -253,6 +254,42 @@ def test_values_written_between_two_models_are_ordered(
         assert max(errors) < 1e-3
 
 
+def races_of_holding(zero_level: int) -> tuple[Races, list[float]]:
+    """Whole weights are held again and again in the same memory; in between there is training, or
+    values are written, or nothing is.
+    """
+    found = []
+    with checked() as order, torch.no_grad():
+        torch.manual_seed(0)
+        blocks = [bmt.Block(nn.Linear(DIM, DIM), zero_level=zero_level) for _ in range(4)]
+        model, x = nn.Sequential(*blocks), torch.ones(1, DIM)
+        kept: list[object] = []
+        for turn in range(1, 7):
+            resident = Resident.of(model)
+            assert resident is not None
+            kept = list(resident.memory())
+            with resident.held():
+                for _ in range(2):
+                    with resident.bound():
+                        hidden = blocks[0](x)
+                        out = blocks[1](hidden)
+                found.append(float((out - (turn // 2 or 1) * (hidden.sum() + 1)).abs().max()))
+            if turn % 2:
+                write("set_full", blocks[1], float(turn // 2 + 1))
+                with torch.enable_grad():
+                    model(x).sum().backward()
+    del kept
+    return list(order.races), found[1:]
+
+
+@pytest.mark.parametrize("zero_level", [2, 3])
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_weights_that_are_held_are_ordered(carrier: str, zero_level: int) -> None:
+    for races, errors in run_ranks(races_of_holding, 2, zero_level, init={"transport": carrier}):
+        assert races == []
+        assert max(errors) < 1e-3
+
+
 def let_go_at_once(carrier: Transport) -> None:
     """As `_make_room`, without waiting."""
     carrier._filling = None
@@ -306,6 +343,12 @@ def test_a_wait_that_is_missing_in_training_is_found(carrier: str, wait: str) ->
             init={"transport": carrier},
         )
     )
+
+
+@pytest.mark.parametrize("wait", list(WITHOUT)[:2])
+@pytest.mark.parametrize("carrier", TRANSPORTS)
+def test_a_wait_that_is_missing_in_holding_is_found(carrier: str, wait: str) -> None:
+    assert all(run_ranks(races_without, 2, wait, races_of_holding, 3, init={"transport": carrier}))
 
 
 @pytest.mark.parametrize("how", ["set_full", "load_state_dict"])

@@ -160,11 +160,12 @@ class Binding:
 
     @contextlib.contextmanager
     def running(
-        self, table: ParameterTable, use: Use, views: Sequence[torch.Tensor], *, is_compiled: bool
+        self, table: ParameterTable, bound: Sequence[torch.Tensor], *, is_compiled: bool
     ) -> Iterator[None]:
-        """Bind `views` of `use` to the modules while the body runs.
+        """Bind full tensors to the modules while the body runs.
 
         Args:
+            bound: one for each parameter of the table, new views.
             is_compiled: whether compiled code computes. It gets plain tensors, no `Bound`.
 
         Raises:
@@ -172,7 +173,6 @@ class Binding:
         """
         outer, lent = self.is_running, self._lent
         standing = [home[name] for home, name in table.homes]
-        bound = use.select(views, table.storages, table.positions)
         addresses, versions = list(map(_address, bound)), versions_of(bound)
         if not is_compiled:
             kind = BoundCopy if table.are_copies else Bound

@@ -324,12 +324,7 @@ class Block(DistributedModule):
         for view, flag in zip(views, use.trainable, strict=True):
             view.requires_grad_(flag)
         parts = [part for _, part in self._parts()]
-        with (
-            self._binding.running(
-                invocation.table, use, views, is_compiled=invocation.runner.is_compiled
-            ),
-            spare_buffers(parts),
-        ):
+        with self._bound(invocation, views), spare_buffers(parts):
             return measure(Trials(self._inner, invocation.runner), levels, views, args, kwargs)
 
     def _kind(self, invocation: Invocation, tensors: Sequence[torch.Tensor]) -> object:
@@ -461,13 +456,19 @@ class Block(DistributedModule):
         )
         with use.running(), again:
             views = use.open_apart() if apart else use.open()
-            with self._binding.running(
-                invocation.table, use, views, is_compiled=invocation.runner.is_compiled
-            ):
+            with self._bound(invocation, views):
                 with self._saving(use, packs=execution.packs, moved=execution.moved):
                     out = execution.run(self._inner, args, kwargs)
                 use.check_unchanged()
             return detached_from(use.owns, out), views
+
+    def _bound(
+        self, invocation: Invocation, views: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, the module holds views of the invocation's use."""
+        table = invocation.table
+        bound = invocation.use.select(views, table.storages, table.positions)
+        return self._binding.running(table, bound, is_compiled=invocation.runner.is_compiled)
 
     def _saving(
         self, use: Use, *, packs: bool, moved: Sequence[torch.Tensor]

@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bmtrain.block.binding import Binding
+from bmtrain.block.binding import Binding, ParameterTable
 from bmtrain.block.block import Block, parts_of
 from bmtrain.distributed.memory import DeviceMemory
 from bmtrain.errors import ParameterError, StaleParameterError
 from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+from bmtrain.shard.label import Phase
 from bmtrain.shard.placement import EVERYWHERE
+from bmtrain.shard.residence import Fixed, Residence
 from bmtrain.shard.storage import Storage
-from bmtrain.shard.unshard import Use
 
 
 class Resident:
@@ -30,17 +32,14 @@ class Resident:
     take part. Between, the model has its sharded parameters; they must not be written while they
     are held, as the values would stay those of before. On one rank nothing is copied.
 
-    Attributes:
-        num_bytes: what gathering allocates on this rank.
+    The memory is freed at the end of `held`. As long as somebody has `memory()`, all that is held
+    of these parameters lies there, and what no rank has written since is not gathered again.
     """
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
         self._parts = [_Part(binding) for binding in bindings]
-        self.num_bytes = sum(
-            storage.layout.numel * storage.dtype.itemsize
-            for storage in self._storages()
-            if storage.axis.size > 1
-        )
+        self._are_copies = any(storage.axis.size > 1 for storage in self._storages())
+        self._full: dict[Storage, torch.Tensor] = {}  # of `held`
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Resident | None:
@@ -59,6 +58,15 @@ class Resident:
         are_plain = placements <= {EVERYWHERE} and all(block.runs_plainly for block in blocks)
         return resident if are_plain else None
 
+    @property
+    def num_bytes(self) -> int:
+        """What gathering would allocate on this rank."""
+        return sum(
+            storage.layout.numel * storage.dtype.itemsize
+            for storage, residence in zip(self._storages(), self.memory(), strict=True)
+            if isinstance(residence, Fixed) and not residence.has_memory
+        )
+
     def fits(self, spare: int) -> bool:
         """Whether this rank has room for it, and for `spare` further bytes. On a CPU it has."""
         current = world.current("Resident")
@@ -67,15 +75,26 @@ class Resident:
         memory = current.service(DeviceMemory)
         return self.num_bytes + spare <= memory.within_reach() - memory.held()
 
+    def memory(self) -> list[Residence]:
+        """Owners of the memory that whole parameters are gathered to, alive or new."""
+        return [storage.engine.fixed(storage.residence) for storage in self._storages()]
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Gather everything and hold it. Collective; the end is not."""
-        with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.use.running())
-                stack.callback(part.use.drop)
-                part.use.views()
+        memory = self.memory()
+        try:
+            world.current("Resident").service(Engine).bring_changed(memory)
+            self._find(self._storages())
             yield
+        except BaseException:
+            # what was being computed may have written into a copy
+            for residence in memory:
+                if isinstance(residence, Fixed):
+                    residence.lose()
+            raise
+        finally:
+            self._full.clear()
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
@@ -87,12 +106,23 @@ class Resident:
         with contextlib.ExitStack() as stack:
             for part in self._parts:
                 self._renew(part)
-                stack.enter_context(part.bound())
+                views = [
+                    view
+                    for storage in part.table.storages
+                    for view in storage.views(self._full[storage])
+                ]
+                stack.enter_context(part.bound(views))
             yield
 
-    def addresses(self) -> list[int]:
-        """Where the shards are in memory."""
-        return [storage.shard.data_ptr() for storage in self._storages()]
+    def addresses(self) -> list[object]:
+        """Where whole parameters are in memory, and how they lie there; inside of `held`."""
+        memory = [
+            # asking for a shard waits for an update of it
+            (self._full[storage] if self._are_copies else storage.shard).data_ptr()
+            for storage in self._storages()
+        ]
+        layouts = [(storage.layout, storage.dtype) for storage in self._storages()]
+        return [memory, layouts, [part.binding.table().positions for part in self._parts]]
 
     def _storages(self) -> list[Storage]:
         return list(
@@ -101,20 +131,27 @@ class Resident:
             )
         )
 
+    def _find(self, storages: Sequence[Storage]) -> None:
+        """Where the full values of storages are, which have been brought."""
+        for storage in storages:
+            residence = storage.engine.fixed(storage.residence)
+            self._full[storage] = residence.acquire(Phase.FORWARD)
+
     def _renew(self, part: _Part) -> None:
         """Take what the program has put in the place of the modules and parameters of before."""
         if part.is_current():
             return
-        if self.num_bytes:
+        if self._are_copies:
             raise StaleParameterError(
                 "modules or parameters were replaced while their gathered values were held: change "
                 "the model between generations."
             )
         part.renew()
+        self._find(part.table.storages)
 
 
 class _Part:
-    """Parameters that are bound together, and the use that gathers them."""
+    """Parameters that are bound together."""
 
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
@@ -122,13 +159,13 @@ class _Part:
 
     def renew(self) -> None:
         """Look at the modules anew."""
-        self._table = self.binding.table()
-        self.use = Use(self._table.storages)
+        self.table: ParameterTable = self.binding.table()
 
     def is_current(self) -> bool:
         """Whether the modules hold the same parameters."""
-        return self.binding.table() is self._table
+        return self.binding.table() is self.table
 
-    def bound(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, the modules hold whole tensors."""
-        return self.binding.running(self._table, self.use, self.use.views(), is_compiled=False)
+    def bound(self, views: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Inside, the modules hold views of all slots of the table's storages."""
+        bound = [views[position] for position in self.table.positions]
+        return self.binding.running(self.table, bound, is_compiled=False)

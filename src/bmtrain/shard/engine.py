@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from bmtrain.distributed.agreement import largest
 from bmtrain.distributed.ledger import Ledger
 from bmtrain.distributed.peers import PeerGroups
 from bmtrain.distributed.transport import Transport, make_streams
@@ -155,6 +156,20 @@ class Engine:
                 each.arrives(ready)
         for residence in residences:
             residence.release(residence.acquire(Phase.FORWARD))
+
+    def bring_changed(self, residences: Sequence[Residence]) -> None:
+        """`bring` between passes, without gathers of what no rank has written since the last one.
+
+        That is seen by the values themselves. Collective, as `bring`.
+        """
+        self.rest()
+        fixed = [each for each in residences if isinstance(each, Fixed)]
+        if fixed:
+            differ = torch.stack([each.differs() for each in fixed]).tolist()
+            for each, is_changed in zip(fixed, largest(differ, self.mesh.world), strict=True):
+                if not is_changed:
+                    each.keep()
+        self.bring(residences)
 
     @property
     def num_alive(self) -> int:

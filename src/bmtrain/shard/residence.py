@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from bmtrain.distributed.transport import Gather, ShardSource, Transport
 from bmtrain.errors import ParameterError
 from bmtrain.runtime.mesh import Axis
 from bmtrain.shard.label import Label, Phase
-from bmtrain.torch_internals import num_users
+from bmtrain.torch_internals import num_users, version_of
 
 # Returns a number that changes when a parameter is written in place on this rank.
 Version = Callable[[], int]
@@ -279,6 +280,19 @@ class Gathered(Residence):
         return found
 
 
+class Values(enum.Enum):
+    """What a fixed buffer holds.
+
+    A gather makes NONE and PAST to CURRENT; `forget` makes CURRENT to PAST, and `keep` takes that
+    back; `lose` ends with NONE.
+    """
+
+    NONE = enum.auto()
+    #: those of the last gather, since which shards may have been written
+    PAST = enum.auto()
+    CURRENT = enum.auto()
+
+
 class Fixed(Residence):
     """A buffer whose address never changes, gathered once between two calls of `forget`.
 
@@ -291,34 +305,48 @@ class Fixed(Residence):
     ) -> None:
         self._source, self._transport, self._axis, self._version = source, transport, axis, version
         self._full: torch.Tensor | None = None
+        # What holders of the last gather's values get, and its version, which counts what they
+        # write.
+        self._shown: torch.Tensor | None = None
+        self._shown_version = 0
         self._ready: torch.Event | None = None
-        self._is_current = False
+        self._values = Values.NONE
+
+    @property
+    def has_memory(self) -> bool:
+        """False until the first gather."""
+        return self._full is not None
 
     def is_coming(self) -> bool:
-        return self._is_current
+        return self._values is Values.CURRENT
 
     def prefetch(self, phase: Phase) -> None:
-        if not self._is_current:
+        if self._values is not Values.CURRENT:
             self.arrives(self._transport.gather_together([self.missing(phase)], None))
 
     def missing(self, phase: Phase) -> Gather:
         """The gather that brings the values; `arrives` says that it was started."""
         if self._full is None:
             self._full = self._source.new_full(self._axis.size)
-        self.version = self._version()
+        self._values, self.version = Values.NONE, self._version()
         return Gather(self._full, self._source, self._axis, self.place(phase))
 
     def arrives(self, ready: torch.Event | None) -> None:
         """The values are there after `ready`."""
-        self._ready, self._is_current = ready, True
+        if self._full is None:
+            raise RuntimeError("a gather left no buffer")
+        with torch.inference_mode(False):  # which counts no writes
+            self._shown = alias(self._full)
+        self._shown_version = version_of(self._shown)
+        self._ready, self._values = ready, Values.CURRENT
 
     def acquire(self, phase: Phase) -> torch.Tensor:
         self.prefetch(phase)
         # Without this wait, the module would read the buffer before the gather has filled it.
         self._transport.streams.compute_waits(self._ready)
-        if self._full is None:
+        if self._shown is None:
             raise RuntimeError("a gather left no buffer")
-        return alias(self._full)
+        return self._shown
 
     def release(self, full: torch.Tensor) -> None:
         return None
@@ -327,7 +355,32 @@ class Fixed(Residence):
         # Nobody may have waited for the gather: without this wait, what follows on the compute
         # stream could write the shard while a peer still copies from it.
         self._transport.streams.compute_waits(self._ready)
-        self._is_current = False
+        if self._values is Values.CURRENT:
+            self._values = Values.PAST
+
+    def differs(self) -> torch.Tensor:
+        """Whether this rank's part of the buffer is other than its shard; bool (), on the device.
+
+        The bits are compared: versions do not count what is written past torch, by replays of
+        graphs for example. True where there are no values. If it is False on all ranks, the whole
+        buffer is on each what another gather would make it.
+        """
+        shard, shown = self._source.get(), self._shown
+        is_intact = shown is not None and version_of(shown) == self._shown_version
+        if self._full is None or self._values is Values.NONE or not is_intact:
+            return torch.ones((), dtype=torch.bool, device=shard.device)
+        own = self._full.chunk(self._axis.size)[self._axis.index]
+        return (own.view(torch.int64) != shard.view(torch.int64)).any()
+
+    def keep(self) -> None:
+        """After `forget`: the values of the last gather are right. All ranks say so, or none."""
+        if self._values is not Values.PAST:
+            raise RuntimeError("there are no values of an earlier gather")
+        self._values, self.version = Values.CURRENT, self._version()
+
+    def lose(self) -> None:
+        """Somebody may have written the buffer: the next gather must come."""
+        self._values = Values.NONE
 
 
 class Kept(Gathered):

@@ -186,11 +186,11 @@ class Run(Generic[Kind]):
                 return
             if self._peers.are_several:
                 stack.enter_context(bmt.unwatched())
+                if self._session is not None:
+                    stack.enter_context(self._session.freed_by_errors())
             stack.enter_context(weights.held())
             if self.num_prompts > 0:
-                # gathered weights are somewhere else each time
-                session = None if self._peers.are_several else self._session
-                passes = Passes(self._model, self._decoding, weights, session)
+                passes = Passes(self._model, self._decoding, weights, self._session)
                 stack.enter_context(passes.open())
                 yield from self._alone(passes)
 
@@ -203,11 +203,33 @@ class Run(Generic[Kind]):
     def _whole_weights(self) -> Weights | None:
         """The weights, if ranks go their own ways: all ranks do, or none. Collective."""
         weights = weights_of(self._model, is_sharded=self._peers.is_sharded)
-        can = weights is not None
-        if weights is not None and self._peers.are_several:
-            cache = self._decoding.num_bytes(self.task.num_new, self._search.copies)
-            can = not self._is_streamed and weights.fits(SPARE * cache)
-        return weights if self._peers.all_can(can) else None
+        if not self._peers.are_several:
+            return weights
+        fits = weights is not None and self._fits(weights)
+        are_whole = self._peers.all_can(fits and not self._is_streamed)
+        # A stream needs no whole weights, but may need the room of those that are kept.
+        if self._session is not None and not (are_whole or (fits and self._is_streamed)):
+            self._session.free()
+        return weights if are_whole else None
+
+    def _fits(self, weights: Weights) -> bool:
+        """Whether this rank has room for whole weights, and for the cache, beside what the session
+        keeps for this generation; what it keeps for another one is freed.
+        """
+        if self._session is not None:
+            self._session.hold(weights.memory())
+        cache = self._decoding.num_bytes(self.task.num_new, self._search.copies)
+        return weights.fits(self._num_caches() * cache)
+
+    def _num_caches(self) -> int:
+        """How much room there must be beside the weights, in sizes of the cache."""
+        if self.num_prompts == 0:
+            return 0
+        num_rows, length = self.task.prefix.shape
+        is_there = self._session is not None and self._session.has_room(
+            num_rows * self._search.copies, length + self.task.num_new
+        )
+        return SPARE - is_there
 
     def _alone(self, passes: Passes) -> Iterator[Kind]:
         """All steps, by passes that need no other rank."""

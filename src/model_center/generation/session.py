@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bmtrain.graphs.conditions import Conditions
@@ -43,7 +44,8 @@ class Kept(NamedTuple):
 
 
 class Session:
-    """Generations that leave the cache's memory and the recorded step to the next one.
+    """Generations that leave the cache's memory and the recorded step to the next one; and, of a
+    model that several ranks share, the memory of the gathered weights.
 
         with Session() as session:
             for ids in prompts:
@@ -59,13 +61,16 @@ class Session:
 
     There is room for up to a quarter more tokens than a generation needs, so that lengths can
     differ. Generations at the same time, two streams for example, share nothing: the one that ends
-    last leaves its own. Nothing is kept where several ranks share a model, whose weights are
-    gathered to another place for each generation, and on the CPU.
+    last leaves its own. On the CPU nothing is recorded, and no cache is kept.
+
+    Several ranks gather anew what any of them has written since. Where one has no room for all, and
+    go together therefore, each frees what it has kept. Each rank has a session of its own.
     """
 
     def __init__(self) -> None:
         self._is_open = False
         self._kept: Kept | None = None
+        self._memory: Sequence[object] = ()
 
     def __enter__(self) -> Session:
         self._is_open = True
@@ -77,7 +82,8 @@ class Session:
         error: BaseException | None,
         trace: types.TracebackType | None,
     ) -> None:
-        self._is_open, self._kept = False, None
+        self._is_open = False
+        self.free()
 
     def check(self) -> None:
         """Refuse to generate before its beginning or after its end.
@@ -99,14 +105,46 @@ class Session:
         kept, self._kept = self._kept, None
         if kept is None:
             return None
-        has_room = num_rows == kept.steps.num_rows and num_tokens <= kept.steps.capacity
+        has_room = _has_room(kept, num_rows, num_tokens)
         is_right = has_room and places == kept.places and now == kept.conditions
         return kept if is_right else None
+
+    def has_room(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether what the last generation has left is of so many rows and finds room for so many
+        tokens in each; else it is freed.
+        """
+        if self._kept is not None and not _has_room(self._kept, num_rows, num_tokens):
+            self._kept = None
+        return self._kept is not None
+
+    def hold(self, memory: Sequence[object]) -> None:
+        """What owns the memory of gathered weights. What was kept of others is freed."""
+        if list(memory) != list(self._memory):
+            self.free()
+        if self._is_open:
+            self._memory = memory
+
+    def free(self) -> None:
+        """Keep nothing of what there is."""
+        self._kept, self._memory = None, ()
+
+    @contextlib.contextmanager
+    def freed_by_errors(self) -> Iterator[None]:
+        """An error inside leaves nothing."""
+        try:
+            yield
+        except BaseException:
+            self.free()
+            raise
 
     def leave(self, kept: Kept) -> None:
         """What the next generation may go on with; freed if the session has ended."""
         if self._is_open:
             self._kept = kept
+
+
+def _has_room(kept: Kept, num_rows: int, num_tokens: int) -> bool:
+    return num_rows == kept.steps.num_rows and num_tokens <= kept.steps.capacity
 
 
 def roomy(num_tokens: int) -> int:

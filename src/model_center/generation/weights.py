@@ -17,11 +17,18 @@ class Weights(Protocol):
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Inside, they are there. Collective where they are gathered."""
 
+    def memory(self) -> Sequence[object]:
+        """What to hold for them to be gathered to the same memory again, and only if they have
+        changed; nothing where they are the model's own.
+        """
+
     def bound(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model computes with them."""
 
     def addresses(self) -> Sequence[object]:
-        """Where they are in memory, and how they lie there: a recorded step reads them so."""
+        """Where they are in memory while they are held, and how they lie there: a recorded step
+        reads them so.
+        """
 
     def fits(self, spare: int) -> bool:
         """Whether this rank has room for them, and for `spare` further bytes."""
@@ -36,6 +43,10 @@ class OwnWeights:
     def held(self) -> contextlib.AbstractContextManager[None]:
         """Nothing to do."""
         return contextlib.nullcontext()
+
+    def memory(self) -> Sequence[object]:
+        """None but the model's."""
+        return ()
 
     def bound(self) -> contextlib.AbstractContextManager[None]:
         """Nothing to do."""

@@ -1,0 +1,479 @@
+"""A session of several ranks: gathered weights stay where they are, with the values of their time,
+and go when they should.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from tests.models import parity
+from tests.models.recording import OperationRecorder, recorded
+from tests.models.test_generation_session import alive, watched_caches
+from tests.ranks import graphs, test_generation
+from tests.ranks.runner import run_ranks
+from tests.ranks.test_generation import VOCAB, counted_gathers, saved
+from tests.tensors import own_slice
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import bmtrain as bmt
+from bmtrain.block.resident import Resident
+from bmtrain.distributed.transport import ShardSource
+from bmtrain.errors import ParameterError
+from bmtrain.runtime import world
+from bmtrain.shard.engine import Engine
+from model_center.generation.ahead import Questions
+from model_center.generation.engine import generate, stream
+from model_center.generation.session import Session
+
+Result = tuple[list[Any], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return saved(tmp_path_factory.mktemp("models"))
+
+
+def made(folder: pathlib.Path) -> Any:
+    """A model, sharded."""
+    return test_generation.made(folder, "gpt2")
+
+
+def engine() -> Engine:
+    return world.current().service(Engine)
+
+
+def prompt(seed: int = 0, rows: int = 2) -> torch.Tensor:
+    return parity.token_ids(rows, 5, high=VOCAB, seed=10 * bmt.rank() + seed)
+
+
+def generated(model: Any, ids: torch.Tensor, **options: Any) -> Result:
+    out = generate(model, ids, **{"max_new_tokens": 9} | options, return_scores=True)
+    assert out.scores is not None
+    return out.rows(), out.scores
+
+
+def layer_by_layer(model: Any, ids: torch.Tensor) -> Result:
+    """By the gathers of any forward pass, which know nothing of earlier ones."""
+    with mock.patch.object(Resident, "fits", lambda *_: False):
+        return generated(model, ids)
+
+
+def assert_near(found: Result, expected: Result) -> None:
+    assert found[0] == expected[0]
+    parity.assert_close(found[1], expected[1], "scores")
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[tuple[Session, OperationRecorder, list[int]]]:
+    """A session whose steps are recorded as on a GPU, and the gathers inside."""
+    with recorded(2) as recorder, Session() as session, counted_gathers(engine()) as gathers:
+        yield session, recorder, gathers
+
+
+@contextlib.contextmanager
+def noted_places() -> Iterator[set[str]]:
+    """Where the whole weights of generations are."""
+    places: set[str] = set()
+    addresses = Resident.addresses
+
+    def noted(resident: Resident) -> list[object]:
+        found = addresses(resident)
+        places.add(str(found))
+        return found
+
+    with mock.patch.object(Resident, "addresses", noted):
+        yield places
+
+
+@contextlib.contextmanager
+def watched_buffers() -> Iterator[list[StorageWeakRef]]:
+    """Memory of whole weights that is made inside; without Python's collector."""
+    buffers: list[StorageWeakRef] = []
+    new_full = ShardSource.new_full
+
+    def noted(source: ShardSource, num_shards: int) -> torch.Tensor:
+        full = new_full(source, num_shards)
+        buffers.append(StorageWeakRef(full.untyped_storage()))
+        return full
+
+    gc.collect()
+    gc.disable()
+    try:
+        with mock.patch.object(ShardSource, "new_full", noted):
+            yield buffers
+    finally:
+        gc.enable()
+
+
+def there(buffers: list[StorageWeakRef]) -> list[bool]:
+    return [not buffer.expired() for buffer in buffers]
+
+
+def weight_of(model: Any) -> Any:
+    return model.encoder.output_layernorm.weight
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+def in_place(model: Any) -> None:
+    with torch.no_grad():
+        weight_of(model).mul_(-1)
+
+
+def in_data(model: Any) -> None:
+    weight_of(model).data.mul_(-1)
+
+
+def set_full(model: Any) -> None:
+    weight_of(model).set_full(-torch.ones(32))
+
+
+def in_slice(model: Any) -> None:
+    own_slice(weight_of(model)).mul_(-1)
+
+
+def in_inference(model: Any) -> None:
+    with torch.inference_mode():
+        own_slice(weight_of(model)).mul_(-1)
+
+
+def past_torch(model: Any) -> None:
+    """Which no version tells."""
+    before = weight_of(model).storage_of.version()
+    own_slice(weight_of(model)).numpy()[:] *= -1
+    assert weight_of(model).storage_of.version() == before
+
+
+def on_one_rank(model: Any) -> None:
+    """Which has all of it."""
+    if bmt.rank() == 0:
+        own_slice(weight_of(model)).mul_(-1)
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict({name: -value for name, value in model.state_dict().items()})
+
+
+def stepped(model: Any, kind: Any = bmt.optim.AdamOptimizer) -> None:
+    model.train()
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(kind(model.parameters(), lr=0.3))
+    loss = -model(prompt()).logits.log_softmax(-1)[..., 7].mean()
+    manager.backward(loss)
+    manager.step()
+
+
+def stepped_offloaded(model: Any) -> None:
+    """The values are still to come when the generation begins."""
+    stepped(model, bmt.optim.AdamOffloadOptimizer)
+
+
+def replaced(model: Any) -> None:
+    model.encoder.output_layernorm.weight = bmt.DistributedParameter(-torch.ones(32))
+
+
+# Of each change, how many storages it writes, None for all; and how many recordings it costs.
+CHANGES: dict[Callable[[Any], None], tuple[int | None, int]] = {
+    nothing: (0, 0),
+    in_place: (1, 0),
+    in_data: (1, 0),
+    set_full: (1, 0),
+    in_slice: (1, 0),
+    in_inference: (1, 0),
+    past_torch: (1, 0),
+    on_one_rank: (1, 0),
+    loaded: (None, 0),
+    stepped: (None, 0),
+    stepped_offloaded: (None, 0),
+    replaced: (1, 2),
+}
+
+
+def follow(folder: pathlib.Path, part: int) -> None:
+    for change, (num_written, num_recorded) in list(CHANGES.items())[part::2]:
+        model, ids = made(folder), prompt()
+        with opened() as (session, recorder, gathers), noted_places() as places:
+            before = [generated(model, ids, session=session) for _ in range(4)]
+            total = gathers.pop(0)
+            assert gathers == [] and recorder.num_recorded == 2 and total > 3, change
+            change(model)
+            gathers.clear()
+            found = [generated(model, ids, session=session)]
+            written = total if num_written is None else num_written
+            assert sum(gathers) == written, change
+            found += [generated(model, ids, session=session) for _ in range(3)]
+            assert sum(gathers) == written, change
+            assert recorder.num_recorded == 2 + num_recorded, change
+            assert len(places) == 1 or num_recorded, change
+            expected = layer_by_layer(model, ids)
+        for one in found:
+            assert_near(one, expected)
+        assert (found[0][0] != before[0][0]) == (change is not nothing), change
+        assert_near(before[0], before[3])
+
+
+@pytest.mark.parametrize("init", [{}, {"zero_level": 2}, {"transport": "copy_engine"}], ids=str)
+@pytest.mark.parametrize("part", range(2))
+def test_whatever_is_written_is_gathered(
+    folder: pathlib.Path, part: int, init: dict[str, Any]
+) -> None:
+    """And nothing else, to the same memory: recordings go on."""
+    run_ranks(follow, 2, folder, part, init=init)
+
+
+def free(folder: pathlib.Path) -> None:
+    model, other, ids = made(folder), made(folder), prompt()
+    with watched_buffers() as buffers, watched_caches() as caches, opened() as (session, *_):
+        generated(model, ids)
+        total = len(buffers)
+        assert total > 3 and not any(there(buffers) + alive(caches))
+        resident = Resident.of(model)
+        assert resident is not None
+        with torch.no_grad(), resident.held(), resident.bound():
+            model(ids)
+            assert sum(there(buffers)) == total
+        assert not any(there(buffers))
+        generated(model, ids, session=session)
+        stepped(model)  # training has no more room than on one rank
+        assert sum(there(buffers)) == total and sum(alive(caches)) == 1
+        generated(other, ids, session=session)
+        assert all(there(buffers)[-total:]) and sum(there(buffers)) == total
+        assert sum(alive(caches)) == 1
+        # only one rank has no room
+        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+            generated(other, ids, session=session)
+        assert not any(there(buffers) + alive(caches))
+        generated(other, ids, session=session)
+        assert sum(there(buffers)) == total and sum(alive(caches)) == 1
+        session.__exit__(None, None, None)
+        assert not any(there(buffers) + alive(caches))
+
+
+def test_memory_is_freed(folder: pathlib.Path) -> None:
+    """At the end of the session, for another model, and on all ranks if one has no room."""
+    run_ranks(free, 2, folder)
+
+
+def fail(folder: pathlib.Path) -> None:
+    model, ids = made(folder), prompt()
+    expected, is_failing = layer_by_layer(model, ids), bmt.rank() == 1
+    with watched_buffers() as buffers, opened() as (session, _, gathers):
+        generated(model, ids, session=session)
+        total = len(buffers)
+        before = list(there(buffers))
+        if is_failing:
+            wrong = mock.patch.object(Questions, "ask", side_effect=ZeroDivisionError)
+            with wrong, pytest.raises(ZeroDivisionError) as told:
+                generated(model, ids, session=session)
+            assert told.tb is not None  # its frames hold nothing
+        else:
+            generated(model, ids, session=session)
+        assert before == [True] * total and there(buffers) == [not is_failing] * total
+        gathers.clear()
+        assert_near(generated(model, ids, session=session), expected)
+        assert gathers == [total]
+        assert_near(generated(model, ids, session=session), expected)
+        assert gathers == [total] and sum(there(buffers)) == total
+
+
+def test_an_error_on_one_rank_is_its_own(folder: pathlib.Path) -> None:
+    """It keeps nothing; the others do, and all gather together again."""
+    run_ranks(fail, 2, folder)
+
+
+def sometimes(folder: pathlib.Path) -> None:
+    model, ids = made(folder), prompt()
+    expected = layer_by_layer(model, ids)
+    with opened() as (session, recorder, gathers), noted_places() as places:
+        own: dict[str, Any] = {"session": session} if bmt.rank() == 0 else {}
+        for _ in range(3):
+            assert_near(generated(model, ids, **own), expected)
+        assert len(gathers) == 3 and recorder.num_recorded == (2 if own else 3)
+        assert len(places) == 1 or not own
+        # what both keep is there for a generation that is in no session
+        for number in range(4):
+            own = {"session": session} if number == bmt.rank() else {}
+            assert_near(generated(model, ids, **own), expected)
+        assert len(gathers) in (3 + 1, 3 + 2)
+
+
+def test_ranks_may_differ(folder: pathlib.Path) -> None:
+    """One has a session, the other has none, or enters it later."""
+    run_ranks(sometimes, 2, folder)
+
+
+def prompts_differ(folder: pathlib.Path) -> None:
+    model, spares = made(folder), list[int]()
+    cache = 4 * 2 * 3 * 32  # bytes of a token of one row
+    # rows of each rank in each generation
+    rows = [(2, 1), (2, 0), (3, 1), (0, 0), (2, 1)]
+    expected = [layer_by_layer(model, prompt(rows=each[bmt.rank()])) for each in rows]
+
+    def fits(_: Resident, spare: int) -> bool:
+        spares.append(spare)
+        return True
+
+    with opened() as (session, _, gathers), mock.patch.object(Resident, "fits", fits):
+        for each, one in zip(rows, expected, strict=True):
+            with watched_caches():
+                ids = prompt(rows=each[bmt.rank()])
+                assert_near(generated(model, ids, session=session), one)
+        generated(made(folder), prompt(rows=2 - bmt.rank()), session=session)
+    assert len(gathers) == 2
+    found = [spare / cache / (5 + 9) for spare in spares]
+    assert found == ([3, 0, 2, 0, 2, 3] if bmt.rank() else [6, 4, 9, 0, 6, 6])
+
+
+def test_ranks_with_other_prompts(folder: pathlib.Path) -> None:
+    """And with none. A cache that is there already needs no room, that of another model does."""
+    run_ranks(prompts_differ, 2, folder)
+
+
+def keep_unrecorded(folder: pathlib.Path) -> None:
+    model, ids = test_generation.made(folder, "t5"), prompt()
+    expected = layer_by_layer(model, ids)
+    with watched_caches() as caches, opened() as (session, recorder, gathers):
+        for _ in range(3):
+            assert_near(generated(model, ids, session=session), expected)
+        assert len(gathers) == 1 and recorder.num_recorded == 0 and not any(alive(caches))
+
+
+def test_models_that_are_not_recorded(folder: pathlib.Path) -> None:
+    """Their weights stay, and nothing else."""
+    run_ranks(keep_unrecorded, 2, folder)
+
+
+def stream_between(folder: pathlib.Path) -> None:
+    model, ids = made(folder), prompt()
+    expected, tokens = layer_by_layer(model, ids), list(stream(model, ids, max_new_tokens=9))
+    with watched_buffers() as buffers, opened() as (session, recorder, gathers):
+        for _ in range(2):
+            assert_near(generated(model, ids, session=session), expected)
+        total, begun = gathers[0], len(gathers)
+        found = []
+        for number, each in enumerate(stream(model, ids, max_new_tokens=9, session=session)):
+            found.append(each)
+            if number == 4:
+                assert_near(generated(model, ids, session=session), expected)
+        assert found == tokens and sum(there(buffers)) == total and recorder.num_recorded == 2
+        assert total not in gathers[begun:]  # the stream's are one by one
+        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+            assert list(stream(model, ids, max_new_tokens=9, session=session)) == tokens
+        assert sum(there(buffers)) == total * (bmt.rank() == 0)
+        assert_near(generated(model, ids, session=session), expected)
+
+
+def test_streams_in_between(folder: pathlib.Path) -> None:
+    """They go layer by layer, and leave what is kept where it is, if there is room."""
+    run_ranks(stream_between, 2, folder)
+
+
+def write_into_copies(folder: pathlib.Path) -> None:
+    model, ids = made(folder), prompt()
+    expected, seen = layer_by_layer(model, ids), list[torch.Tensor]()
+    table = model.input_embedding
+
+    def look(module: Any, _: object) -> None:
+        seen.append(module.weight)
+
+    with Session() as session, counted_gathers(engine()) as gathers:
+        handle = table.register_forward_pre_hook(look)
+        generated(model, ids, session=session)
+        handle.remove()
+        seen[0][24:].zero_() if bmt.rank() == 0 else seen[0][:24].zero_()  # the other's part
+        assert_near(generated(model, ids, session=session), expected)
+        assert len(gathers) == 2 and gathers[1] == 1
+
+
+def test_what_is_written_into_a_copy_is_lost(folder: pathlib.Path) -> None:
+    """As ever: a program holds on to gathered weights, and writes there between generations."""
+    run_ranks(write_into_copies, 2, folder)
+
+
+def write_past_torch(folder: pathlib.Path) -> None:
+    model, ids = made(folder), prompt()
+    expected = layer_by_layer(model, ids)
+    table = model.input_embedding
+    look_up = table.forward
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        table.weight.numpy()[24:] = 0
+        return look_up(*args, **kwargs)
+
+    with Session() as other, Session() as session, counted_gathers(engine()) as gathers:
+        generated(model, ids, session=other)
+        if bmt.rank() == 0:  # which has the part before
+            table.forward = wrong
+            with pytest.raises(ParameterError, match="gave parameter"):
+                generated(model, ids, session=session)
+            table.forward = look_up
+        else:
+            generated(model, ids, session=session)
+        assert len(gathers) == 1
+        assert_near(generated(model, ids, session=other), expected)
+        assert len(gathers) == 2
+
+
+def test_after_an_error_copies_are_not_trusted(folder: pathlib.Path) -> None:
+    """Another session has the same memory."""
+    run_ranks(write_past_torch, 2, folder)
+
+
+def trained_by_graphs(
+    folder: pathlib.Path, generation: Callable[[Any, torch.Tensor], Result]
+) -> tuple[list[float], list[Result]]:
+    """Losses of steps of training, and what is generated after each."""
+    model, ids = made(folder), prompt()
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=0.003))
+
+    @bmt.cuda_graph
+    def forward_and_backward(ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(ids).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        manager.backward(loss)
+        return loss
+
+    losses, found = [], []
+    for _ in range(6):
+        losses.append(float(forward_and_backward(ids)))
+        manager.step()
+        manager.zero_grad()
+        found.append(generation(model, ids))
+    return losses, found
+
+
+def train_by_graphs(folder: pathlib.Path) -> None:
+    captured = graphs.use()
+    with recorded():  # nothing looks at the ids
+        losses, expected = trained_by_graphs(folder, layer_by_layer)
+    with opened() as (session, recorder, _), watched_buffers() as buffers:
+        most = 0
+
+        def shared(model: Any, ids: torch.Tensor) -> Result:
+            nonlocal most
+            out = generated(model, ids, session=session)
+            most = max(most, sum(there(buffers)))
+            return out
+
+        other_losses, found = trained_by_graphs(folder, shared)
+    assert captured.num_captures == 2 and captured.num_replays == 8
+    assert recorder.num_recorded == 2 and most == 7
+    assert losses == other_losses
+    for one, other in zip(found, expected, strict=True):
+        assert_near(one, other)
+    assert len({str(rows) for rows, _ in found}) > 3
+
+
+def test_training_by_graphs_shares_the_memory(folder: pathlib.Path) -> None:
+    """Both read whole weights at fixed addresses; there is one copy of them."""
+    run_ranks(train_by_graphs, 2, folder)
