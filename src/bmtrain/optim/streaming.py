@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.kernels.blockwise import BLOCK
@@ -89,12 +90,16 @@ class Passage:
             # Before the program's kernels: what comes up and goes down waits for the small ones.
             self._update = torch.cuda.Stream(world.device, priority=-1)
 
+    def make_slots(self) -> None:
+        """Allocate what a step needs, if that is not there yet."""
+        if self.is_beside and not self._slots:
+            self._slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
+
     def begin(self) -> None:
         """Begin a step."""
         if not self.is_beside:
             return
-        if not self._slots:
-            self._slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
+        self.make_slots()
         # The same slots for the same loads at each step, so that tables of addresses are known.
         self._turns = itertools.cycle(self._slots)
         # The memory of new slots may be in use by earlier work; and states of the step before must
@@ -170,17 +175,16 @@ class Series:
         self._open: Load = []
         self._room = passage.load_bytes
         self._loads: collections.deque[Load] = collections.deque()  # full, not begun
+        self._is_broken = False
         self._failure: BaseException | None = None
         passage.begin()
 
-    def add(
-        self, tensors: AnyTensors, settings: AdamSettings, grad: torch.Tensor, *, records: bool
-    ) -> StreamedUpdate:
+    def add(self, tensors: AnyTensors, settings: AdamSettings, *, records: bool) -> StreamedUpdate:
         """Another update; see `StreamedUpdate`."""
         # With a version of its own: the write was counted when the step was taken.
-        own = tensors.with_weight(alias(tensors.weight), grad)
-        update = StreamedUpdate(self, grad, records=records)
-        begin, numel = 0, grad.numel()
+        own = tensors.with_weight(alias(tensors.weight), tensors.grad)
+        update = StreamedUpdate(self, own.grad, records=records)
+        begin, numel = 0, own.grad.numel()
         while begin < numel:
             length = fitting(own, self._room)
             if length == 0 and self._open:
@@ -206,20 +210,28 @@ class Series:
         """Update the next load.
 
         Raises:
-            BaseException: what has ended an earlier one, at every call.
+            BaseException: what ends it, an interrupt for example.
+            ParameterError: at every later call.
         """
-        if self._failure is not None:
-            raise self._failure
-        load = self._loads[0]
+        if self._is_broken:
+            raise ParameterError(
+                "an update of the AdamOffloadOptimizer was broken off by "
+                f"{type(self._failure).__name__}: weights and states are partly those before the "
+                "step and partly those after it, and cannot be used any more. Start anew from a "
+                "checkpoint."
+            ) from self._failure
         try:
+            self._is_broken = True  # until all is done: an interrupt can come anywhere
+            load = self._loads[0]
             done = self._passage.run(load, self._verdict)
+            self._loads.popleft()
+            for member in load:
+                member.update.num_left -= 1
+                member.update.done = done
         except BaseException as error:
             self._failure = error
             raise
-        self._loads.popleft()
-        for member in load:
-            member.update.num_left -= 1
-            member.update.done = done
+        self._is_broken = False
 
 
 class StreamedUpdate:
@@ -249,7 +261,8 @@ class StreamedUpdate:
         """Later work on the current stream finds the weights. May be called again.
 
         Raises:
-            BaseException: what has ended an update, at every call.
+            BaseException: what ends an update.
+            ParameterError: if one has been broken off, at every call.
         """
         while self.num_left:
             self._series.run_next()
