@@ -319,9 +319,11 @@ def train(run: Run, step: int) -> None:
     run.manager.step()
 
 
-def start(folder: pathlib.Path, *, overlap: bool, num_steps: int = 2) -> Run:
+def start(folder: pathlib.Path, *, overlap: bool, num_steps: int = 2, device_bytes: int = 0) -> Run:
     model = make_model(DTYPE, 3)
-    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, weight_decay=0.1, overlap=overlap)
+    optimizer = AdamOffloadOptimizer(
+        model.parameters(), lr=0.05, weight_decay=0.1, overlap=overlap, device_bytes=device_bytes
+    )
     manager = OptimManager()
     manager.add_optimizer(optimizer)
     run = Run(model, optimizer, manager, folder)
@@ -817,6 +819,55 @@ def is_interrupted() -> None:
 
 def test_an_interrupt_of_an_update_is_no_error_of_whoever_asks_next() -> None:
     run_ranks(is_interrupted, 1)
+
+
+class ShortPassage(Passage):
+    """Begins loads as soon as they are full, as on a GPU, and fails at the third."""
+
+    def __init__(self) -> None:
+        super().__init__(world.current())
+        self.load_bytes, self.num_loads = 3000, 0
+
+    def begin(self) -> None:
+        self.is_beside = True
+
+    def make_slots(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
+
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        self.num_loads += 1
+        if self.num_loads == 3:
+            raise torch.OutOfMemoryError("no memory for a load")
+        self.is_beside = False
+        try:
+            return super().run(load, verdict)
+        finally:
+            self.is_beside = True
+
+
+def fails_in_the_step(overlap: bool, device_bytes: int) -> None:
+    use_passage(ShortPassage())
+    run = start(pathlib.Path(), overlap=overlap, num_steps=0, device_bytes=device_bytes)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for a load"):
+        train(run, 0)
+    last: list[Any] = list(run.model.parameters())[-4:]  # of none of them an update has begun
+    for param in [x for x in last if id(x.storage_of) not in run.optimizer._resident]:
+        with pytest.raises(ParameterError, match="was broken off by OutOfMemoryError: weights and"):
+            param.norm()
+    with pytest.raises(ParameterError, match="was broken off"):
+        run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("device_bytes", [0, 2000])
+def test_values_of_before_a_step_do_not_pass_for_those_after_it(
+    device_bytes: int, overlap: bool
+) -> None:
+    """Where an update fails whose successors have not begun."""
+    run_ranks(fails_in_the_step, 1, overlap, device_bytes)
 
 
 class FullPassage(Passage):

@@ -266,21 +266,23 @@ class AdamOffloadOptimizer(AdamBase):
         ]
         self._numel = sum(update.cohort.numel for update, _ in steps)
         here = [item for item in items if self._is_here(item.run)]
+        away = [item for item in items if not self._is_here(item.run)]
+        away.sort(key=self._order)
+        series = Series(self._passage, verdict)
+        self._updates = [StreamedUpdate(series, records=self._record_delta) for _ in away]
+        # Before the first of them is computed: if one fails, values of none pass for those of the
+        # step.
+        for item, update in zip(away, self._updates, strict=True):
+            if item.piece.storage is not None:
+                item.piece.storage.expect(update, is_late=item.run.owner in self._hidden)
         self._deltas = update_together(
             [item.tensors for item in here],
             [item.settings for item in here],
             verdict,
             records=self._record_delta,
         )
-        away = [item for item in items if not self._is_here(item.run)]
-        away.sort(key=self._order)
-        series = Series(self._passage, verdict)
-        self._updates = []
-        for item in away:
-            update = self._add(item, series)
-            if item.piece.storage is not None and item.run.owner in self._hidden:
-                item.piece.storage.expect(update)
-            self._updates.append(update)
+        for item, update in zip(away, self._updates, strict=True):
+            self._add(item, update, series)
         series.close()
         late = self._hidden - self._held
         for item, update in zip(away, self._updates, strict=True):
@@ -330,12 +332,12 @@ class AdamOffloadOptimizer(AdamBase):
     def _can_wait(self, item: Item) -> bool:
         return item.piece.storage is not None and item.piece.owner not in self._held
 
-    def _add(self, item: Item, series: Series) -> StreamedUpdate:
+    def _add(self, item: Item, update: StreamedUpdate, series: Series) -> None:
         weight = item.tensors.weight
         if not weight.is_inference():
             # Now, so that versions do not depend on when the values come.
             torch.autograd.graph.increment_version(weight)
-        return series.add(item.tensors, item.settings, records=self._record_delta)
+        series.add(update, item.tensors, item.settings)
 
     def _uncopied(self) -> dict[str, Any]:
         deltas = [delta.clone() for delta in self._all_deltas()]

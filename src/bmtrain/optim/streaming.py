@@ -179,11 +179,14 @@ class Series:
         self._failure: BaseException | None = None
         passage.begin()
 
-    def add(self, tensors: AnyTensors, settings: AdamSettings, *, records: bool) -> StreamedUpdate:
-        """Another update; see `StreamedUpdate`."""
+    def add(self, update: StreamedUpdate, tensors: AnyTensors, settings: AdamSettings) -> None:
+        """Compute an update of this series, behind those that were added before.
+
+        The gradient must not be written before `finish` of the update.
+        """
         # With a version of its own: the write was counted when the step was taken.
         own = tensors.with_weight(alias(tensors.weight), tensors.grad)
-        update = StreamedUpdate(self, own.grad, records=records)
+        update.grad = own.grad
         begin, numel = 0, own.grad.numel()
         while begin < numel:
             length = fitting(own, self._room)
@@ -196,7 +199,7 @@ class Series:
             self._room -= size_of(part)
             update.num_left += 1
             begin = end
-        return update
+        update.num_left -= 1
 
     def close(self) -> None:
         """What has been added last may begin."""
@@ -213,12 +216,12 @@ class Series:
             BaseException: what ends it, an interrupt for example.
             ParameterError: at every later call.
         """
-        if self._is_broken:
+        if self._is_broken or not self._loads:  # the step has not come to its end
+            cause = "" if self._failure is None else f" by {type(self._failure).__name__}"
             raise ParameterError(
-                "an update of the AdamOffloadOptimizer was broken off by "
-                f"{type(self._failure).__name__}: weights and states are partly those before the "
-                "step and partly those after it, and cannot be used any more. Start anew from a "
-                "checkpoint."
+                f"an update of the AdamOffloadOptimizer was broken off{cause}: weights and states "
+                "are partly those before the step and partly those after it, and cannot be used "
+                "any more. Start anew from a checkpoint."
             ) from self._failure
         try:
             self._is_broken = True  # until all is done: an interrupt can come anywhere
@@ -238,22 +241,22 @@ class StreamedUpdate:
     """The update of adjacent parameters whose state is in host memory.
 
     Args:
-        series: of the step.
-        grad: what it reads; must not be written before `finish`.
+        series: of the step, which it is to be added to.
         records: whether `deltas` are wanted.
 
     Attributes:
-        num_left: parts of it that are not issued yet.
+        grad: what it reads, until the program's stream has waited: else its memory would be given
+            to later work.
+        num_left: parts of it that are not issued yet; all of it is one until it is added.
         done: after the last part that is.
         deltas: of each part, sum and sum of squares of the changes of the weights, (2,) fp64.
     """
 
-    def __init__(self, series: Series, grad: torch.Tensor, *, records: bool) -> None:
+    def __init__(self, series: Series, *, records: bool) -> None:
         self._series = series
-        # Until the program's stream has waited: else its memory would be given to later work.
-        self._grad: torch.Tensor | None = grad
+        self.grad: torch.Tensor | None = None
         self.records = records
-        self.num_left = 0
+        self.num_left = 1
         self.done: torch.Event | None = None
         self.deltas: list[torch.Tensor] = []
 
@@ -268,7 +271,7 @@ class StreamedUpdate:
             self._series.run_next()
         if self.done is not None:
             torch.cuda.current_stream().wait_event(self.done)
-        self._grad = None
+        self.grad = None
 
 
 def _compute(load: Load, tensors: list[AnyTensors], verdict: torch.Tensor | None) -> None:
