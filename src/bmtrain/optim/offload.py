@@ -24,13 +24,13 @@ from bmtrain.optim.runs import Run, contiguous_runs
 from bmtrain.optim.streaming import NUM_SLOTS, Passage, Series, StreamedUpdate, update_together
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import COUNT, FLAG, SIZE, Rule, check, known_keywords
+from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords
 from bmtrain.shard.slices import Slices
 from bmtrain.shard.storage import Storage
 
 AUTO = "auto"
 ROOM = Rule('bytes, or "auto"', lambda value: value == AUTO or COUNT.holds(value))
-LIMIT = Rule("bytes, or None", lambda value: value is None or SIZE.holds(value))
+LIMIT = Rule("bytes, or None", lambda value: value is None or COUNT.holds(value))
 # Of the GPU's limit, what "auto" leaves to batches that take more than the first.
 MARGIN = 0.05
 GIB = 2**30
