@@ -93,6 +93,11 @@ def sharing_versions() -> contextlib.AbstractContextManager[object]:
     return guard
 
 
+def is_region(target: object) -> bool:
+    """Whether a function in a graph calls another graph."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def is_mutable(operator: Any) -> bool:
     """Whether an operator, as passed to `__torch_dispatch__`, writes into an argument."""
     found: bool = operator._schema.is_mutable

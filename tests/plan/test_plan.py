@@ -612,3 +612,5 @@ def test_the_function() -> None:
     assert found.fits and found.parameters == sum(p.numel() for p in Plain().parameters())
     with pytest.raises(ConfigurationError, match="nearest: 'h100'"):
         bp.Machine(gpu="h10")
+    with pytest.raises(ConfigurationError, match="10 goes with optimizer offload, got adam"):
+        dataclasses.replace(EAGER, device_states=10.0)

@@ -25,7 +25,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ConfigurationError, RanksPartedError, StaleParameterError
+from bmtrain.errors import ConfigurationError, ParameterError, RanksPartedError, StaleParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.optim.streaming import Load, Passage, StreamedUpdate
 from bmtrain.recompute.memory import Uncounted, memory_of
@@ -319,9 +319,11 @@ def train(run: Run, step: int) -> None:
     run.manager.step()
 
 
-def start(folder: pathlib.Path, *, overlap: bool, num_steps: int = 2) -> Run:
+def start(folder: pathlib.Path, *, overlap: bool, num_steps: int = 2, device_bytes: int = 0) -> Run:
     model = make_model(DTYPE, 3)
-    optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, weight_decay=0.1, overlap=overlap)
+    optimizer = AdamOffloadOptimizer(
+        model.parameters(), lr=0.05, weight_decay=0.1, overlap=overlap, device_bytes=device_bytes
+    )
     manager = OptimManager()
     manager.add_optimizer(optimizer)
     run = Run(model, optimizer, manager, folder)
@@ -780,9 +782,12 @@ def fails() -> None:
     passage = BrokenPassage(world.current())
     use_passage(passage)
     run = start(pathlib.Path(), overlap=True, num_steps=0)
-    broken = pytest.raises(MemoryError, match="no memory for a load")
-    with broken if passage.is_beside else contextlib.nullcontext():
+    with pytest.raises(MemoryError, match="no memory for a load"):
         train(run, 0)
+        run.optimizer.settle()
+    broken = pytest.raises(
+        ParameterError, match="was broken off by MemoryError: weights and states"
+    )
     for _ in range(2):
         with broken:
             run.optimizer.state_dict()
@@ -794,9 +799,192 @@ def fails() -> None:
             run.manager.step()
 
 
+class InterruptedPassage(Passage):
+    """Interrupted when a load has been updated, before the caller knows."""
+
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        super().run(load, verdict)
+        raise KeyboardInterrupt
+
+
+def is_interrupted() -> None:
+    use_passage(InterruptedPassage(world.current()))
+    run = start(pathlib.Path(), overlap=True, num_steps=0)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, 0)
+        loss_of(run.model, 2)
+    with pytest.raises(ParameterError, match="was broken off by KeyboardInterrupt"):
+        loss_of(run.model, 2)
+
+
+def test_an_interrupt_of_an_update_is_no_error_of_whoever_asks_next() -> None:
+    run_ranks(is_interrupted, 1)
+
+
+class ShortPassage(Passage):
+    """Begins loads as soon as they are full, as on a GPU, and fails at the third."""
+
+    def __init__(self) -> None:
+        super().__init__(world.current())
+        self.load_bytes, self.num_loads = 3000, 0
+
+    def begin(self) -> None:
+        self.is_beside = True
+
+    def make_slots(self) -> None:
+        return None
+
+    def wait(self) -> None:
+        return None
+
+    def run(self, load: Load, verdict: torch.Tensor | None) -> torch.Event | None:
+        self.num_loads += 1
+        if self.num_loads == 3:
+            raise torch.OutOfMemoryError("no memory for a load")
+        self.is_beside = False
+        try:
+            return super().run(load, verdict)
+        finally:
+            self.is_beside = True
+
+
+def fails_in_the_step(overlap: bool, device_bytes: int) -> None:
+    use_passage(ShortPassage())
+    run = start(pathlib.Path(), overlap=overlap, num_steps=0, device_bytes=device_bytes)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for a load"):
+        train(run, 0)
+    last: list[Any] = list(run.model.parameters())[-4:]  # of none of them an update has begun
+    for param in [x for x in last if id(x.storage_of) not in run.optimizer._resident]:
+        with pytest.raises(ParameterError, match="was broken off by OutOfMemoryError: weights and"):
+            param.norm()
+    with pytest.raises(ParameterError, match="was broken off"):
+        run.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("device_bytes", [0, 2000])
+def test_values_of_before_a_step_do_not_pass_for_those_after_it(
+    device_bytes: int, overlap: bool
+) -> None:
+    """Where an update fails whose successors have not begun."""
+    run_ranks(fails_in_the_step, 1, overlap, device_bytes)
+
+
+class FullPassage(Passage):
+    def make_slots(self) -> None:
+        raise torch.OutOfMemoryError("no memory for loads")
+
+
+def has_no_memory(device_bytes: int) -> None:
+    found = []
+    for is_full in (False, True):
+        run = start(pathlib.Path(), overlap=True, num_steps=0)
+        run.optimizer = AdamOffloadOptimizer(
+            run.model.parameters(), lr=0.05, device_bytes=device_bytes
+        )
+        loss_of(run.model, 0).backward()
+        if is_full:
+            use_passage(FullPassage(world.current()))
+            full = AdamOffloadOptimizer(run.model.parameters(), lr=0.05, device_bytes=device_bytes)
+            before = values_of(run.model, full)
+            with pytest.raises(torch.OutOfMemoryError, match="no memory for loads"):
+                full.step()
+            check_same(values_of(run.model, full), before)
+        run.optimizer.step()
+        found.append(values_of(run.model, run.optimizer))
+    check_same(*found)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("device_bytes", [0, 4000])
+def test_a_step_without_memory_changes_nothing(device_bytes: int, world_size: int) -> None:
+    """Neither states that are on the device nor step counts; the step can be taken later."""
+    run_ranks(has_no_memory, world_size, device_bytes)
+
+
 def test_an_error_of_an_update_comes_up_wherever_values_are_asked_for() -> None:
     """Again and again: no checkpoint can be taken of half a step."""
     run_ranks(fails, 1)
+
+
+# ---- ranks of which each knows something else ----
+
+
+def is_held_on_one_rank() -> None:
+    """Of one block, of all but one, and of all."""
+    for names in (["1.up"], ["1", "2", "4"], [""]):
+        found = []
+        for overlap in (False, True):
+            run = start(pathlib.Path(), overlap=overlap, num_steps=1)
+            kept = [
+                param.local
+                for name, param in run.model.named_parameters()
+                if bmt.rank() == 0 and name.startswith(tuple(names))
+            ]
+            late = []
+            for step in range(1, 5):
+                train(run, step)
+                late.append(
+                    [run.model[place].up.weight.storage_of.residence.is_late for place in (1, 2, 3)]
+                )
+            assert late == 4 * [3 * [overlap]], "ranks gather in another order"
+            copies = [x.clone() for x in kept]
+            found.append(values_of(run.model, run.optimizer))
+            for one, other in zip(kept, copies, strict=True):
+                assert torch.equal(one, other), "held memory was written after the step"
+        check_same(*found)
+
+
+def test_memory_that_one_rank_alone_holds() -> None:
+    """That rank alone waits; all gather in one order."""
+    run_ranks(is_held_on_one_rank, 2)
+
+
+def trains_one_stage() -> None:
+    found = []
+    for overlap in (False, True):
+        torch.manual_seed(3)
+        blocks = bmt.PipelineTransformerBlockList([Layer() for _ in range(4)])
+        for name, param in blocks.named_parameters():
+            param.requires_grad_(int(name.split(".")[0]) < 2)
+        optimizer = AdamOffloadOptimizer(blocks.parameters(), lr=0.05, overlap=overlap)
+        manager = OptimManager()
+        manager.add_optimizer(optimizer)
+        for step in range(3):
+            manager.zero_grad()
+            torch.manual_seed(step)
+            manager.backward(blocks(torch.randn(4, 3, DIM, requires_grad=True)).square().sum())
+            manager.step()
+        found.append({name: local_of(x).clone() for name, x in blocks.named_parameters()})
+    check_same(*found)
+
+
+def test_a_stage_of_a_pipeline_that_trains_nothing() -> None:
+    """It has no copies of gradients, but agrees with the others about their room."""
+    run_ranks(trains_one_stage, 2, init={"pipe_size": 2})
+
+
+# ---- what a step has changed ----
+
+
+def copies_changes() -> None:
+    model = make_model(DTYPE, 3)
+    optimizer = AdamOffloadOptimizer(
+        model.parameters(), lr=0.05, record_delta=True, device_bytes=4000
+    )
+    loss_of(model, 0).backward()
+    optimizer.step()
+    memo: dict[int, Any] = {}
+    copy.deepcopy(model, memo)
+    other = copy.deepcopy(optimizer, memo)
+    want = optimizer.get_avg_delta(), optimizer.get_var_delta()
+    assert want[1] > 0
+    assert (other.get_avg_delta(), other.get_var_delta()) == want
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_copy_knows_what_the_last_step_has_changed(world_size: int) -> None:
+    run_ranks(copies_changes, world_size)
 
 
 # ---- where states are ----
@@ -823,11 +1011,15 @@ def test_states_that_the_host_has_no_room_for_are_refused(world_size: int) -> No
 
 
 def in_files(folder: pathlib.Path) -> None:
-    """Training with states on the device, in host memory and in files, against host memory alone;
-    copies, checkpoints and readers of states that lie in files.
+    """Training with states on the device, in host memory and in files, or in files alone, against
+    host memory alone; copies, checkpoints and readers of states that lie in files.
     """
     found = []
-    kinds: list[dict[str, Any]] = [{}, {"device_bytes": 4000, "host_bytes": 6000, "folder": folder}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"device_bytes": 4000, "host_bytes": 6000, "folder": folder},
+        {"host_bytes": 0, "folder": folder},
+    ]
     for places in kinds:
         model = make_model(DTYPE, 3)
         optimizer = AdamOffloadOptimizer(model.parameters(), lr=0.05, **places)
@@ -840,7 +1032,8 @@ def in_files(folder: pathlib.Path) -> None:
         train(run, 3)
         found += [values_of(model, optimizer), copied(run)]
         assert bool(optimizer._filed) == bool(places)
-    check_equal(plain(found[:2]), plain(found[2:]), "in files")
+    for place in (2, 4):
+        check_equal(plain(found[place : place + 2]), plain(found[:2]), "in files")
     assert not list(folder.iterdir()), "files are left"
 
 
@@ -864,6 +1057,34 @@ def test_folders_that_cannot_be_used(world_size: int, tmp_path: pathlib.Path) ->
     """One that is not there, and a full disk: on all ranks, before there are any states."""
     run_ranks(has_no_folder, world_size, tmp_path / "none", "the folder cannot be used: .*No such")
     run_ranks(on_a_full_disk, world_size, tmp_path)
+
+
+def on_one_full_disk(folder: pathlib.Path, host_bytes: int | None) -> None:
+    """Or where one rank alone has a limit."""
+    usage = shutil.disk_usage(folder)
+    full = mock.patch.object(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    model = make_model(DTYPE, 3)
+    before = {name: local_of(x).clone() for name, x in model.named_parameters()}
+    optimizer = AdamOffloadOptimizer(
+        model.parameters(), host_bytes=6000 if bmt.rank() else host_bytes, folder=folder
+    )
+    loss_of(model, 0).backward()
+    with (
+        pytest.raises(ConfigurationError, match="that the rest of all ranks here takes"),
+        full if bmt.rank() else contextlib.nullcontext(),
+    ):
+        optimizer.step()
+    assert not optimizer.state
+    for name, param in model.named_parameters():
+        assert torch.equal(local_of(param), before[name])
+
+
+@pytest.mark.parametrize("host_bytes", [6000, None])
+def test_a_host_that_has_no_room_is_told_of_on_all_ranks(
+    host_bytes: int | None, tmp_path: pathlib.Path
+) -> None:
+    """Before any of them takes the step."""
+    run_ranks(on_one_full_disk, 2, tmp_path, host_bytes)
 
 
 def on_a_full_disk(folder: pathlib.Path) -> None:

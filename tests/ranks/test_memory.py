@@ -18,6 +18,7 @@ from torch import nn
 
 import bmtrain as bmt
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
+from bmtrain.recompute.level import Level
 from bmtrain.runtime import world
 from bmtrain.shard import gradient
 from bmtrain.shard.engine import Engine
@@ -253,3 +254,30 @@ def no_cycles() -> None:
 def test_no_reference_cycle(world_size: int, program: Callable[[], None]) -> None:
     """Reference counting alone frees a deleted block."""
     run_ranks(program, world_size, timeout=40)
+
+
+def keep_no_graphs(level: str, zero_level: int) -> None:
+    """Training mode, and a loss of which nobody wants the gradient: it was not finite, say."""
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)) for _ in range(3)]
+    blocks = [bmt.Block(x, use_checkpoint=Level[level], zero_level=zero_level) for x in layers]
+    model = bmt.BMTrainModelWrapper(nn.Sequential(*blocks, nn.Linear(16, 1), nn.Softplus()))
+
+    def run() -> torch.Tensor:
+        out: torch.Tensor = model(torch.ones(3, 16)).sum()
+        return out
+
+    run().backward()
+    run()
+    before = num_of_bytes()
+    for _ in range(3):
+        run()
+    assert num_of_bytes() == before
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("zero_level", [2, 3])
+@pytest.mark.parametrize("level", [each.name for each in Level])
+def test_passes_without_backward_leave_nothing(
+    level: str, zero_level: int, world_size: int
+) -> None:
+    run_ranks(keep_no_graphs, world_size, level, zero_level)

@@ -17,7 +17,7 @@ from tests.tensors import grad_of
 from torch import nn
 
 import bmtrain as bmt
-from bmtrain.errors import ConfigurationError
+from bmtrain.errors import ConfigurationError, ParameterError
 from bmtrain.optim import AdamOffloadOptimizer, AdamOptimizer, OptimManager
 from bmtrain.shard.slices import Slices
 
@@ -663,3 +663,51 @@ def step_replicas() -> None:
 
 def test_old_steps_cannot_part_replicas() -> None:
     run_ranks(step_replicas, 2)
+
+
+def sets_step_counts(kind: str) -> None:
+    """The state of one layer starts anew, as after it was made anew."""
+    found = []
+    for model, make in ((sharded_net(), BOTH[kind]), (net(), torch.optim.AdamW)):
+        optimizer = make(model.parameters(), lr=0.05, weight_decay=0.1)
+        for step in range(4):
+            x = inputs(step)
+            loss_of(model, x, step).backward()
+            if isinstance(optimizer, torch.optim.AdamW):
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.mul_(bmt.world_size())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                state = optimizer.state[next(iter(model.parameters()))]
+                state["step"] *= 0
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name].zero_()
+        found.append({name: x.detach().clone() for name, x in model.state_dict().items()})
+    for name, want in found[1].items():
+        torch.testing.assert_close(found[0][name], want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", BOTH)
+def test_step_counts_that_the_program_sets(kind: str, world_size: int) -> None:
+    run_ranks(sets_step_counts, world_size, kind)
+
+
+def refuses_strides(kind: str) -> None:
+    param = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+    before = param.detach().clone()
+    optimizer = BOTH[kind]([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ParameterError, match=r"param\.data\.contiguous"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    param.data, param.grad = before.contiguous(), torch.ones(4, 3)
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), before - 0.1)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_ordinary_parameters_with_strides_are_refused(kind: str) -> None:
+    run_ranks(refuses_strides, 1, kind)

@@ -268,6 +268,25 @@ def test_what_does_not_fit_is_left_to_the_compiler(joined: list[Any]) -> None:
     assert not joined
 
 
+class Measuring(nn.Module):
+    """GELU of a product that the program wants no gradients of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            product = self.linear(x)
+        out = F.gelu(product, approximate="tanh")
+        return out + x * (self.linear.weight.sum() + self.linear.bias.sum())
+
+
+def test_products_without_gradients_get_none(joined: list[Any]) -> None:
+    torch.manual_seed(0)
+    assert equal_to_plain(Measuring(), torch.randn(3, 8, N)) == ["gelu"]
+
+
 @pytest.mark.parametrize(
     ("p", "training", "names"), [(0.1, True, ["gelu"]), (0.1, False, None), (0.0, True, None)]
 )

@@ -5,6 +5,7 @@ for, and which are left to the compiler.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -266,6 +267,80 @@ def by_shares(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 )
 def test_what_is_another_loss_is_left_to_the_compiler(loss: Loss) -> None:
     assert count(Head(loss)) == 0
+
+
+class Measured(Head):
+    """The loss of logits that have no gradients, or have lost them."""
+
+    def __init__(self, is_lost: bool) -> None:
+        super().__init__(in_fp32)
+        self.is_lost = is_lost
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x)
+        with torch.set_grad_enabled(self.is_lost):
+            logits = self.linear(hidden)
+        with torch.set_grad_enabled(not self.is_lost):
+            rows = logits.flatten(0, 1)
+        return (
+            F.cross_entropy(rows, targets.flatten())
+            + hidden.square().mean()
+            + self.linear.weight.square().sum()
+        )
+
+
+def write_item(hidden: torch.Tensor) -> None:
+    hidden[0] = 1.0
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "method": lambda hidden: hidden.mul_(2),
+    "operator": lambda hidden: operator.iadd(hidden, 1),
+    "item": write_item,
+    "view": lambda hidden: hidden.flatten().neg_(),
+    "function": torch.relu_,
+    "argument": lambda hidden: F.relu(hidden, True),
+    "operator of torch": lambda hidden: torch.ops.aten.clamp_.default(hidden, -0.5, 0.5),
+}
+
+
+class Written(Head):
+    """Hidden states are written before the loss is computed, in one of many ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(in_fp32)
+        self.linear.requires_grad_(False)  # else plain backward needs what was written
+        self.write = WRITES[way]
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x)
+        logits = self.linear(hidden)
+        self.write(hidden)
+        return in_fp32(logits, targets) + hidden.square().mean()
+
+
+class Relabelled(Head):
+    """Targets are made, and written, between logits and loss; that is no matter."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.linear(self.norm(x))
+        known = targets.clone()
+        known[known < 3] = -100
+        return in_fp32(logits, known)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_gradients_are_where_the_program_wants_them(is_lost: bool) -> None:
+    assert count_equal_to_plain(Measured(is_lost)) == 0
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_hidden_states_that_are_written_before_the_loss(way: str) -> None:
+    assert count_equal_to_plain(Written(way)) == 0
+
+
+def test_targets_that_are_written_before_the_loss() -> None:
+    assert count_equal_to_plain(Relabelled(in_fp32)) == 1
 
 
 @pytest.mark.parametrize(("rows", "num_replaced"), [(CHUNK_ROWS, 0), (CHUNK_ROWS + 1, 1)])

@@ -235,3 +235,20 @@ def test_small_updates_are_not_lost() -> None:
             )
         found = weight if master is None else joined(weight, master)
         assert found.double().mean() == pytest.approx(0.99, abs=3e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_is_no_matter(dtype: torch.dtype) -> None:
+    """Of the program, which makes a model in it perhaps."""
+    values = torch.randn(300, generator=torch.Generator().manual_seed(0))
+    found = []
+    for default in (torch.float32, dtype):
+        torch.set_default_dtype(default)
+        try:
+            found.append(blocks(values, torch.int8).values())
+            found.append(blocks(values.abs(), torch.uint8).values())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for usual, other in zip(found[:2], found[2:], strict=True):
+        assert other.dtype == torch.float32
+        assert torch.equal(usual, other)

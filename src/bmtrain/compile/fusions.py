@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 
+from bmtrain.compile.graph import can_wait
 from bmtrain.kernels.gelu import gelu, gelu_backward
 from bmtrain.kernels.norm import MOST_COLUMNS, NARROW, norm, norm_backward
 
@@ -159,7 +160,12 @@ def _drops(node: torch.fx.Node) -> bool:
 def _rewrite_gelu(node: torch.fx.Node, alone: bool) -> None:
     if node.target is F.gelu and node.kwargs == {"approximate": "tanh"}:
         product = node.args[0]
-        if not alone and isinstance(product, torch.fx.Node) and _is_plain_linear(product):
+        if (
+            not alone
+            and isinstance(product, torch.fx.Node)
+            and _is_plain_linear(product)
+            and can_wait(product, node)
+        ):
             node.target, node.args, node.kwargs = linear_gelu, product.args, product.kwargs
             node.graph.erase_node(product)
         else:

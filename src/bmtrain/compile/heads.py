@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from bmtrain.compile.fusions import Wanted, is_on_gpu
+from bmtrain.compile.graph import can_wait
 from bmtrain.loss.columns import columns_of
 from bmtrain.loss.linear_cross_entropy import FusedLinearCrossEntropy, chunk_rows
 from bmtrain.torch_internals import size_at_hand
@@ -86,7 +87,7 @@ def rewrite(
             way, options = _way_to_linear(given["input"]), _options(given)
             if loss is None or options is None or not way:
                 continue
-            if _is_replaced(given, way[-1], wanted):
+            if can_wait(way[-1], node) and _is_replaced(given, way[-1], wanted):
                 _replace(node, way, function, (given["target"], options, loss.dtype))
     graph.recompile()
 

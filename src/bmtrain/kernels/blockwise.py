@@ -52,10 +52,10 @@ class Blocks(NamedTuple):
     def values(self) -> torch.Tensor:
         """(n,) fp32."""
         if self.codes.dtype == torch.int8:
-            share = self.codes * PART_OF_MEAN
+            share = self.codes.float() * PART_OF_MEAN
             share = share * share.abs()
         else:
-            share = (self.codes * PART_OF_SQUARE).square().square()
+            share = (self.codes.float() * PART_OF_SQUARE).square().square()
         return (_in_blocks(share) * self.scales[:, None]).view(-1)[: self.codes.numel()]
 
     def fill(self, values: torch.Tensor, bits: torch.Tensor | None = None) -> None:

@@ -143,7 +143,7 @@ class AdamBase(torch.optim.Optimizer):
         layout = self._lay_out()
         layout.follow()
         self._prepare(layout)
-        updates = layout.updates()
+        updates = self._secure(layout.updates())
         self._stepped = [state for update in updates for state in update.cohort.states]
         for state in self._stepped:
             state["step"] += 1
@@ -191,6 +191,10 @@ class AdamBase(torch.optim.Optimizer):
 
     def _prepare(self, layout: AdamLayout) -> None:
         """Called before a step looks for gradients."""
+
+    def _secure(self, updates: list[Update]) -> list[Update]:
+        """The updates with all that they need: nothing has changed if there is no memory for it."""
+        return updates
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         """Apply the updates, or none of them if `verdict` is NaN or infinite."""

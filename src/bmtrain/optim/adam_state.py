@@ -141,6 +141,11 @@ class Cohort:
         num_steps: int = self.states[0]["step"]
         return num_steps
 
+    @property
+    def is_one(self) -> bool:
+        """Whether its step counts are the same: the program may have set one."""
+        return len({state["step"] for state in self.states}) == 1
+
     def add(self, place: int, piece: Run, tensors: MakeTensors) -> None:
         """Add a piece of part number `place`; `tensors` maps its gradient to what is updated."""
         self.numel += sum(local_numel(param) for param in piece.params)
@@ -178,6 +183,18 @@ class Update(NamedTuple):
     cohort: Cohort
     places: list[tuple[Run, Run]]
     tensors: list[AnyTensors]
+
+    def with_copies(self, wanted: Callable[[Run], bool]) -> Update:
+        """With copies of the gradients of those runs."""
+        pairs = zip(self.places, self.tensors, strict=True)
+        return self._replace(
+            tensors=[
+                tensors.with_weight(tensors.weight, tensors.grad.clone())
+                if wanted(run)
+                else tensors
+                for (run, _), tensors in pairs
+            ]
+        )
 
 
 class AdamLayout:
@@ -316,11 +333,16 @@ class AdamLayout:
     def updates(self) -> list[Update]:
         """Updates of all parameters that have a gradient now.
 
-        The plan is reused as long as the same sharded parameters have one.
+        The plan is reused as long as the same sharded parameters have one, and step counts that are
+        the same are so still.
         """
         sharded, replicated = self._gradients.look()
         places = self._gradients.places
-        if self._plan is None or self._plan[0] is not places:
+        if (
+            self._plan is None
+            or self._plan[0] is not places
+            or not all(cohort.is_one for cohort in self._plan[1])
+        ):
             self._plan = places, self._grouped(places)
         others = self._grouped([(run, piece) for run, piece, _ in replicated.parts])
         return [

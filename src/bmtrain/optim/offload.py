@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bmtrain.distributed import collectives
-from bmtrain.distributed.agreement import largest
+from bmtrain.distributed.agreement import attempt, largest
 from bmtrain.distributed.memory import DeviceMemory, Peak
 from bmtrain.errors import ConfigurationError
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.optim.adam import AdamBase, Step
-from bmtrain.optim.adam_state import AdamLayout, AnyTensors
+from bmtrain.optim.adam_state import AdamLayout, AnyTensors, Update
 from bmtrain.optim.clip import parameters_of
 from bmtrain.optim.form import StateForm
 from bmtrain.optim.host_memory import Make, file_zeros, host_zeros
@@ -24,12 +24,13 @@ from bmtrain.optim.runs import Run, contiguous_runs
 from bmtrain.optim.streaming import NUM_SLOTS, Passage, Series, StreamedUpdate, update_together
 from bmtrain.recompute.memory import memory_of
 from bmtrain.runtime import world
-from bmtrain.runtime.arguments import COUNT, FLAG, SIZE, Rule, check, known_keywords
+from bmtrain.runtime.arguments import COUNT, FLAG, Rule, check, known_keywords
 from bmtrain.shard.slices import Slices
+from bmtrain.shard.storage import Storage
 
 AUTO = "auto"
 ROOM = Rule('bytes, or "auto"', lambda value: value == AUTO or COUNT.holds(value))
-LIMIT = Rule("bytes, or None", lambda value: value is None or SIZE.holds(value))
+LIMIT = Rule("bytes, or None", lambda value: value is None or COUNT.holds(value))
 # Of the GPU's limit, what "auto" leaves to batches that take more than the first.
 MARGIN = 0.05
 GIB = 2**30
@@ -120,7 +121,9 @@ class AdamOffloadOptimizer(AdamBase):
         self._deltas: list[torch.Tensor] = []  # of states on the device, in the last step
         self._updates: list[StreamedUpdate] = []  # of the last step
         self._numel = 0  # of the parameters in the last step
-        self._held: set[int] = set()  # owners that cannot be updated later
+        self._held: set[int] = set()  # owners that cannot be updated later on this rank
+        self._hidden: set[int] = set()  # those that may be, on all ranks
+        self._num_checked = 0  # parameters for which the host has room
         current = world.current(type(self).__name__)
         self._passage = current.service(Passage)
         self._peak: Peak | None = None
@@ -156,6 +159,15 @@ class AdamOffloadOptimizer(AdamBase):
 
     def _new_layout(self) -> AdamLayout:
         self._copy_room = None
+        self._place()
+        return super()._new_layout()
+
+    def _place(self) -> None:
+        """Decide where states will be.
+
+        Raises:
+            ConfigurationError: if there is no room for them.
+        """
         runs = self._runs()
         self._resident = first_owners(runs, self._room or 0, self._form)
         away = [run for run in runs if run.owner not in self._resident]
@@ -165,7 +177,6 @@ class AdamOffloadOptimizer(AdamBase):
             rest = [run for run in away if run.owner not in hosted]
             self._filed = {run.owner for run in rest}
             self._check_room(away, rest)
-        return super()._new_layout()
 
     def _check_room(self, away: Iterable[Run], rest: Iterable[Run]) -> None:
         """Refuse states for which there is no room, of all that are not on the device."""
@@ -194,12 +205,16 @@ class AdamOffloadOptimizer(AdamBase):
             )
 
     def _place_states(self) -> None:
-        if self._room is not None:
-            return
-        self._room = self._free_room()
-        if self._room:
-            self.settle()
-            self._drop_layout()
+        if self._room is None:
+            self._room = self._free_room()
+            if self._room:
+                self.settle()
+                self._drop_layout()
+        num_params = len(parameters_of(self.param_groups))
+        if num_params != self._num_checked:
+            # Hosts may have disks of other sizes: without it, some ranks would take the step.
+            attempt(self._place, self._engine.mesh.world, ConfigurationError)
+            self._num_checked = num_params
 
     def _free_room(self) -> int:
         """Bytes that states may take on all GPUs, as the first step has used them. Collective."""
@@ -207,7 +222,7 @@ class AdamOffloadOptimizer(AdamBase):
         if self._peak is not None:
             current = world.current(type(self).__name__)
             limit = int(current.service(memory_of).limit() * (1 - MARGIN))
-            grads = sum(run.numel * run.params[0].itemsize for run in self._runs())
+            grads = sum(map(_bytes_of_gradient, self._storages()))
             # At the update there are copies of gradients, and states that pass through.
             held = current.service(DeviceMemory).held() + grads
             held += NUM_SLOTS * self._passage.load_bytes
@@ -221,11 +236,26 @@ class AdamOffloadOptimizer(AdamBase):
     def _runs(self) -> list[Run]:
         return contiguous_runs(parameters_of(self.param_groups))
 
+    def _storages(self) -> set[Storage]:
+        return {run.storage for run in self._runs() if run.storage is not None}
+
     def _wait_for_copies(self) -> None:
         self._passage.wait()
 
     def _prepare(self, layout: AdamLayout) -> None:
         self._held = layout.held_owners()
+
+    def _secure(self, updates: list[Update]) -> list[Update]:
+        away = [run for update in updates for run, _ in update.places if not self._is_here(run)]
+        if away:
+            self._passage.make_slots()
+        self._hidden = self._hidden_owners(away)
+        # Copies of what the program may write before it is read.
+        copied = self._hidden - self._held
+        return [update.with_copies(lambda run: run.owner in copied) for update in updates]
+
+    def _is_here(self, run: Run) -> bool:
+        return run.owner in self._resident
 
     def _apply(self, steps: Sequence[Step], verdict: torch.Tensor | None) -> None:
         self._note_step()
@@ -235,54 +265,55 @@ class AdamOffloadOptimizer(AdamBase):
             for (run, piece), tensors in zip(update.places, update.tensors, strict=True)
         ]
         self._numel = sum(update.cohort.numel for update, _ in steps)
-        here = [item for item in items if item.run.owner in self._resident]
+        here = [item for item in items if self._is_here(item.run)]
+        away = [item for item in items if not self._is_here(item.run)]
+        away.sort(key=self._order)
+        series = Series(self._passage, verdict)
+        self._updates = [StreamedUpdate(series, records=self._record_delta) for _ in away]
+        # Before the first of them is computed: if one fails, values of none pass for those of the
+        # step.
+        for item, update in zip(away, self._updates, strict=True):
+            if item.piece.storage is not None:
+                item.piece.storage.expect(update, is_late=item.run.owner in self._hidden)
         self._deltas = update_together(
             [item.tensors for item in here],
             [item.settings for item in here],
             verdict,
             records=self._record_delta,
         )
-        away = [item for item in items if item.run.owner not in self._resident]
-        away.sort(key=self._order)
-        series = Series(self._passage, verdict)
-        hidden = self._hidden_owners(away)
-        # Copies of what the program may write before it is read; all of them before the first
-        # update, so that no weight has changed where there is no room for them.
-        grads = [
-            item.tensors.grad.clone() if item.run.owner in hidden else item.tensors.grad
-            for item in away
-        ]
-        self._updates = []
-        for item, grad in zip(away, grads, strict=True):
-            update = self._add(item, grad, series)
-            if item.piece.storage is not None and item.run.owner in hidden:
-                item.piece.storage.expect(update)
-            self._updates.append(update)
-        series.close()
         for item, update in zip(away, self._updates, strict=True):
-            if item.run.owner not in hidden:
+            self._add(item, update, series)
+        series.close()
+        late = self._hidden - self._held
+        for item, update in zip(away, self._updates, strict=True):
+            if item.run.owner not in late:
                 update.finish()
         if not all(self._can_wait(item) for item in away):
             self._passage.wait()  # the program may read and write these states without asking
 
-    def _hidden_owners(self, away: Sequence[Item]) -> set[int]:
+    def _hidden_owners(self, away: Sequence[Run]) -> set[int]:
         """Owners that are updated while the program goes on; the same on all ranks, which gather
-        late what is updated late.
+        late what is updated late, even where the program holds memory of one on some of them.
 
         The last that the forward pass needs, since it would wait for the first.
         """
-        sizes = {
-            item.run.owner: item.piece.storage.layout.shard_numel * item.tensors.grad.itemsize
-            for item in reversed(away)
-            if self._overlap and item.piece.storage is not None and self._can_wait(item)
-        }
-        if sizes and self._copy_room is None:
+        if not self._overlap:
+            return set()
+        room = self._room_for_copies()
+        sharded = {run.owner: run.storage for run in away if run.storage is not None}
+        last = sorted(sharded.values(), key=lambda storage: storage.residence.turn, reverse=True)
+        return fitting_owners({id(storage): _bytes_of_gradient(storage) for storage in last}, room)
+
+    def _room_for_copies(self) -> int:
+        """Bytes of copies of gradients that all GPUs have room for. Collective at first."""
+        if self._copy_room is None:
             memory = world.current(type(self).__name__).service(memory_of)
-            is_open = memory.limit_is_open
-            self._copy_room = self._least(
-                sum(sizes.values()) if is_open else memory.limit() - memory.allocated()
-            )
-        return fitting_owners(sizes, self._copy_room or 0)
+            storages = self._storages()
+            room = memory.limit() - memory.allocated()
+            if memory.limit_is_open:
+                room = sum(map(_bytes_of_gradient, storages))
+            self._copy_room = self._least(room) if storages else 0
+        return self._copy_room
 
     def _note_step(self) -> None:
         """Enter in the ledger what decides the order of gathers and where states are."""
@@ -301,22 +332,28 @@ class AdamOffloadOptimizer(AdamBase):
     def _can_wait(self, item: Item) -> bool:
         return item.piece.storage is not None and item.piece.owner not in self._held
 
-    def _add(self, item: Item, grad: torch.Tensor, series: Series) -> StreamedUpdate:
+    def _add(self, item: Item, update: StreamedUpdate, series: Series) -> None:
         weight = item.tensors.weight
         if not weight.is_inference():
             # Now, so that versions do not depend on when the values come.
             torch.autograd.graph.increment_version(weight)
-        return series.add(item.tensors, item.settings, grad, records=self._record_delta)
+        series.add(update, item.tensors, item.settings)
 
     def _uncopied(self) -> dict[str, Any]:
-        own = {"_updates": [], "_held": set(), "_passage": self._passage, "_peak": self._peak}
+        deltas = [delta.clone() for delta in self._all_deltas()]
+        own: dict[str, Any] = {"_updates": [], "_deltas": deltas, "_held": set(), "_hidden": set()}
+        own |= {"_passage": self._passage, "_peak": self._peak}
         return {**super()._uncopied(), **own}
+
+    def _all_deltas(self) -> list[torch.Tensor]:
+        """Of all parts of the last step, which is settled."""
+        return [*self._deltas, *(x for update in self._updates for x in update.deltas)]
 
     def _global_sums(self) -> tuple[float, float, float]:
         self.settle()
         sums = torch.zeros(3, dtype=torch.float64, device="cpu")
         sums[0] = self._numel
-        for delta in (*self._deltas, *(x for update in self._updates for x in update.deltas)):
+        for delta in self._all_deltas():
             sums[1:] += delta.cpu()
         collectives.all_reduce_(sums, "sum", world.current("record_delta").mesh.world)
         count, total, squares = sums.tolist()
@@ -351,6 +388,12 @@ def fitting_owners(sizes: Mapping[int, int], room: int) -> set[int]:
             found.add(owner)
             room -= size
     return found
+
+
+def _bytes_of_gradient(storage: Storage) -> int:
+    """Of the gradient of a shard."""
+    dtype = storage.policy.accumulate_dtype or storage.dtype
+    return storage.layout.shard_numel * dtype.itemsize
 
 
 def bytes_of_state(run: Run, form: StateForm) -> int:

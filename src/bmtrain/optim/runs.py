@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from bmtrain.errors import ParameterError
 from bmtrain.shard.parameter import DistributedParameter
 from bmtrain.shard.slices import local_of
 from bmtrain.shard.storage import Storage
@@ -28,9 +29,20 @@ class Run:
 
     @property
     def values(self) -> torch.Tensor:
-        """This rank's values: (numel,)."""
+        """This rank's values: (numel,).
+
+        Raises:
+            ParameterError: for an ordinary parameter that is not contiguous.
+        """
         if self.storage is None:
-            return self.params[0].detach().view(-1)
+            param = self.params[0].detach()
+            if not param.is_contiguous():
+                raise ParameterError(
+                    f"an ordinary parameter of shape {tuple(param.shape)} has the strides "
+                    f"{param.stride()}: an Adam of this library updates contiguous ones. Put "
+                    "param.data = param.data.contiguous() before making the optimizer, or shard it."
+                )
+            return param.view(-1)
         return self.storage.shard[self.begin : self.end]
 
     @property

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from bmtrain.errors import ParameterError
 from bmtrain.kernels.adam import AdamSettings
 from bmtrain.kernels.adam_compact import update_tensors
 from bmtrain.kernels.blockwise import BLOCK
@@ -89,12 +90,16 @@ class Passage:
             # Before the program's kernels: what comes up and goes down waits for the small ones.
             self._update = torch.cuda.Stream(world.device, priority=-1)
 
+    def make_slots(self) -> None:
+        """Allocate what a step needs, if that is not there yet."""
+        if self.is_beside and not self._slots:
+            self._slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
+
     def begin(self) -> None:
         """Begin a step."""
         if not self.is_beside:
             return
-        if not self._slots:
-            self._slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
+        self.make_slots()
         # The same slots for the same loads at each step, so that tables of addresses are known.
         self._turns = itertools.cycle(self._slots)
         # The memory of new slots may be in use by earlier work; and states of the step before must
@@ -170,17 +175,19 @@ class Series:
         self._open: Load = []
         self._room = passage.load_bytes
         self._loads: collections.deque[Load] = collections.deque()  # full, not begun
+        self._is_broken = False
         self._failure: BaseException | None = None
         passage.begin()
 
-    def add(
-        self, tensors: AnyTensors, settings: AdamSettings, grad: torch.Tensor, *, records: bool
-    ) -> StreamedUpdate:
-        """Another update; see `StreamedUpdate`."""
+    def add(self, update: StreamedUpdate, tensors: AnyTensors, settings: AdamSettings) -> None:
+        """Compute an update of this series, behind those that were added before.
+
+        The gradient must not be written before `finish` of the update.
+        """
         # With a version of its own: the write was counted when the step was taken.
-        own = tensors.with_weight(alias(tensors.weight), grad)
-        update = StreamedUpdate(self, grad, records=records)
-        begin, numel = 0, grad.numel()
+        own = tensors.with_weight(alias(tensors.weight), tensors.grad)
+        update.grad = own.grad
+        begin, numel = 0, own.grad.numel()
         while begin < numel:
             length = fitting(own, self._room)
             if length == 0 and self._open:
@@ -192,7 +199,7 @@ class Series:
             self._room -= size_of(part)
             update.num_left += 1
             begin = end
-        return update
+        update.num_left -= 1
 
     def close(self) -> None:
         """What has been added last may begin."""
@@ -206,42 +213,50 @@ class Series:
         """Update the next load.
 
         Raises:
-            BaseException: what has ended an earlier one, at every call.
+            BaseException: what ends it, an interrupt for example.
+            ParameterError: at every later call.
         """
-        if self._failure is not None:
-            raise self._failure
-        load = self._loads[0]
+        if self._is_broken or not self._loads:  # the step has not come to its end
+            cause = "" if self._failure is None else f" by {type(self._failure).__name__}"
+            raise ParameterError(
+                f"an update of the AdamOffloadOptimizer was broken off{cause}: weights and states "
+                "are partly those before the step and partly those after it, and cannot be used "
+                "any more. Start anew from a checkpoint."
+            ) from self._failure
         try:
+            self._is_broken = True  # until all is done: an interrupt can come anywhere
+            load = self._loads[0]
             done = self._passage.run(load, self._verdict)
+            self._loads.popleft()
+            for member in load:
+                member.update.num_left -= 1
+                member.update.done = done
         except BaseException as error:
             self._failure = error
             raise
-        self._loads.popleft()
-        for member in load:
-            member.update.num_left -= 1
-            member.update.done = done
+        self._is_broken = False
 
 
 class StreamedUpdate:
     """The update of adjacent parameters whose state is in host memory.
 
     Args:
-        series: of the step.
-        grad: what it reads; must not be written before `finish`.
+        series: of the step, which it is to be added to.
         records: whether `deltas` are wanted.
 
     Attributes:
-        num_left: parts of it that are not issued yet.
+        grad: what it reads, until the program's stream has waited: else its memory would be given
+            to later work.
+        num_left: parts of it that are not issued yet; all of it is one until it is added.
         done: after the last part that is.
         deltas: of each part, sum and sum of squares of the changes of the weights, (2,) fp64.
     """
 
-    def __init__(self, series: Series, grad: torch.Tensor, *, records: bool) -> None:
+    def __init__(self, series: Series, *, records: bool) -> None:
         self._series = series
-        # Until the program's stream has waited: else its memory would be given to later work.
-        self._grad: torch.Tensor | None = grad
+        self.grad: torch.Tensor | None = None
         self.records = records
-        self.num_left = 0
+        self.num_left = 1
         self.done: torch.Event | None = None
         self.deltas: list[torch.Tensor] = []
 
@@ -249,13 +264,14 @@ class StreamedUpdate:
         """Later work on the current stream finds the weights. May be called again.
 
         Raises:
-            BaseException: what has ended an update, at every call.
+            BaseException: what ends an update.
+            ParameterError: if one has been broken off, at every call.
         """
         while self.num_left:
             self._series.run_next()
         if self.done is not None:
             torch.cuda.current_stream().wait_event(self.done)
-        self._grad = None
+        self.grad = None
 
 
 def _compute(load: Load, tensors: list[AnyTensors], verdict: torch.Tensor | None) -> None:

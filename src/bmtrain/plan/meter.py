@@ -132,4 +132,4 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         if id(storage) not in self._seen and tensor.dtype != torch.uint8:
             self._seen[id(storage)] = storage
             self.num_bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # else a node would hold its own result, and so itself

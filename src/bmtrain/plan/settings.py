@@ -89,6 +89,11 @@ class Settings:
                 raise ConfigurationError(f"{wrong} Expected one of {', '.join(known)}.")
         if self.zero_level not in (2, 3):
             raise ConfigurationError(f"plan: zero_level is {self.zero_level!r}: expected 2 or 3.")
+        if self.device_states and self.optimizer != "offload":
+            raise ConfigurationError(
+                f"plan: device_states {self.device_states:g} goes with optimizer offload, got "
+                f"{self.optimizer}, whose states are all on the GPU."
+            )
         if not has_form(self.optimizer, self.dtype, self.form):
             raise ConfigurationError(
                 f"plan: optimizer {self.optimizer} with {self.dtype} has no moments "

@@ -233,7 +233,8 @@ class _Moves:
         """The placeholder that autograd saves for `tensor`."""
         address = tensor.untyped_storage().data_ptr()
         if address not in self._movable:
-            return tensor if self._inner is None else self._inner.pack_hook(tensor)
+            # Without its graph: see `Use.packing`.
+            return tensor.detach() if self._inner is None else self._inner.pack_hook(tensor)
         if address not in self._away:
             self._away[address] = self._host.send(self._movable[address], self._ready)
         return Saved(

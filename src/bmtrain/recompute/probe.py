@@ -174,4 +174,4 @@ class _Counter(torch.autograd.graph.saved_tensors_hooks):
         if storage.data_ptr() not in self._seen:
             self._seen.add(storage.data_ptr())
             self.num_bytes += storage.nbytes()
-        return tensor
+        return tensor.detach()  # else a node would hold its own result, and so itself

@@ -144,14 +144,17 @@ class Storage:
         self.settle()
         return self._shard
 
-    def expect(self, update: Update) -> None:
+    def expect(self, update: Update, *, is_late: bool) -> None:
         """Values are computed beside the program: whoever asks for them waits.
 
         Called at the same place on all ranks, those without elements of it too. The caller has
         counted the write, so that versions do not depend on when the values come.
+
+        Args:
+            is_late: whether that may be in the next pass; the same on all ranks.
         """
         self._updates.append(update)
-        self.residence.is_late = True
+        self.residence.is_late = is_late or self.residence.is_late
 
     def settle(self) -> None:
         """Wait for updates that are under way. Not collective.

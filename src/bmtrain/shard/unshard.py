@@ -408,7 +408,9 @@ class Use:
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
             storage = owners.get(_memory_of(tensor))
             if storage is None:
-                return tensor
+                # A node that saves its own result would hold itself through the result's graph,
+                # for ever where backward never comes. Autograd puts the graph back.
+                return tensor.detach()
             return Packed(
                 storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
             )
