@@ -166,7 +166,8 @@ class Engine:
         fixed = [each for each in residences if isinstance(each, Fixed)]
         if fixed:
             differ = torch.stack([each.differs() for each in fixed]).tolist()
-            for each, is_changed in zip(fixed, largest(differ, self.mesh.world), strict=True):
+            changed = largest(differ, self.mesh.world, "weights that were written")
+            for each, is_changed in zip(fixed, changed, strict=True):
                 if not is_changed:
                     each.keep()
         self.bring(residences)
