@@ -614,3 +614,5 @@ def test_the_function() -> None:
         bp.Machine(gpu="h10")
     with pytest.raises(ConfigurationError, match="10 goes with optimizer offload, got adam"):
         dataclasses.replace(EAGER, device_states=10.0)
+    with pytest.raises(ConfigurationError, match="expected optimizer offload with it, got adam"):
+        dataclasses.replace(EAGER, overlap=False)

@@ -94,6 +94,11 @@ class Settings:
                 f"plan: device_states {self.device_states:g} goes with optimizer offload, got "
                 f"{self.optimizer}, whose states are all on the GPU."
             )
+        if not self.overlap and self.optimizer != "offload":
+            raise ConfigurationError(
+                "plan: overlap is False: expected optimizer offload with it, got "
+                f"{self.optimizer}, whose updates are never beside the program."
+            )
         if not has_form(self.optimizer, self.dtype, self.form):
             raise ConfigurationError(
                 f"plan: optimizer {self.optimizer} with {self.dtype} has no moments "
