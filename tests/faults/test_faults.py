@@ -22,7 +22,7 @@ TABLE: dict[str, tuple[str, int, int | None]] = {
     "exception": ("it has failed: KeyError: 'the culprit'", exits.PARTED, exits.FAILED),
     "exit": ("rank 1 did not come to the next: it has left the run", exits.PARTED, 3),
     "return": ("rank 1 did not come to the next: it has left the run", exits.PARTED, 0),
-    "save": (r"rank 1 did number \d+: exchange of objects", exits.PARTED, exits.PARTED),
+    "save": (r"rank 1 did number \d+: exchange for errors", exits.PARTED, exits.PARTED),
     "skip": (r"rank 1 did number \d+: all_reduce \(sum\)", exits.PARTED, exits.PARTED),
     "batches": (r"rank 1 did number \d+: barrier", exits.PARTED, exits.PARTED),
     "sigkill": ("rank 1 did not come to the next: it has ended", exits.PARTED, -signal.SIGKILL),

@@ -21,6 +21,8 @@ from bmtrain.errors import ConfigurationError
 from bmtrain.runtime import world
 from bmtrain.runtime.mesh import Axis
 
+_CALL = "a tensor-parallel call"  # the same for all of them: `check_alike` tells which
+
 
 def axis() -> Axis:
     """The tensor-parallel axis of the current world."""
@@ -33,9 +35,9 @@ def check_alike(what: str, facts: str) -> None:
     A checksum travels on the CPU; the facts themselves, for the message, only if it differs.
     """
     own = zlib.crc32(f"{what}: {facts}".encode())
-    if is_same([own], axis(), what):
+    if is_same([own], axis(), _CALL):
         return
-    said = collectives.gather_objects(f"{what}: {facts}", axis(), what)
+    said = collectives.gather_objects(f"{what}: {facts}", axis(), _CALL)
     each = "; ".join(f"rank {rank}: {text}" for rank, text in zip(axis().ranks, said, strict=True))
     raise ConfigurationError(
         f"the tensor-parallel ranks do not match ({each}): expected the same call with "
