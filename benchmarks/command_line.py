@@ -6,8 +6,10 @@ import argparse
 import os
 import pathlib
 import signal
+from typing import Any
 
 import torch
+from machine import machine, machine_from_outside
 from suites import SUITES
 
 RESULTS = pathlib.Path(__file__).parent / "results"
@@ -55,6 +57,11 @@ def available(args: argparse.Namespace) -> int:
     if args.gpus and args.gpus > there:
         raise SystemExit(f"--gpus {args.gpus}: this machine shows {there}.")
     return args.gpus or there
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """The machine that is measured."""
+    return machine("cpu") if args.device == "cpu" else machine_from_outside()
 
 
 def end_runs_too() -> None:

@@ -26,8 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from command_line import available, end_runs_too, parser_of
-from machine import machine, machine_from_outside
+from command_line import available, end_runs_too, facts, parser_of
 from plot import draw
 from reports import report_of, write
 from runs import left_out, run
@@ -84,9 +83,8 @@ def measure(job: Job, args: argparse.Namespace) -> dict[str, Any]:
     """All runs of a job, said and written as they come; what would begin after --within is left
     out, and said to be.
     """
-    facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
     records: list[dict[str, Any]] = []
-    report = report_of(records, commit=args.commit, command=job.command, machine=facts)
+    report = report_of(records, commit=args.commit, command=job.command, machine=facts(args))
     todo = [(count, words) for _ in range(job.repeat) for words in job.runs for count in job.counts]
     began = time.monotonic()
     for number, (count, words) in enumerate(todo, 1):

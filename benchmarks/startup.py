@@ -20,8 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from command_line import available, end_runs_too, parser_of
-from machine import machine, machine_from_outside
+from command_line import available, end_runs_too, facts, parser_of
 from reports import report_of, write
 from runs import run
 from suites import chosen
@@ -130,8 +129,8 @@ def main() -> None:
     end_runs_too()
     gpus = available(args)
     args.name = args.name or f"startup-{gpus}gpu"
-    facts = machine("cpu") if args.device == "cpu" else machine_from_outside()
-    report = report_of([], commit=args.commit, command=command_of(args, gpus), machine=facts)
+    command = command_of(args, gpus)
+    report = report_of([], commit=args.commit, command=command, machine=facts(args))
     measure_all(list(starts_of(args, gpus)), report, args)
     print(table_of(startup_cells(report["records"])), args.folder / f"{args.name}.json", sep="\n")
 

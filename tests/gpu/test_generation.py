@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from tests.garbage import given_back
 from tests.models import parity
 from tests.models.test_generation_engine import VOCAB, made
 from tests.models.test_generation_steps import SEARCHES, TOLD, one_by_one
@@ -320,22 +320,12 @@ def test_a_session_gives_its_memory_back() -> None:
     """At its end, and before it records anew; without Python's collector."""
     model, ids = copy.deepcopy(made("llama")).to(DEVICE), parity.token_ids(4, 7, high=VOCAB)
     generate(model, ids, max_new_tokens=600)
-    gc.collect()
-    torch.cuda.empty_cache()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    gc.disable()
-    try:
-        with Session() as session:
-            held = []
-            for rows in (4, 2, 4):
-                generate(model, ids[:rows], max_new_tokens=600, session=session)
-                held.append(torch.cuda.memory_allocated() - allocated)
-            assert held[0] >= held[2] > held[1] > 0
-    finally:
-        gc.enable()
-    assert torch.cuda.memory_allocated() <= allocated
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved
+    with given_back() as allocated, Session() as session:
+        held = []
+        for rows in (4, 2, 4):
+            generate(model, ids[:rows], max_new_tokens=600, session=session)
+            held.append(torch.cuda.memory_allocated() - allocated)
+        assert held[0] >= held[2] > held[1] > 0
 
 
 def test_steps_are_recorded() -> None:
@@ -382,18 +372,10 @@ def test_memory_is_given_back() -> None:
     model = Llama(config).to(DEVICE)
     ids = torch.randint(0, 1000, (8, 100), device=DEVICE)
     generate(model, ids, max_new_tokens=20)
-    gc.collect()
-    torch.cuda.empty_cache()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    gc.disable()
-    try:
+    with given_back() as allocated:
         for length in (100, 90, 80):
             generate(model, ids[:, :length], max_new_tokens=200)
             assert torch.cuda.memory_allocated() <= allocated
-    finally:
-        gc.enable()
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved
 
 
 def test_a_recording_is_work_done_again() -> None:

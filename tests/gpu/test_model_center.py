@@ -5,7 +5,6 @@ on the CPU, over NCCL.
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
 import types
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.garbage import given_back
 from tests.gpu.test_programs import run_compiled_on_gpus, run_on_gpus
 from tests.models import parity
 from tests.ranks import test_generation, test_generation_session, test_model_center
@@ -225,26 +225,16 @@ def hold_and_free() -> None:
     with mock.patch.object(Resident, "fits", lambda *_: False):
         generate(model, ids, max_new_tokens=200)
     expected = generate(model, ids, max_new_tokens=200).rows()
-    gc.collect()
-    torch.cuda.empty_cache()
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    gc.disable()
-    try:
-        with Session() as session:
-            held = []
-            for _ in range(5):
-                assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected
-                held.append(torch.cuda.memory_allocated() - allocated)
-            assert whole <= held[0] and held[4] <= held[2]  # the first pass is kept from then on
-            with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
-                generate(model, ids, max_new_tokens=200, session=session)
-            assert torch.cuda.memory_allocated() <= allocated
+    with given_back() as allocated, Session() as session:
+        held = []
+        for _ in range(5):
             assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected
-    finally:
-        gc.enable()
-    assert torch.cuda.memory_allocated() <= allocated
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= reserved
+            held.append(torch.cuda.memory_allocated() - allocated)
+        assert whole <= held[0] and held[4] <= held[2]  # the first pass is kept from then on
+        with mock.patch.object(Resident, "fits", lambda *_: bmt.rank() == 0):
+            generate(model, ids, max_new_tokens=200, session=session)
+        assert torch.cuda.memory_allocated() <= allocated
+        assert generate(model, ids, max_new_tokens=200, session=session).rows() == expected
 
 
 @ON_TWO

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ import peft
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from tests.garbage import without_collector
 from tests.models import parity
 from tests.models.recording import OperationRecorder, recorded
 from tests.models.test_generation_engine import made
@@ -59,12 +59,8 @@ def watched_caches() -> Iterator[list[weakref.ref[torch.Tensor]]]:
         assert pair is not None
         caches.append(weakref.ref(pair[0]))
 
-    gc.disable()
-    try:
-        with mock.patch.object(KeyValueCache, "fix", noted):
-            yield caches
-    finally:
-        gc.enable()
+    with without_collector(), mock.patch.object(KeyValueCache, "fix", noted):
+        yield caches
 
 
 def differ(one: GenerationOutput, other: GenerationOutput) -> bool:

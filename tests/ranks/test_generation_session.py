@@ -5,7 +5,6 @@ and go when they should.
 from __future__ import annotations
 
 import contextlib
-import gc
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.garbage import without_collector
 from tests.models import parity
 from tests.models.recording import OperationRecorder, recorded
 from tests.models.test_generation_session import alive, watched_caches
@@ -103,13 +103,8 @@ def watched_buffers() -> Iterator[list[StorageWeakRef]]:
         buffers.append(StorageWeakRef(full.untyped_storage()))
         return full
 
-    gc.collect()
-    gc.disable()
-    try:
-        with mock.patch.object(ShardSource, "new_full", noted):
-            yield buffers
-    finally:
-        gc.enable()
+    with without_collector(), mock.patch.object(ShardSource, "new_full", noted):
+        yield buffers
 
 
 def there(buffers: list[StorageWeakRef]) -> list[bool]:

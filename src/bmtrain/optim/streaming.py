@@ -91,7 +91,7 @@ class Passage:
             self._update = torch.cuda.Stream(world.device, priority=-1)
 
     def make_slots(self) -> None:
-        """Allocate what a step needs, if that is not there yet."""
+        """Allocate what loads need, if that is not there yet; before the first of them."""
         if self.is_beside and not self._slots:
             self._slots = [Slot(self.load_bytes, self._device) for _ in range(NUM_SLOTS)]
 
@@ -99,7 +99,6 @@ class Passage:
         """Begin a step."""
         if not self.is_beside:
             return
-        self.make_slots()
         # The same slots for the same loads at each step, so that tables of addresses are known.
         self._turns = itertools.cycle(self._slots)
         # The memory of new slots may be in use by earlier work; and states of the step before must
