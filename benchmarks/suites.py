@@ -122,9 +122,9 @@ SUITES = (
         runs=tuple(
             f"--backend {mode} --offload --recompute --warmup 1 --steps 2"
             for mode in (
-                "bmtrain --shape llama-14b --batch 4 --micro-batches 4 --fused-head --no-overlap "
+                "bmtrain --shape llama-14b --batch 4 --micro-batches 4 --fused-head "
                 "--device-states 50",
-                "bmtrain --shape llama-30b --batch 2 --micro-batches 8 --fused-head --no-overlap "
+                "bmtrain --shape llama-30b --batch 2 --micro-batches 8 --fused-head "
                 "--device-states 5 --moments 8bit --master-weights split",
                 "fsdp2 --shape llama-14b --batch 4",
             )
@@ -144,7 +144,7 @@ SUITES = (
                 "fsdp2 --shape llama-8b --batch 2 --recompute --warmup 1",
                 "deepspeed --no-compile --shape llama-8b --batch 2 --recompute --warmup 1",
                 "bmtrain --shape llama-14b --batch 4 --micro-batches 2 --recompute --fused-head "
-                "--no-overlap --warmup 1",
+                "--warmup 1",
                 "fsdp2 --shape llama-14b --batch 4 --recompute --warmup 1",
             )
         ),
