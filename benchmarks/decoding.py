@@ -56,7 +56,7 @@ SCALING = {
 }
 # Continues ids (rows, tokens) by so many tokens.
 Generate = Callable[[torch.Tensor, int], object]
-LIMIT = 60  # seconds after which a method is given up
+LIMIT = 240  # seconds after which a method is given up
 # Of each generation its name, whether its length is one more than before, and its new tokens.
 ANY_LENGTH = (
     ("first", False, NUM_FEW),

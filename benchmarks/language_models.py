@@ -393,26 +393,22 @@ def main() -> None:
     args = parser.parse_args()
     bmt.init_distributed(seed=0)
     torch.set_float32_matmul_precision("high")
-    records = []
+    command = f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}"
+    report = report_of(
+        [],
+        commit=args.commit,
+        command=command,
+        machine=machine(),
+        transformers=transformers.__version__,
+    )
+    path = pathlib.Path(args.folder) / f"{args.name}.json"
     for what in args.what:
         for record in KINDS[what]():
             bmt.print_rank(json.dumps(record), flush=True)
-            records.append(record)
-    if bmt.rank() > 0:
-        return
-    command = f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}"
-    path = pathlib.Path(args.folder) / f"{args.name}.json"
-    write(
-        report_of(
-            records,
-            commit=args.commit,
-            command=command,
-            machine=machine(),
-            transformers=transformers.__version__,
-        ),
-        path,
-    )
-    print(path)
+            report["records"].append(record)
+            if bmt.rank() == 0:
+                write(report, path)
+    bmt.print_rank(path)
 
 
 if __name__ == "__main__":

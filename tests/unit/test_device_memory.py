@@ -24,14 +24,18 @@ class Gpu:
 
     def __init__(self) -> None:
         self.allocated = self.highest = 0
-        self.reserved, self.left_over, self.peers, self.others = 20 * GIB, 0, 0, 10 * GIB
+        self.reserved, self.peers, self.others = 0, 0, 10 * GIB
 
     def hold(self, num_bytes: int) -> None:
         self.allocated = num_bytes
         self.highest = max(self.highest, num_bytes)
+        self.reserved = max(self.reserved, num_bytes)
 
     def reset(self) -> None:
         self.highest = self.allocated
+
+    def empty(self) -> None:
+        self.reserved = self.allocated
 
     def info(self) -> tuple[int, int]:
         return 100 * GIB - self.reserved - self.peers - self.others, 100 * GIB
@@ -65,11 +69,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: made.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: made.highest)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: made.reserved)
-    monkeypatch.setattr(
-        torch.cuda,
-        "memory_stats",
-        lambda device: {"inactive_split_bytes.all.current": made.left_over},
-    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", made.empty)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: made.reset())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: made.info())
     monkeypatch.setattr(world, "_PROCESS", types.SimpleNamespace(world=run))
@@ -84,7 +84,7 @@ def account(limit: int | None) -> CudaMemory:
 def test_memory_that_ranks_map_counts(gpu: Gpu) -> None:
     """As held and in peaks; and a limit bounds it together with the rest."""
     gpu.peers = 30 * GIB
-    memory = account(limit=50 * GIB)
+    memory, unlimited = account(limit=50 * GIB), account(limit=None)
     gpu.hold(15 * GIB)
     gpu.hold(5 * GIB)
     assert memory.allocated() == 35 * GIB
@@ -92,25 +92,34 @@ def test_memory_that_ranks_map_counts(gpu: Gpu) -> None:
     assert memory.take_peak() == 35 * GIB
     assert memory.limit() == 50 * GIB
     # all but what others have, and a margin
-    assert account(limit=None).limit() == (100 - 10 - 3) * GIB
+    assert unlimited.limit() == (100 - 10 - 3) * GIB
 
 
 def test_the_limit_of_the_device_does_not_depend_on_where_tensors_are(gpu: Gpu) -> None:
     memory, found = account(limit=None), []
-    for gpu.peers, gpu.reserved in ((0, 20 * GIB), (40 * GIB, 20 * GIB), (20 * GIB, 0)):
+    for gpu.peers, held in ((0, 20 * GIB), (40 * GIB, 20 * GIB), (20 * GIB, 0)):
+        gpu.hold(held)
         found.append(memory.limit())
     assert found == [found[0]] * 3
 
 
-def test_what_is_left_over_of_pieces_is_out_of_reach(gpu: Gpu) -> None:
-    """Tensors hold the rest of the pieces: nothing large fits into what is left, and it cannot be
-    given back.
-    """
+def test_what_the_cache_takes_beyond_the_peak_of_tensors_is_out_of_the_limit(gpu: Gpu) -> None:
+    """Measured from the last time that the cache was emptied."""
     memory = account(limit=None)
     whole = memory.limit()
-    gpu.left_over = 4 * GIB
+    gpu.hold(40 * GIB)
+    gpu.hold(10 * GIB)
+    assert memory.take_peak() == 40 * GIB
+    assert memory.limit() == whole, "tensors have used all that is cached"
+    memory.tidy()
+    gpu.hold(30 * GIB)
+    gpu.hold(10 * GIB)
+    gpu.reserved += 4 * GIB
+    memory.take_peak()
     assert memory.limit() == whole - 4 * GIB
     assert account(limit=50 * GIB).limit() == 50 * GIB
+    memory.tidy()
+    assert memory.limit() == whole
 
 
 def test_peaks_do_not_disturb_each_other(gpu: Gpu, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,10 @@ BLOCK: Options = (
 
 
 def step_of(blocks: list[Options], turn: int = 30) -> Step:
-    """A step at option 2 in which the turn needs `turn` bytes beyond the inputs of the blocks."""
+    """A step at option 2 in which the loss needs `turn` bytes beyond the inputs of the blocks."""
     kept = list(itertools.accumulate((options[2].kept for options in blocks), initial=0))
     backward = [(place, kept[place] + options[2].peak) for place, options in enumerate(blocks)]
-    return Step(2, kept[-1] + turn, tuple(reversed(backward)))
+    return Step(2, (*kept[1:-1], kept[-1] + turn), tuple(reversed(backward)))
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_equal_blocks(room: int, counts: tuple[int, ...]) -> None:
 def test_blocks_at_the_front_recompute() -> None:
     """The backward pass of the first block may need what the last ones have freed by then."""
     wide = Option(0, 100, 2.0), Option(40, 100, 1.0)
-    step = Step(0, 60, ((2, 100), (1, 100), (0, 100)))
+    step = Step(0, (0, 0, 60), ((2, 100), (1, 100), (0, 100)))
     # what block 1 kept would still be there in the backward of block 2
     assert choose([wide] * 3, step, 100) == [0, 0, 1]
     assert need([wide] * 3, step, [0, 1, 0]) == 140
@@ -64,7 +64,19 @@ def test_backward_in_another_order() -> None:
     pass.
     """
     wide = Option(0, 100, 2.0), Option(40, 100, 1.0)
-    assert choose([wide] * 3, Step(0, 60, ((0, 100), (2, 100), (1, 100))), 100) == [1, 0, 0]
+    step = Step(0, (0, 0, 60), ((0, 100), (2, 100), (1, 100)))
+    assert choose([wide] * 3, step, 100) == [1, 0, 0]
+
+
+def test_a_peak_early_in_forward_is_in_the_way_of_the_blocks_before_it_only() -> None:
+    """Memory may be freed in forward: gradients that are cleared, for example."""
+    block = Option(0, 20, 2.0), Option(40, 60, 1.0)
+    step = Step(0, (90, 50, 30), ((2, 20), (1, 20), (0, 20)))
+    assert need([block] * 3, step, [0, 0, 1]) == 90
+    assert need([block] * 3, step, [0, 1, 1]) == 110
+    assert need([block] * 3, step, [1, 0, 0]) == 130
+    assert choose([block] * 3, step, 109) == [0, 0, 1]
+    assert choose([block] * 3, step, 110) == [0, 1, 1]
 
 
 def test_never_more_than_the_room_and_at_most_one_change_from_the_best() -> None:

@@ -20,6 +20,7 @@ _NATIVE_DATA: Any = torch.Tensor.data  # torch's descriptor
 # The first runs of a module, in which checksums of its parameters detect writes around torch. Each
 # check reads all parameters twice.
 _NUM_LOOKS = 2
+_MOST_SUMMED = 2**22  # numbers at a time
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -291,7 +292,14 @@ def _sharded(place: Place) -> DistributedParameter:
 
 def _sums(views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Integer sum of the bits of each row: the same on all ranks, so all see a write or none."""
-    return [view.detach().view(_WHOLE_NUMBERS[view.itemsize]).sum(-1) for view in views]
+    return [_row_sums(view.detach().view(_WHOLE_NUMBERS[view.itemsize])) for view in views]
+
+
+def _row_sums(numbers: torch.Tensor) -> torch.Tensor:
+    rows = torch.atleast_2d(numbers).flatten(0, -2)
+    # Torch copies what it sums to int64: of all rows of a bf16 embedding four times its memory.
+    parts = rows.split(max(1, _MOST_SUMMED // max(1, rows.shape[-1])))
+    return torch.cat([part.sum(-1) for part in parts])
 
 
 def _lost_value(path: str) -> ParameterError:

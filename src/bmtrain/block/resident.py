@@ -73,7 +73,7 @@ class Resident:
         if current.device.type == "cpu":
             return True
         memory = current.service(DeviceMemory)
-        return self.num_bytes + spare <= memory.within_reach() - memory.held()
+        return self.num_bytes + spare <= memory.within_reach() - memory.fragments() - memory.held()
 
     def memory(self) -> list[Residence]:
         """Owners of the memory that whole parameters are gathered to, alive or new."""

@@ -21,10 +21,14 @@ class Peak:
         """Record that tensors held this many bytes."""
         self._highest = max(self._highest, num_bytes)
 
+    def so_far(self) -> int:
+        """The peak in bytes."""
+        self._memory.read_peak()
+        return self._highest
+
     def take(self) -> int:
         """The peak in bytes; restarts it from what tensors hold now."""
-        self._memory.read_peak()
-        highest, self._highest = self._highest, 0
+        highest, self._highest = self.so_far(), 0
         return highest
 
 
@@ -46,14 +50,19 @@ class DeviceMemory:
         """Bytes that tensors hold now."""
         return torch.cuda.memory_allocated(self._device) + self._peers.num_bytes
 
-    def within_reach(self) -> int:
-        """Bytes that tensors hold or could still allocate, excluding fragments in torch's cache.
+    def cached(self) -> int:
+        """Bytes that this process has for tensors now, free ones in torch's cache included."""
+        return torch.cuda.memory_reserved(self._device) + self._peers.num_bytes
 
-        Fragments are the free parts of segments that tensors partly occupy.
-        """
+    def within_reach(self) -> int:
+        """Bytes that this process has for tensors, or could get from the device."""
         free, _ = torch.cuda.mem_get_info(self._device)
-        left_over = torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.current", 0)
-        return free + torch.cuda.memory_reserved(self._device) - left_over + self._peers.num_bytes
+        return free + self.cached()
+
+    def fragments(self) -> int:
+        """Free bytes of segments that tensors partly occupy: they cannot go back to the device."""
+        stats = torch.cuda.memory_stats(self._device)
+        return int(stats.get("inactive_split_bytes.all.current", 0))
 
     def total(self) -> int:
         """Bytes of the device's memory."""

@@ -187,11 +187,15 @@ class Memory:
         base = [len(own) - 1 for own in options]
         measured = [self._level(own, number) for own, number in zip(options, base, strict=True)]
         at_base = self.moments(measured)
+        forward = [m.total for m in at_base if m.name == "forward"]
         turn = max(m.total for m in at_base if m.name == "turn")
+        forward[-1:] = [max(turn, *forward[-1:])]
         backward = [m for m in at_base if m.name == "backward"]
         order = range(len(options) - 1, -1, -1)
         step = plan.Step(
-            -1, turn, tuple((place, m.total) for place, m in zip(order, backward, strict=False))
+            -1,
+            tuple(forward),
+            tuple((place, m.total) for place, m in zip(order, backward, strict=False)),
         )
         blocks, target = [[option for _, option in own] for own in options], room
         while True:

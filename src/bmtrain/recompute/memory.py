@@ -71,11 +71,16 @@ class Uncounted(Memory):
 
 
 class CudaMemory(Memory):
-    """A GPU. Counts all tensors, including shards in memory that other ranks map."""
+    """A GPU. Counts all tensors, including shards in memory that other ranks map.
+
+    Torch's cache grows beyond the peak of what tensors hold: pieces of its segments are too small
+    for what is needed, and what one part of a step has freed does not serve the next. How much that
+    is depends on the sizes of a step, so it is measured from `tidy` on, and out of the limit.
+    """
 
     def __init__(self, memory: DeviceMemory, device: torch.device, limit: int | None) -> None:
         self._memory, self._device, self._given = memory, device, limit
-        self._peak = memory.new_peak()
+        self._peak, self._since_tidy = memory.new_peak(), memory.new_peak()
 
     def allocated(self) -> int:
         return self._memory.held()
@@ -84,7 +89,8 @@ class CudaMemory(Memory):
         return self._peak.take()
 
     def limit(self) -> int:
-        usable = self._memory.within_reach() - int(self._memory.total() * MARGIN)
+        lost = max(self._memory.cached() - self._since_tidy.so_far(), 0)
+        usable = self._memory.within_reach() - lost - int(self._memory.total() * MARGIN)
         return usable if self._given is None else min(usable, self._given)
 
     def num_retries(self) -> int:
@@ -93,6 +99,7 @@ class CudaMemory(Memory):
 
     def tidy(self) -> None:
         torch.cuda.empty_cache()
+        self._since_tidy.take()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

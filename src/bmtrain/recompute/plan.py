@@ -1,16 +1,17 @@
 """Chooses how much each block recomputes: bytes and seconds in, one option per block out.
 
 A training step keeps activations of every block from forward to backward, and backward frees them,
-last block first. So memory peaks at the turn (all blocks hold theirs and the loss computes), or in
-the backward pass of some block (which holds its own and those of all blocks before it, and needs
-working memory). Both kinds of peaks have been measured once with every block at option `base`. A
-plan moves them by what its options keep more or less.
+last block first. So memory peaks in the forward pass of some block (the last one's includes the
+loss), or in the backward pass of some block: each holds its own and those of all blocks before it,
+and needs working memory. Both kinds of peaks have been measured once with every block at option
+`base`. A plan moves them by what its options keep more or less.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Sequence
 
 
@@ -32,12 +33,13 @@ class Option:
 class Step:
     """Peak memory of a step with every block at option `base`, in bytes beyond its start.
 
-    turn: peak up to the start of backward. backward: the blocks in the order of backward, each by
-    its number in the forward pass, from 0, with the peak during its backward pass.
+    forward: peak of each block from its forward pass until that of the next one, or until backward.
+    backward: the blocks in the order of backward, each by its number in the forward pass, from 0,
+    with the peak during its backward pass.
     """
 
     base: int
-    turn: int
+    forward: tuple[int, ...]
     backward: tuple[tuple[int, int], ...]
 
 
@@ -50,8 +52,9 @@ def need(blocks: Sequence[Options], step: Step, choice: Sequence[int]) -> int:
         options[number].kept - options[step.base].kept
         for options, number in zip(blocks, choice, strict=True)
     ]
+    so_far = list(itertools.accumulate(more))
+    most = max(map(operator.add, step.forward, so_far), default=0)
     kept = sum(more)
-    most = step.turn + kept
     for place, own in step.backward:
         kept -= more[place]
         most = max(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 import weakref
 import zlib
@@ -42,7 +43,7 @@ _UNKNOWN = Option(2**60, 0, float("inf"))
 _SLACK = 0.01
 _RECONSIDERED = 32  # passes between replans; each also halves the count of failures
 # The limit is read again in this many passes after a reconsideration, and after a pass that
-# measures: libraries allocate and memory fragments.
+# measures or has a new plan: libraries allocate, and what is lost to fragments has changed.
 _NEWS = 4
 # Passes that did not match their profile. Beyond this many, every block is recomputed.
 _MOST_FAILURES = 16
@@ -88,7 +89,7 @@ class _Watch:
     """Peak memory of each part of a pass, in bytes beyond its start.
 
     Attributes:
-        turn: peak before backward.
+        forward: peak per call, from its beginning to that of the next one, or of backward.
         loss: the peak since the last call began, beyond its beginning: most of it is what the
             program computes of the call's output.
         backward: peak per call, by number, in backward's order.
@@ -96,15 +97,17 @@ class _Watch:
 
     def __init__(self, memory: Memory) -> None:
         self._memory, self._start, self._peak = memory, memory.allocated(), 0
+        self._has_begun = False
         self._open: int | None = None
         self._at_call = self._start
-        self.turn, self.loss, self.backward = 0, 0, dict[int, int]()
+        self.forward, self.loss, self.backward = list[int](), 0, dict[int, int]()
         memory.take_peak()
 
     def begin_call(self) -> None:
-        """A call begins."""
-        self._peak = max(self._peak, self._memory.take_peak())
-        self._at_call = self._memory.allocated()
+        """A call begins, and the part of the call before it ends."""
+        peak = self._take()
+        self.forward += [peak] if self._has_begun else []
+        self._has_begun, self._at_call = True, self._memory.allocated()
 
     def pause(self) -> None:
         """Stop counting until `resume`: measuring runs are not part of the pass."""
@@ -118,13 +121,18 @@ class _Watch:
         """End the current part; backward of call `following` begins."""
         if following is not None and following == self._open:
             return
-        last = self._memory.take_peak()
-        peak, self._peak = max(self._peak, last) - self._start, 0
+        peak = self._take()
         if self._open is None:
-            self.turn, self.loss = peak, last - self._at_call
+            self.forward.append(peak)
+            self.loss = self._start + peak - self._at_call
         else:
-            self.backward[self._open] = max(self.backward.get(self._open, 0), peak)
+            self.backward[self._open] = max(self.backward.get(self._open, peak), peak)
         self._open = following
+
+    def _take(self) -> int:
+        """The peak of the part that ends now."""
+        peak, self._peak = max(self._peak, self._memory.take_peak()) - self._start, 0
+        return peak
 
 
 class Stage(enum.Enum):
@@ -142,7 +150,7 @@ class _Pass:
     number: from 1. first: the block of its first call. profile: what is known of such passes; None
     if every block is recomputed. wanted: levels to measure. found: measurements by kind and shape
     of calls. watch: counts the peaks, in a pass that measures them. num_calls: so far. is_stale:
-    whether the pass did not match its profile.
+    whether the pass did not match its profile. is_replanned: whether it is the first of its plan.
     """
 
     number: int
@@ -154,6 +162,7 @@ class _Pass:
     watch: _Watch | None = None
     num_calls: int = 0
     is_stale: bool = False
+    is_replanned: bool = False
 
 
 class Planner:
@@ -283,7 +292,7 @@ class Planner:
         One small CPU collective per pass, about a thousandth of a step. Ranks may differ in
         sequence lengths, memory and failures, and must choose the same levels.
         """
-        if number % _RECONSIDERED < _NEWS or last.wanted:
+        if number % _RECONSIDERED < _NEWS or last.wanted or last.is_replanned:
             self._limit = self._memory.limit()
         retries, used = self._memory.num_retries(), max(self._memory.allocated(), self._base)
         complaints = (
@@ -321,20 +330,18 @@ class Planner:
         """Whether the plan fits, with some slack for what has been allocated since it was made."""
         if profile.agreed is None or profile.choice is None:
             return False
-        return (
-            plan.need(*profile.agreed, profile.choice)
-            <= room - _in_pieces(*profile.agreed) + _SLACK * self._smallest_limit
-        )
+        return plan.need(*profile.agreed, profile.choice) <= room + _SLACK * self._smallest_limit
 
     def _conclude(
         self, profile: Profile, measured: frozenset[Level], watch: _Watch | None, room: int
     ) -> None:
         """Merge the measurements of all ranks, by maximum, and plan."""
         if watch is not None:
-            profile.turn, profile.loss, profile.backward = watch.turn, watch.loss, watch.backward
+            profile.forward, profile.loss = watch.forward, watch.loss
+            profile.backward = watch.backward
         # Ranks that ran different blocks, or reached them in backward in a different order, start
         # over: their figures would not line up in the reduction below.
-        calls = [len(profile.kinds), *profile.backward]
+        calls = [len(profile.kinds), len(profile.forward), *profile.backward]
         if not (is_same([len(calls)], self._axis, "calls") and is_same(calls, self._axis, "calls")):
             profile.clear()
             self._num_failures += 1
@@ -350,10 +357,12 @@ class Planner:
             for _ in profile.kinds
         ]
         base = LEVELS.index(Level.BLOCK)
-        # On a device that does not count memory the peak is 0: use what blocks keep.
-        turn = max(int(next(figures)), sum(options[base].kept for options in blocks))
+        forward = tuple(int(next(figures)) for _ in profile.forward)
+        if not any(forward):  # the device does not count memory: use what blocks keep
+            forward = tuple(itertools.accumulate(options[base].kept for options in blocks))
         profile.loss = int(next(figures))
-        step = Step(base, turn, tuple((place, int(next(figures))) for place in profile.backward))
+        backward = tuple((place, int(next(figures))) for place in profile.backward)
+        step = Step(base, forward, backward)
         _bound_host(blocks, int(-next(figures)))
         profile.agreed, profile.measured = (blocks, step), profile.measured | measured
         self._plan(profile, room)
@@ -362,10 +371,10 @@ class Planner:
         if profile.agreed is None:
             return
         blocks, step = profile.agreed
-        room -= _in_pieces(blocks, step)
         choice = plan.choose(blocks, step, room)
         if choice != profile.choice:
             self._memory.tidy()  # the cache consists of blocks in the sizes of the old plan
+            self._pass.is_replanned = True
         profile.choice = choice
         if choice != profile.told and (profile.measured >= _THEN or not any(choice)):
             profile.told = choice
@@ -414,11 +423,6 @@ def _in_order(options: Sequence[Option]) -> list[Option]:
         dataclasses.replace(option, seconds=max(option.seconds, floor))
         for option, floor in zip(options, floors, strict=True)
     ]
-
-
-def _in_pieces(blocks: Sequence[Options], step: Step) -> int:
-    """Room left to fragmentation, in bytes: half the highest peak of a block at the base level."""
-    return max(options[step.base].peak for options in blocks) // 2
 
 
 def _bound_host(blocks: Sequence[list[Option]], room: int) -> None:

@@ -32,15 +32,16 @@ class PassKey:
 class Profile:
     """Measurements and plan for passes of one kind with inputs up to some shape.
 
-    `kinds`, `shapes` and `options` have one entry per call of a pass; `turn` and `backward` are
-    peaks of a pass; `loss` is the part of `turn` from the last call on; `choice` is the plan.
+    `kinds`, `shapes` and `options` have one entry per call of a pass; `forward` too:
+    peaks, as in `Step`; `backward` has peaks by number of the call; `loss` is the part of the last
+    one of `forward` that came with that call; `choice` is the plan.
     """
 
     key: PassKey
     kinds: list[object] = dataclasses.field(default_factory=list)
     shapes: list[Shape] = dataclasses.field(default_factory=list)
     options: list[dict[Level, Option]] = dataclasses.field(default_factory=list)
-    turn: int = 0
+    forward: list[int] = dataclasses.field(default_factory=list)
     loss: int = 0
     backward: dict[int, int] = dataclasses.field(default_factory=dict)  # in backward's order
     measured: frozenset[Level] = frozenset()
@@ -51,7 +52,7 @@ class Profile:
     def clear(self) -> None:
         """Drop everything but the key."""
         self.kinds, self.shapes, self.options = [], [], []
-        self.turn, self.loss, self.backward = 0, 0, {}
+        self.forward, self.loss, self.backward = [], 0, {}
         self.measured, self.agreed, self.choice = frozenset(), None, None
 
     def append(self, kind: object, shape: Shape) -> None:
@@ -77,7 +78,7 @@ class Profile:
             for option in options
             for figure in (float(option.kept), float(option.peak), option.seconds)
         ]
-        peaks = [self.turn, self.loss, *self.backward.values()]
+        peaks = [*self.forward, self.loss, *self.backward.values()]
         return [*dims, *prices, *map(float, peaks)]
 
 
