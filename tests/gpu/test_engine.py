@@ -215,6 +215,25 @@ def test_cleared_gradients_leave_their_memory_to_activations() -> None:
         assert kept - cleared > 0.8 * num_bytes, (cleared, kept, num_bytes)
 
 
+def first_and_later_peaks() -> tuple[list[int], int]:
+    """Peak bytes of each pass through a block with one large weight; bytes of the weight."""
+    head = bmt.Block(torch.nn.Linear(512, 65536, dtype=torch.bfloat16), use_checkpoint=False)
+    x, peaks = torch.randn(8, 512, device=bmt.device(), dtype=torch.bfloat16), []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        head(x).float().square().mean().backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+    return peaks, 512 * 65536 * 2
+
+
+def test_first_passes_need_no_copies_of_large_weights() -> None:
+    """The checks of the first passes sum the bits of all weights, which takes wider integers."""
+    for peaks, num_bytes in on_gpus(first_and_later_peaks):
+        assert max(peaks[:2]) - peaks[-1] < 0.6 * num_bytes, (peaks, num_bytes)
+
+
 def save_and_load(folder: str) -> None:
     path = str(pathlib.Path(folder) / "model.safetensors")
     first = bmt.TransformerBlockList([bmt.Block(m.to(torch.bfloat16)) for m in make_layers()])
