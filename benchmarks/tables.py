@@ -293,6 +293,34 @@ def _startup_cell(r: Record) -> dict[str, object]:
     return cell | ({"failed": failure_of(r)} if failure_of(r) else {})
 
 
+def disk_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of how fast files are, by column."""
+    return [
+        {
+            "loads of 128 MiB": r["way"],
+            "GB/s": r["gb_s"],
+            "GB/s until all is on the disk": r["settled_gb_s"],
+        }
+        for r in records
+    ]
+
+
+def file_update_cells(records: Sequence[Record]) -> list[dict[str, object]]:
+    """The cells of a table of updates with states in files, by column."""
+    return [
+        {
+            "states": r["states"],
+            "parameters": f"{r['parameters']:,}",
+            "GB of states": r["states_gb"],
+            "GB of memory": r["memory_gb"],
+            "first update, s": r["first_s"],
+            "further updates, s": r["seconds"],
+            "GB/s each way": r["gb_s"],
+        }
+        for r in records
+    ]
+
+
 def decoding_cells(records: Sequence[Record]) -> list[dict[str, object]]:
     """The cells of a table of generation, by column."""
     return [_decoding_cell(record) for record in records]
@@ -434,8 +462,11 @@ def tables_of(report: dict[str, Any]) -> str:
     recipes = [r for r in records if r["what"] == "recipe"]
     decoding = [r for r in records if r["what"] == "decoding"]
     startup = [r for r in records if r["what"] == "start-up"]
+    disk = [r for r in records if r["what"] == "file states disk"]
+    updates = [r for r in records if r["what"] == "file states update"]
     apart = {"loading", "fp8 losses", "saving", "small states step", "small states losses"}
-    steps = [r for r in records if r["what"] not in apart | {"recipe", "decoding", "start-up"}]
+    apart |= {"recipe", "decoding", "start-up", "file states disk", "file states update"}
+    steps = [r for r in records if r["what"] not in apart]
     parts = (
         table(STEP_COLUMNS, steps_of(steps)),
         table(LOAD_COLUMNS, loads_of(loads)),
@@ -446,6 +477,8 @@ def tables_of(report: dict[str, Any]) -> str:
         table_of(recipe_cells(recipes, "site/en/recipes/")),
         table_of(decoding_cells(decoding)),
         table_of(startup_cells(startup)),
+        table_of(disk_cells(disk)),
+        table_of(file_update_cells(updates)),
     )
     return "\n".join(filter(None, parts))
 
