@@ -393,11 +393,13 @@ def main() -> None:
     args = parser.parse_args()
     bmt.init_distributed(seed=0)
     torch.set_float32_matmul_precision("high")
-    command = f"benchmarks/language_models.py --what {' '.join(args.what)} --name {args.name}"
+    ranks = bmt.world_size()
+    start = f"torchrun --standalone --nproc_per_node={ranks} " if ranks > 1 else ""
+    command = f"{start}benchmarks/language_models.py --what {' '.join(args.what)}"
     report = report_of(
         [],
         commit=args.commit,
-        command=command,
+        command=f"{command} --name {args.name}",
         machine=machine(),
         transformers=transformers.__version__,
     )
