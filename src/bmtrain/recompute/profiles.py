@@ -32,9 +32,9 @@ class PassKey:
 class Profile:
     """Measurements and plan for passes of one kind with inputs up to some shape.
 
-    `kinds`, `shapes` and `options` have one entry per call of a pass; `forward` too:
-    peaks, as in `Step`; `backward` has peaks by number of the call; `loss` is the part of the last
-    one of `forward` that came with that call; `choice` is the plan.
+    `kinds`, `shapes`, `options` and `forward` have one entry per call of a pass. `forward` and
+    `backward` are peaks, as in `Step`; `loss` is the part of the last one of `forward` that came
+    with that call; `choice` is the plan.
     """
 
     key: PassKey
